@@ -1,1 +1,1 @@
-"""Makes the layout of a training run, and proves its answer: sizes, memory, time, cuts, search."""
+"""Plans the layout of a training run, with a lower bound: sizes, memory, time, cuts, search."""

@@ -17,34 +17,35 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row, Schedule
 
 _ROUNDING = 1e-9
-"""Slack in layers, so that rounding never rules out a division of layers that fits."""
+"""Slack in layers, so that rounding never excludes a division of layers that fits."""
 _FORWARD_CHANGE = {"F": 1, "W": 0}
-"""How an action changes the number of live micro-batches of its stage; all others end one."""
+"""Change in the number of live micro-batches of a stage, by action; all other actions end one."""
 _WAITING_CHANGE = {"I": 1, "W": -1}
-"""How an action changes the number of weight gradients that wait on its stage."""
+"""Change in the number of weight gradients that wait on a stage, by action."""
 
 
 class StageLoad(NamedTuple):
-    """What one stage keeps at one moment of a step."""
+    """The data that one stage keeps at a moment of a step."""
 
     live: int
-    """Micro-batches between forward and backward."""
+    """Number of micro-batches between forward and backward."""
     waiting: int
-    """Weight gradients between I and W."""
+    """Number of weight gradients between I and W."""
 
 
 class RowUse(NamedTuple):
-    """Summary of a rank's row. Stages are counted by position among the rank's stages, in order."""
+    """Summary of a rank's row. Stages are identified by their position among the rank's stages."""
 
     fullest_moments: list[list[StageLoad]]
-    """Loads of all stages at the moments that no other moment exceeds. Of ranks with more than two
-    stages only the two fullest are kept."""
+    """Loads of all stages at the moments that no other moment exceeds. For ranks with more than two
+    stages, only the two fullest are kept."""
     num_pairs: Counter[tuple[int, int]]
-    """Number of pairs by the positions of forward and backward."""
+    """(position of the forward's stage, position of the backward's stage) -> number of such pairs.
+    """
 
 
-# Live micro-batches and waiting weight gradients of one stage after the other: flat, because the
-# moments of a row are compared number by number.
+# Live micro-batches and waiting weight gradients, stage after stage. Flat, because the moments of a
+# row are compared number by number.
 _Moment = tuple[int, ...]
 
 
@@ -86,7 +87,7 @@ def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
 def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
     """Return the moments that no other moment exceeds in every number."""
     unexceeded: set[_Moment] = set()
-    # By falling sums, no moment exceeds one before it.
+    # In descending order of sums, no moment exceeds an earlier one.
     for moment in sorted(moments, key=sum, reverse=True):
         is_exceeded = any(
             all(load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True))
@@ -108,11 +109,11 @@ class CutBound:
     """Bounds the time of a table over all cuts.
 
     A rank runs its row after the forwards of the stages before its first action, and before the
-    backwards of the stages before its last. So by any given time it finishes a limited number of
-    layers of a kind, and its memory takes a limited number: the bound is the time by which all
-    layers of each kind find a rank. A rank with one or two stages tries all ways to divide its
-    layers among them; more stages count as one stage that is as cheap as the cheapest for every
-    layer.
+    backwards of the stages before its last. So by any given time it can finish only a limited
+    number of layers of a kind, and its memory holds only a limited number: the bound is the time by
+    which all layers of each kind have found a rank. For a rank with one or two stages, all ways to
+    divide its layers among them are tried; more stages are treated as one stage that has the lowest
+    cost of them for every layer.
     """
 
     table: Schedule
@@ -123,26 +124,26 @@ class CutBound:
     last: Part
     """Extra part of the last stage."""
     min_layers: Sequence[int]
-    """Layers that each stage needs; together no more than the model has."""
+    """Minimum number of layers of each stage; their sum does not exceed the model's layers."""
     overlap: float
-    """Largest share of the exchange that pairs hide."""
+    """Largest share of the exchange that pairs can hide."""
     microbatches_beyond: float
-    """Micro-batches of a row beyond those of the table."""
+    """Micro-batches of a row in addition to those of the table."""
     memory_bytes: float
     """Memory of a rank."""
     static_bytes: Callable[[Part], float]
     """Returns the bytes of a part's weights, gradients and optimizer states."""
 
     def span_s(self) -> float:
-        """Return a time that no cut beats, in seconds; infinite if no cut fits."""
+        """Return a time that no cut can beat, in seconds; infinite if no cut fits."""
         span_s = 0.0
         outside_s = [self._outside_s(row) for row in self.table.rows]
         stages_of = self.table.placement.stages_of
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
             num_left = num_layers
-            # For each rank, when it would end with one layer of this kind more: (time, rank,
-            # number of extra layers).
+            # For each rank, when it would end with one more layer of this kind: (time, rank, number
+            # of extra layers).
             candidates: list[tuple[float, int, int]] = []
             for rank, ladder in enumerate(ladders):
                 span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
@@ -151,7 +152,7 @@ class CutBound:
                         num_left -= self.min_layers[stage]
                 candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
             heapify(candidates)
-            # Each layer goes to the rank that then ends first.
+            # Assign each layer to the rank that then ends first.
             for _ in range(num_left):
                 end_s, rank, num_extra = candidates[0]
                 span_s = max(span_s, end_s)
@@ -163,7 +164,7 @@ class CutBound:
 
     @cached_property
     def kinds(self) -> list[set[Part]]:
-        """The kinds of layers that a stage may get, whatever the cut."""
+        """The kinds of layers that each stage may get, over all cuts."""
         num_spare = len(self.layers) - sum(self.min_layers)
         kinds = []
         begin = 0
@@ -175,7 +176,7 @@ class CutBound:
 
     @cached_property
     def fixed(self) -> list[Part]:
-        """The least that each stage computes and keeps, whatever the cut."""
+        """The minimum that each stage computes and keeps under any cut."""
         fixed = []
         for stage, kinds in enumerate(self.kinds):
             parts: list[Part] = []
@@ -189,7 +190,7 @@ class CutBound:
         return fixed
 
     def _cheapest(self, kinds: set[Part]) -> Part:
-        """Return a part that is no dearer than a layer of any of these kinds."""
+        """Return a part that costs no more than a layer of any of these kinds."""
         if len(kinds) == 1:
             [layer] = kinds
             return layer
@@ -199,27 +200,27 @@ class CutBound:
             forward=fastest.forward,
             input=fastest.input,
             weight=fastest.weight,
-            exchange=0.0,  # `beside` has hidden what can be hidden
+            exchange=0.0,  # `beside` has already hidden all that can be hidden
         )
 
     @cached_property
     def _forwards_before_s(self) -> list[float]:
-        """For each stage, the seconds of the forwards of all stages before it."""
+        """For each stage, the seconds of the forwards of all earlier stages."""
         return [0.0, *accumulate(part.forward for part in self.fixed)]
 
     @cached_property
     def _backwards_before_s(self) -> dict[str, list[float]]:
-        """By the kind of a last action: for each stage, the backwards of all stages before it."""
+        """Kind of a last action -> by stage, the seconds of all earlier stages' backwards."""
         hidden = [beside(part, self.overlap) for part in self.fixed]
         return {
             "B": [0.0, *accumulate(part.input + part.weight for part in hidden)],
             "I": [0.0, *accumulate(part.input for part in hidden)],
-            # Nothing follows a weight gradient.
+            # No action of another stage follows a weight gradient.
             "W": [0.0] * (len(hidden) + 1),
         }
 
     def _outside_s(self, row: Row) -> float:
-        """Return the seconds before the first action of a row and after its last."""
+        """Return the seconds before the first action of a row and after its last one."""
         first_stage = row[0].stage
         last_stage, last_kind, *_ = row[-1]
         return (
@@ -228,7 +229,7 @@ class CutBound:
 
     @cached_property
     def fixed_bytes(self) -> list[float]:
-        """Bytes of weights, gradients and optimizer that each stage has, whatever the cut."""
+        """Bytes of weights, gradients and optimizer that each stage needs under any cut."""
         return [self.static_bytes(part) for part in self.fixed]
 
 
@@ -236,9 +237,9 @@ class _FreeMemory(NamedTuple):
     """Memory at one moment of a rank's row."""
 
     free_bytes: float
-    """Memory that no fixed part of its stages takes."""
+    """Memory that is not used by the fixed parts of its stages."""
     bytes_per_layer: list[float]
-    """What one layer more takes, by stage."""
+    """Bytes for each additional layer, by stage."""
 
 
 class _Passes(NamedTuple):
@@ -247,11 +248,11 @@ class _Passes(NamedTuple):
     forward_s: float
     input_s: float
     hidden_share: float
-    """Share of both that a partner can hide."""
+    """Share of both passes that a partner can hide."""
 
 
 class _Ladder:
-    """The least time of a rank by the number of extra layers of one kind on its stages."""
+    """The minimum time of a rank by the number of extra layers of one kind on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
@@ -271,15 +272,19 @@ class _Ladder:
                     layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
                 )
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
-        # Layers pair one to one. That tells how long a pair takes only if all layers are alike.
+        # Layers pair one to one, which determines the length of a pair only if all layers are
+        # alike.
         is_alike = len(stages) <= 2 and all(cut.kinds[stage] == {layer} for stage in stages)
         self._counts_pairs = is_alike and bool(self._num_pairs)
-        # By stage and number of extra layers, extended on demand.
+        # Indexed by stage and number of extra layers; extended on demand.
         self._row_s: list[list[float]] = [[] for _ in stages]
         self._passes: list[list[_Passes]] = [[] for _ in stages]
 
     def least_s(self, num_extra: int) -> float:
-        """Return the least seconds of a row with so many extra layers; infinite if none fits."""
+        """Return the minimum seconds of a row with this many extra layers.
+
+        Infinite if none fits.
+        """
         while len(self._row_s[0]) <= num_extra:
             self._add_layer()
         if len(self._stages) == 2:
@@ -294,12 +299,13 @@ class _Ladder:
         return least_s
 
     def _least_of_two_s(self, num_extra: int) -> float:
-        """Return the least seconds over all ways to give two stages so many extra layers."""
+        """Return the minimum seconds over all divisions of extra layers between two stages."""
         first_s, second_s = self._row_s
         fewest_on_first, most_on_first = 0, num_extra
         for moment in self._free_memory:
             on_first, on_second = moment.bytes_per_layer
-            # With all extra layers on the second stage; moving one to the first changes it.
+            # Start with all extra layers on the second stage; moving a layer to the first changes
+            # the sum.
             free_bytes = moment.free_bytes - num_extra * on_second
             moved_bytes = on_first - on_second
             if moved_bytes > 0:
@@ -333,7 +339,7 @@ class _Ladder:
             hidden_share = exchange_s / (forward_s + input_s or 1.0)
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
-                # Without a look at the partner's length, a pair hides all that it could.
+                # Assume that a pair hides all that it can, whatever the length of the partner.
                 for (forward, backward), num_pairs in self._num_pairs.items():
                     paired_s = forward_s * (forward == position) + input_s * (backward == position)
                     row_s -= num_pairs * hidden_share * paired_s
@@ -349,7 +355,7 @@ class _Ladder:
         hidden_s = 0.0
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
             forward, backward = passes[forward_position], passes[backward_position]
-            # Layers pair one to one, so what the longer stage has beyond the other runs alone.
+            # Layers pair one to one, so the excess layers of the longer stage run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
             paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))

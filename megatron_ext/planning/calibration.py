@@ -1,8 +1,8 @@
-"""Costs of parts of a model that were measured, in place of those of the device's description.
+"""Measured costs of parts of a model, in place of those from the device's description.
 
-A measurement is kept as factors: seconds measured over seconds by formula, for the computation of a
-forward, an input gradient and a weight gradient. So it holds for other shares of a layer and other
-micro-batches, too; communication keeps its formula.
+A measurement is kept as factors: measured seconds divided by seconds by formula, for the
+computation of a forward, an input gradient and a weight gradient. So it also applies to other
+shares of a layer and other micro-batches; communication keeps its formula.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
 
 _MIN_FACTOR = 0.01
-"""The difference of two measurements can come out as nothing."""
+"""The difference of two measurements can be zero or negative."""
 
 
 class Passes(NamedTuple):
@@ -35,7 +35,7 @@ class Passes(NamedTuple):
 def computation(
     model: ModelSizes, kind: Any, sharding: Sharding, device: DeviceKind, mode: frozenset[str]
 ) -> Part:
-    """Return what a part costs by formula where links take no time."""
+    """Return the cost of a part by formula, with links that take no time."""
     instant_links = replace(device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0)
     return layer_costs.part_of(model, kind, sharding, instant_links, mode)
 
@@ -49,9 +49,9 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return what a part costs, see `layer_costs.part_of`, with what was measured of it.
+    """Return the cost of a part, see `layer_costs.part_of`, corrected by its measurements.
 
-    Multi-token prediction counts as the layers that it has.
+    Multi-token prediction uses the measurements of its layers' kind.
     """
     part = layer_costs.part_of(model, kind, sharding, device, mode, holds_embedding=holds_embedding)
     measured_kind = model.mtp_kind if kind == "mtp" else kind
@@ -60,7 +60,8 @@ def part_of(
         return part
     forward_factor, input_factor, weight_factor = factors
     computed = computation(model, kind, sharding, device, mode)
-    # Without recomputation: a factor of the input gradient says nothing of recomputed forwards.
+    # Leave out recomputation: the factor of the input gradient does not apply to recomputed
+    # forwards.
     plain = computation(model, kind, sharding, device, frozenset())
     recomputed_s = computed.input - plain.input
     return part._replace(
@@ -78,7 +79,7 @@ def parts_of(
     *,
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
-    """Return all layers, the extra part of the first stage, and that of the last."""
+    """Return all layers, the extra part of the first stage, and that of the last one."""
     part_by_kind = {kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)}
     layers = [part_by_kind[kind] for kind in model.kinds]
     first = part_of(model, "embedding", sharding, device)
@@ -105,6 +106,6 @@ def factors(
 
 
 def _factor(measured_s: float, formula_s: float) -> float:
-    if not formula_s:  # an input gradient of an embedding, say
+    if not formula_s:  # for example the input gradient of an embedding
         return 1.0
     return max(_MIN_FACTOR, measured_s / formula_s)

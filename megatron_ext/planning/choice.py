@@ -1,8 +1,8 @@
-"""The schedules that a training may have, best first: the first is `--pipeline-schedule auto`.
+"""The candidate schedules of a training, best first: `--pipeline-schedule auto` takes the first.
 
-Each schedule is forecast for the model, its sizes and its device. Where one of these is not known,
-its table is simulated alone, with equal costs or with those that a trace has measured. Nothing is
-measured here and nothing is remembered: whoever asks for the same training gets the same answer.
+Each schedule is forecast for the model, its sizes and its device. If one of these is unknown, only
+its table is simulated, with equal costs or with those measured in a trace. Nothing is measured or
+remembered here, so the same training always gets the same answer.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 REFERENCE = "1f1b"
-"""The schedule whose memory is the limit where nobody knows that of the device."""
+"""The schedule whose memory is the limit if the device's memory is unknown."""
 _EQUAL = 0.005
-"""Steps that differ by less than this part count as equally fast: the one with less memory wins."""
+"""Steps that differ by less than this fraction count as equally fast; the one with less memory
+wins."""
 _MAX_CHUNKS = 8
 _WASTEFUL = ("gpipe",)
-"""Schedules that keep every micro-batch, for no gain."""
+"""Schedules that keep every micro-batch without a benefit."""
 _THRIFTY = {"v-half": "zb-v"}
-"""Schedules with the stages of another one, less memory and longer steps. The search for their
-tables takes longer than all others together, so they are tried where the other does not fit."""
+"""Schedule -> the schedule with the same stages, but more memory and shorter steps. The search for
+the tables of the former takes longer than all others together, so it is tried only if the latter
+does not fit."""
 
 NOT_FORECAST = read_rules("""
     --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
@@ -52,25 +54,25 @@ NOT_FORECAST = read_rules("""
     main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
         the planner would count fp32
 """)
-"""Settings of Megatron's whose time or memory no forecast knows."""
+"""Settings of Megatron whose time or memory the forecast does not model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What all candidates have in common."""
+    """The properties that all candidates share."""
 
     ranks: int
-    """Of one pipeline, of both where a schedule mirrors two."""
+    """Ranks of one pipeline, or of both if a schedule mirrors two."""
     num_microbatches: int
-    """Of one step of these ranks."""
+    """Micro-batches of one step of these ranks."""
     cut: Callable[[str, Placement], Sequence[int] | None]
-    """Returns the layers of each stage as Megatron will build them under a schedule; None: the
-    number of layers is not known."""
+    """Returns the layers of each stage as Megatron will build them under a schedule. None: the
+    number of layers is unknown."""
     chunks: int | None = None
-    """Stages on each rank where a schedule leaves them open; None: as many as are best."""
+    """Stages on each rank if a schedule leaves them open. None: the best number."""
     num_layers: int | None = None
     costs: Costs | None = None
-    """Costs that tables are made for, as the user gave them; None: those of the forecast."""
+    """The user's costs, for which tables are generated. None: those of the forecast."""
     pairs: bool = False
     slices: int = 1
     stash_ratio: float = 1.0
@@ -82,7 +84,7 @@ class Training:
         """Return the table of a schedule.
 
         Raises:
-            ScheduleError: These sizes have none.
+            ScheduleError: The schedule has no table for these sizes.
         """
         table = generate(
             schedule,
@@ -96,9 +98,9 @@ class Training:
         return weights_at_once(table) if self.weights_at_once else table
 
     def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
-        """Return the costs to make tables for; None: those of the user, or all equal.
+        """Return the costs to generate tables for; None: the user's, or all equal.
 
-        A table that a search makes for the costs is not always better than one for equal costs.
+        A table searched for the given costs is not always better than one for equal costs.
         """
         if self.costs is not None or not get(schedule).searches(self.ranks, self.num_microbatches):
             return (None,)
@@ -111,45 +113,48 @@ class Training:
         return max(activation_peaks(table, self.stash_ratio))
 
     def layers_by_stage(self, schedule: str, chunks: int | None) -> Sequence[int] | None:
-        """Return the layers of each stage under a schedule; None: nobody knows how many there are.
+        """Return the layers of each stage under a schedule.
+
+        None if the number of layers is unknown.
 
         Raises:
             ArgumentsError: The user's flags about the cut contradict each other.
             ScheduleError: The model cannot have these stages.
         """
-        # Any number of micro-batches has this placement; a search of many would take long.
+        # The placement is the same for any number of micro-batches, and searching many would take
+        # long.
         smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
         return self.cut(schedule, smallest.placement)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule that a training may have, with what is expected of it."""
+    """A schedule that a training may use, with its expected time and memory."""
 
     schedule: str
     chunks: int | None
-    """Stages on each rank; None: the schedule fixes their number."""
+    """Stages on each rank. None: the schedule fixes their number."""
     costs: Costs | None
-    """Costs that its table is made for; None: those of the configuration."""
+    """Costs for which its table is generated. None: those of the configuration."""
     step: float
-    """Time of a step: seconds by forecast, else in the unit of the costs."""
+    """Time of a step: seconds if forecast, otherwise in the unit of the costs."""
     memory: float
-    """Of the worst rank: GiB by forecast, else activations."""
+    """Memory of the worst rank: GiB if forecast, otherwise activations."""
     weight_copies: int
-    """Ranks that hold the weights of a stage."""
+    """Number of ranks that hold the weights of a stage."""
     words: str
-    """Time and memory, for a reader."""
+    """Time and memory, as text."""
     fits: bool = True
 
     @property
     def flags(self) -> str:
-        """Flags that choose it."""
+        """The flags that select it."""
         by_name = f"--pipeline-schedule {self.schedule}"
         flags = (get(self.schedule).flags or by_name).format(chunks=self.chunks)
         return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
 
     def reason(self, best: Candidate) -> str:
-        """Return why it stands where it does, beside the best."""
+        """Return why it has this position, compared with the best."""
         if not self.fits:
             return "which needs too much memory"
         if self == best:
@@ -162,16 +167,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Candidates, best first, and what they were compared by."""
+    """Candidates, best first, and the basis of the comparison."""
 
     candidates: Sequence[Candidate]
     basis: str
-    """What the comparison rests on, in words."""
+    """The basis of the comparison, as text."""
     left_out: Sequence[str] = ()
-    """Why other schedules are no candidates, a line for each reason."""
+    """Why other schedules are not candidates, one line for each reason."""
 
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
-        """Return the line of the log about the best candidates, and those that flags refuse."""
+        """Return the log line about the best candidates, and those that flags exclude."""
         best, *others = accepted
         line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
         if not best.fits:
@@ -186,7 +191,7 @@ class Ranking:
 
 
 class Judge(Protocol):
-    """What candidates are compared by."""
+    """A way to compare candidates."""
 
     def candidate(self, schedule: str, chunks: int | None) -> Candidate:
         """Return a candidate.
@@ -196,17 +201,17 @@ class Judge(Protocol):
         """
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the memory that a candidate may need, beside the reference's."""
+        """Return the memory that a candidate may need, given the reference."""
 
     def basis(self) -> str:
-        """Return what the comparison rests on."""
+        """Return the basis of the comparison."""
 
 
 def rank(training: Training, judge: Judge) -> Ranking:
     """Return the candidates of a training, best first.
 
-    Those that fit come first, by time; where steps are equally fast, by memory. If none fits, the
-    one that needs least comes first.
+    Candidates that fit come first, sorted by time, and by memory if steps are equally fast. If none
+    fits, the one that needs the least memory comes first.
     """
     left_out: list[str] = []
     reference = _tried(judge, REFERENCE, None, left_out)
@@ -236,12 +241,12 @@ def rank(training: Training, judge: Judge) -> Ranking:
 def _tried(
     judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
 ) -> Candidate | None:
-    """Return a candidate; None, with a line about the reason, if it is impossible."""
+    """Return a candidate; if it is impossible, add the reason and return None."""
     try:
         return judge.candidate(schedule, chunks)
     except (ArgumentsError, ScheduleError) as error:
         reason = str(error)
-    # Chunks of one schedule are refused for the same reason.
+    # All chunk counts of a schedule may be rejected for the same reason.
     if reason not in left_out:
         left_out.append(reason)
     return None
@@ -281,7 +286,7 @@ def _weights_are_held_twice(schedule: str) -> ScheduleError:
 
 
 def _activations_of(reference: Candidate | None) -> float:
-    """Return the most activations where the memory of the device is not known."""
+    """Return the maximum of activations if the memory of the device is unknown."""
     if reference is None:
         return math.inf
     # Sums of thirds and of eighths differ in the last digit.
@@ -293,7 +298,7 @@ def _activations_of(reference: Candidate | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ByForecast:
-    """Compares seconds and bytes, by the planner's forecast."""
+    """Compares seconds and bytes from the planner's forecast."""
 
     training: Training
     job: Question
@@ -344,14 +349,16 @@ class ByForecast:
     def _layout(
         self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
     ) -> Layout:
-        # A candidate that does not fit has a forecast too, which is compared with the limit.
+        # Forecast with unlimited memory, because a candidate that does not fit is compared with the
+        # limit too.
         roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
         num_chunks, at_once = chunks or get(schedule).num_chunks, self.training.weights_at_once
         plan = forecast(
             roomy, self.sizes, schedule, num_chunks, counts, costs=costs, at_once=at_once
         )
         if plan is None:
-            # The table's own refusal names the rule; the planner's answer is only that it has none.
+            # Generating the table raises an error that names the rule; the forecast only returns
+            # None.
             self.training.table(schedule, chunks, costs)
             raise ScheduleError(f"{schedule} has another number of stages than the cut")
         return plan
@@ -364,7 +371,7 @@ class ByForecast:
         return _activations_of(reference)
 
     def basis(self) -> str:
-        """Return what the comparison rests on."""
+        """Return the basis of the comparison."""
         device = self.job.device
         if self.has_memory:
             limit_gib = device.memory_gib - device.reserve_gib
@@ -386,9 +393,9 @@ class ByTable:
 
     training: Training
     measured: MeasuredCosts | None
-    """Costs of a traced run; None: those of the user, or all equal."""
+    """Costs of a traced run. None: the user's, or all equal."""
     reason: str
-    """Why there is no forecast, in words."""
+    """Why there is no forecast, as text."""
 
     def candidate(self, schedule: str, chunks: int | None) -> Candidate:
         """Return a candidate.
@@ -431,7 +438,7 @@ class ByTable:
         )
 
     def _costs(self, layers_by_stage: Sequence[int]) -> Costs:
-        """Return what the stages of a cut cost."""
+        """Return the costs of the stages of a cut."""
         ranks = self.training.ranks
         if self.measured is not None:
             return self.measured.costs(ranks, layers_by_stage)
@@ -454,5 +461,5 @@ class ByTable:
         return _activations_of(reference)
 
     def basis(self) -> str:
-        """Return what the comparison rests on."""
+        """Return the basis of the comparison."""
         return f"by {self.reason}, with at most {REFERENCE}'s activations"

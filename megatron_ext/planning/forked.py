@@ -1,6 +1,6 @@
-"""Calls of a function in forked processes, each of which keeps what it caches.
+"""Calls of a function in forked processes, each with its own caches.
 
-The caller chooses the process of each call, which the pools of the standard library do not offer.
+The caller chooses the process of each call, which the pools of the standard library do not support.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Caller:
         self._function = function
 
     def begin(self, *args: Any) -> None:
-        """Call the function, which may go on until `result` returns."""
+        """Call the function; it may continue to run until `result` is called."""
         self._returned = self._function(*args)
 
     def result(self) -> Any:
-        """Return what the function returned, or raise its error."""
+        """Return the function's result, or raise its error."""
         return self._returned
 
 
@@ -38,7 +38,7 @@ class _ForkedCaller(Caller):
     """Calls a function in a forked process."""
 
     def __init__(self, function: Callable[..., Any], pipes: list[Any]) -> None:
-        # A fresh interpreter would begin with empty caches.
+        # Fork, because a fresh interpreter would start with empty caches.
         fork = multiprocessing.get_context("fork")
         self.pipe, child_end = fork.Pipe()
         pipes.append(self.pipe)
@@ -60,7 +60,7 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        self._process.kill()  # a call may take long, and there is nothing to tidy up
+        self._process.kill()  # a call may take long, and it needs no clean-up
         self._process.join()
         self.pipe.close()
 
@@ -78,7 +78,7 @@ class _ForkedCaller(Caller):
 
 @contextmanager
 def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
-    """Yield so many callers of a function: a forked process each, or this one if it is alone."""
+    """Yield this many callers of a function, each with a forked process; a single one runs here."""
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
@@ -93,17 +93,19 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
 def ended(busy: Collection[Caller]) -> list[Caller]:
     """Wait for the first result; return the callers that have one.
 
-    A call may take any time: Ctrl-C ends the wait, and so does the death of a process.
+    A call may take any time; Ctrl-C or the death of a process ends the wait.
     """
     forked: dict[Any, Caller] = {c.pipe: c for c in busy if isinstance(c, _ForkedCaller)}
     return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
 
 
 def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    # Ctrl-C reaches all processes; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         parent.die_with_caller(caller_pid)  # a call may take minutes
-    for parent_end in inherited:  # else a parent that was killed would leave all of us waiting
+    # Otherwise these processes would wait forever if the parent is killed
+    for parent_end in inherited:
         parent_end.close()
     with suppress(EOFError, OSError):
         while True:
@@ -117,6 +119,6 @@ def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: 
 
 
 def _send(pipe: Any, message: object) -> None:
-    # Not pipe.send(), which exports a BytesIO: if the other end is gone, Python 3.12.1 crashes when
-    # it collects the traceback.
+    # Don't use pipe.send(), which exports a BytesIO: if the other end is gone, Python 3.12.1
+    # crashes when it collects the traceback.
     pipe.send_bytes(pickle.dumps(message))

@@ -19,93 +19,96 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """A kind of device in its node. Rates are per second and device, of one direction."""
+    """A kind of device in its node. Rates are per second and device, in one direction."""
 
     name: str
     memory_gib: float
     """Memory that a program can allocate."""
     reserve_gib: float = 5.0
-    """Left free: the context, communicators, workspaces, and what the allocator fragments."""
+    """GiB left free for the context, communicators, workspaces, and fragmentation of the allocator.
+    """
     processors: int = 1
-    """That each compute one tile of a product."""
+    """Number of processors, each of which computes one tile of a product."""
     node_size: int = 8
-    """Devices that the fast links join."""
+    """Number of devices that the fast links connect."""
     flops: float
-    """Dense bf16."""
+    """Peak for dense bf16."""
     flops_8bit: float
     flops_4bit: float = 0.0
-    """0: it has no such products."""
+    """0 if the device has no such products."""
     memory_bytes: float
     """Peak traffic of its memory."""
     link_bytes: float
-    """To its node."""
+    """To the other devices of its node."""
     network_bytes: float
     """To other nodes."""
     gemm: float = 0.70
     """Share of the peak that large matrix products reach in training."""
     gemm_8bit: float = 0.50
-    """Scaled by tensor."""
+    """The same in 8 bits, scaled by tensor."""
     gemm_block: float = 0.50
-    """In 8 bits, scaled by block."""
+    """The same in 8 bits, scaled by block."""
     gemm_4bit: float = 0.40
     attention_forward: float = 0.486
     """Share of the bf16 peak that causal attention reaches, counting half of the square."""
     attention_backward: float = 0.371
     attention_8bit: float = 1.6
-    """How much faster attention in 8 bits is."""
+    """Speed of attention in 8 bits relative to bf16."""
     memory: float = 0.556
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
-    """Share of a link in a node that gathers and scatters reach."""
+    """Share of a link within a node that gathers and scatters reach."""
     network: float = 0.94
-    """Share of a link to other nodes that these and messages reach."""
+    """Share of a link to other nodes that gathers, scatters and messages reach."""
     all_to_all: float = 0.908
     kernel_s: float = 4e-6
-    """Least time of a kernel."""
+    """Minimum time of a kernel."""
     gemm_grouped: float = 0.901
-    """Of these shares, what products of experts reach."""
+    """Factor on these shares for the products of experts."""
     gemm_fused: float = 0.771
-    """Of these shares, what they reach in one kernel with activation and quantization."""
+    """Factor on these shares for experts' products in one kernel with activation and quantization.
+    """
     activation: float = 5.36
-    """Bytes of traffic for each element that goes into or comes out of the activation of experts
-    that are several kernels."""
+    """Bytes of traffic for each input and output element of the experts' activation, if it consists
+    of several kernels."""
     scan_bytes: float = 71.9
-    """Traffic of a Mamba-2 layer's forward beside its products, for each of its channels."""
+    """Traffic of a Mamba-2 layer's forward in addition to its products, for each of its channels.
+    """
     launch_s: float = 21.7e-6
-    """Of the host, for each kernel that is in no graph."""
+    """Time of the host for each kernel outside of graphs."""
     split_launches: float = 1.71
-    """How many more launches layers take whose parts alternate with those of another batch, where
+    """Factor on the number of launches if parts of layers alternate with those of another batch and
     the dispatcher is `alltoall`."""
     biases: float = 51.6
-    """Bytes of traffic for each activation of experts with biases, beyond those without."""
+    """Bytes of additional traffic for each activation of experts with biases."""
     biases_fused: float = 14.5
-    """The same where experts are one kernel."""
+    """The same if experts are one kernel."""
     exposed: float = 0.235
-    """Share of the shorter of kernels and launches that shows where the host waits for counts."""
+    """Share of the shorter of kernels and launches that is exposed if the host waits for counts."""
     overlap: float = 0.68
-    """Share of communication that computation hides where a technique runs both at once."""
+    """Share of communication that computation hides if a technique runs both at once."""
     pair_overlap: float = 0.852
-    """The same of experts' exchanges in a pair."""
+    """The same for experts' exchanges in a pair."""
     gemm_weight: float = 0.945
-    """Of these shares, what weight gradients reach, which add to fp32."""
+    """Factor on these shares for weight gradients, which are accumulated in fp32."""
     tile_bytes: float = 256.0
-    """Of each operand's row, which a tile of a product loads before it computes."""
+    """Bytes of each operand's row that a tile of a product loads before it computes."""
     message_s: float = 23e-6
-    """Least time of a collective or message."""
+    """Minimum time of a collective or message."""
     hop_s: float = 8.5e-6
-    """Further time of a collective for each rank but the first."""
+    """Additional time of a collective for each rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
-    """By part of a model: factors on the costs of its passes (`calibration.py`)."""
+    """Parts of a model and the factors on the costs of their passes (`calibration.py`)."""
     seconds: dict[str, list[float]] = field(default_factory=dict, hash=False, compare=False)
-    """The measured times that they are from."""
+    """The measured times behind the factors."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
-    """Where each number is from."""
+    """The source of each number."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the operations per second of a precision, as the data sheet has them.
+        """Return the operations per second of a precision from the data sheet.
 
         Raises:
-            ArgumentsError: The device does not have it.
+            ArgumentsError: The device does not support it.
         """
         if precision == "bf16":
             return self.flops
@@ -306,19 +309,19 @@ DEVICES = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """Return the description of a device by the name that its driver shows; None: there is none."""
-    # The longest first: a GB200 is no B200.
+    """Return the description of a device by the name that its driver reports, or None."""
+    # Try the longest name first: a GB200 is not a B200.
     kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
     return next((kind for kind in kinds if kind.name in name.lower()), None)
 
 
 def parse_devices(text: str) -> tuple[int, DeviceKind]:
-    """Return number and kind of `2048xh100` or `64xFILE.json`.
+    """Return the number and kind of devices in `2048xh100` or `64xFILE.json`.
 
-    A file has the fields of `DeviceKind`, and may name the one that it changes as `base`.
+    A file has the fields of `DeviceKind`, and may name a kind to modify as `base`.
 
     Raises:
-        ArgumentsError: The text is not of this form.
+        ArgumentsError: The text does not have this form.
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
@@ -336,7 +339,7 @@ def _read_device(path: Path) -> DeviceKind:
     """Return the device that a file describes.
 
     Raises:
-        ArgumentsError: It describes none.
+        ArgumentsError: The file does not describe a device.
     """
     try:
         content: dict[str, Any] = read_json(path, _MAX_FILE_BYTES)

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
 
 _FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-"""By the kind of a model whose configuration has no `layer_types`: one layer of so many attends to
-all tokens, the others slide."""
+"""Model type of a configuration without `layer_types` -> period of the layers that attend to all
+tokens; the others use sliding attention."""
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -17,7 +17,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     """Return Megatron's flags for the model of a Hugging Face `config.json`.
 
     Raises:
-        KeyError: The configuration is not of a decoder that these flags describe.
+        KeyError: The configuration is not of a decoder that these flags can describe.
         ValueError: A size is not a number that a model can have.
     """
     pattern = _pattern(config)
@@ -25,7 +25,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     values = {
         "num-layers": num_layers,
         "hidden-size": config["hidden_size"],
-        # Llama 4 has a size for layers without experts.
+        # Llama 4 has a separate size for layers without experts.
         "ffn-hidden-size": config.get("intermediate_size_mlp") or config["intermediate_size"],
         "num-attention-heads": config["num_attention_heads"],
         "padded-vocab-size": config["vocab_size"],
@@ -47,7 +47,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
 
 
 def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
-    """Return a size of a configuration that is computed with.
+    """Return a size of a configuration that is used in computations.
 
     Raises:
         KeyError: It is missing.
@@ -138,7 +138,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
 
 
 def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each without."""
+    """Return 1 for each layer with experts, 0 for each layer without."""
     period = _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
     first = config.get("first_k_dense_replace") or 0
     dense_layers = config.get("mlp_only_layers") or ()
@@ -152,16 +152,17 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     kind = _model_type(config)
     switches = []
-    # Files do not say which networks have a gate: those with SiLU, and of those with GELU Gemma's.
+    # Files do not say which networks have a gate: all with SiLU do, and among those with GELU,
+    # Gemma's.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if not pattern and (activation == "silu" or kind.startswith("gemma")):
         switches.append("swiglu")
-    # Nor do those of GPT-OSS and Qwen2 say which biases their code has.
+    # They also do not say which biases the code of GPT-OSS and Qwen2 has.
     if kind != "gpt_oss" and not config.get("use_bias"):
         switches.append("disable-bias-linear")
     if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
-    # A file leaves out what its class has by default.
+    # A file leaves out values that are the default of its class.
     if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):
@@ -175,7 +176,7 @@ def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
 
 
 def _first_of(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the first of these values that is neither missing nor empty; else None."""
+    """Return the first of these values that is neither missing nor empty, or None."""
     for name in names:
         if config.get(name):
             return config[name]

@@ -1,10 +1,11 @@
-"""Costs of each part of a model on one rank: seconds, parameters, bytes that are kept.
+"""Costs of each part of a model on one rank: seconds, parameters, and bytes kept.
 
-A kernel takes the longer of its operations and its traffic, at the shares of the peaks that the
-device reaches, and at least `kernel_s`; a layer the longer of its kernels and of their launches by
-the host, unless a graph has them. Weight gradients add to four bytes (or two), so products with few
-rows, such as those of many experts, are bound by memory. Tensor parallelism implies sequence
-parallelism. Experts are not divided by it, and get equal shares of the tokens.
+A kernel takes as long as its operations or its traffic, whichever is longer, at the shares of the
+peaks that the device reaches, and at least `kernel_s`. A layer takes as long as its kernels or
+their launches by the host, whichever is longer, unless a graph contains them. Weight gradients are
+accumulated in four bytes (or two), so products with few rows, such as those of many experts, are
+bound by memory. Tensor parallelism implies sequence parallelism. It does not divide experts, which
+get equal shares of the tokens.
 """
 
 from __future__ import annotations
@@ -73,64 +74,65 @@ class Sharding:
 
 
 _OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
-"""Of an operand's element in a product."""
+"""Bytes per element of an operand of a product."""
 _CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic for each element that is quantized, once with and once without transposing."""
 _PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
-"""Kernels for the forward of a product with what quantizes its operands."""
+"""Number of kernels in the forward of a product, including the quantization of its operands."""
 
 
 class Part(NamedTuple):
-    """One layer or end of a model on one rank, for one micro-batch; sums are stages."""
+    """One layer or end of a model on one rank, for one micro-batch. Sums of parts are stages."""
 
     forward: float
     """Seconds."""
     input: float
-    """Of the input gradient, with what is recomputed before it."""
+    """Seconds of the input gradient, including recomputation before it."""
     weight: float
     params: float
-    """Weights outside experts, on this rank."""
+    """Weights outside of experts, on this rank."""
     expert_params: float
     operations: float
-    """Of the forward, as Megatron counts them for its TFLOP/s."""
+    """Operations of the forward, as Megatron counts them for its TFLOP/s."""
     exchange: float
-    """Of forward and input gradient, seconds that experts exchange tokens, which pairs can hide:
-    without those of what is recomputed."""
+    """Seconds of forward and input gradient in which experts exchange tokens, which pairs can hide;
+    excludes recomputation."""
     saved: float
-    """Bytes from the forward to the backward."""
+    """Bytes kept from the forward to the backward."""
     waiting: float
-    """Bytes from the input gradient to the weight gradient, where a schedule splits backwards."""
+    """Bytes kept from the input gradient to the weight gradient, if a schedule splits backwards."""
     logits: float
-    """Bytes that the loss keeps until its backward begins, before which that of no layer does."""
+    """Bytes that the loss keeps until its backward begins, which comes before the backward of any
+    layer."""
     transient: float
-    """Bytes at the worst moment of the backward, beyond what is saved."""
+    """Bytes at the worst moment of the backward, in addition to those saved."""
     copies: float
-    """Bytes of weights that Transformer Engine keeps in the precision of its products, once as they
-    are and once transposed, beside Megatron's."""
+    """Bytes of weights that Transformer Engine keeps in the precision of its products, once plain
+    and once transposed, in addition to Megatron's."""
     dummies: float
-    """Bytes of the weight gradients, one for each shape, that Transformer Engine hands to autograd
-    and keeps, while the real ones add to Megatron's buffers."""
+    """Bytes of placeholder weight gradients, one for each shape, that Transformer Engine passes to
+    autograd and keeps, while the real gradients are added to Megatron's buffers."""
 
     @property
     def work(self) -> float:
-        """Seconds of all three."""
+        """Seconds of all three passes."""
         return self.forward + self.input + self.weight
 
 
 def total(parts: Sequence[Part]) -> Part:
-    """Return what parts cost together."""
+    """Return the costs of several parts together."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
     sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
     return sums._replace(
         transient=max(part.transient for part in parts),
-        # Layers of one kind have the same shapes, and share what Transformer Engine keeps of each.
+        # Layers of one kind have the same shapes, and share Transformer Engine's placeholders.
         dummies=sum({part.dummies for part in parts}),
     )
 
 
 def beside(part: Part, overlap: float) -> Part:
-    """Return a part whose exchange of tokens runs behind computation as far as the device can."""
+    """Return a part whose exchange of tokens is hidden by computation as far as the device can."""
     computed_s = part.forward + part.input or 1.0  # a part may take no time
     shown_share = 1 - overlap * part.exchange / computed_s
     return part._replace(forward=shown_share * part.forward, input=shown_share * part.input)
@@ -149,7 +151,7 @@ def gather_s(device: DeviceKind, num_bytes: float, num_ranks: int, stride: int =
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
-    # A ring over nodes: all devices of a node that take part share its adapters.
+    # A ring over nodes: all participating devices of a node share its adapters.
     network_rate = device.network_bytes * ranks_in_node * device.network
     rate = min(network_rate, link_rate)
     return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
@@ -158,10 +160,10 @@ def gather_s(device: DeviceKind, num_bytes: float, num_ranks: int, stride: int =
 def all_to_all_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, copies_sent_once: int = 0
 ) -> float:
-    """Return the seconds in which each of consecutive ranks sends `num_bytes` to all together.
+    """Return the seconds in which each of several consecutive ranks sends `num_bytes` in total.
 
-    With `copies_sent_once` k, the k copies of a token cross a link once for each rank in a node,
-    and the network once for each node. Without, each copy is sent.
+    With `copies_sent_once` k, the k copies of a token cross a link only once for each rank within a
+    node, and the network only once for each node. With 0, each copy is sent.
     """
     if num_ranks == 1:
         return 0.0
@@ -175,12 +177,12 @@ def all_to_all_s(
 
 
 def _distinct_share(place_share: float, copies: int) -> float:
-    """Return the share of copies that are the first in their place, at random places."""
+    """Return the share of copies that are the first in their place, with random places."""
     return (1 - (1 - place_share) ** copies) / place_share / copies
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
-    """Return sets of modules to recompute, from none to whole layers."""
+    """Return the sets of modules to recompute, from none to whole layers."""
     norms, up_projection = frozenset({"layernorm"}), frozenset({"mla_up_proj"})
     modes = [frozenset[str](), norms]
     if model.is_latent:
@@ -194,18 +196,18 @@ def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
 
 
 def mode_name(mode: frozenset[str]) -> str:
-    """Return a set of modules to recompute in words."""
+    """Return the name of a set of modules to recompute."""
     return "+".join(sorted(mode)) or "none"
 
 
 def recompute_flags(mode: frozenset[str]) -> str:
-    """Return Megatron's flags of a set of modules."""
+    """Return Megatron's flags for a set of modules."""
     if not mode:
         return ""
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
-    if "moe_act" in mode:  # which Megatron takes for grouped experts only
+    if "moe_act" in mode:  # Megatron supports it for grouped experts only
         flags += " --moe-grouped-gemm"
     return flags
 
@@ -223,23 +225,24 @@ class _Ledger:
         self.cast_bytes = _CAST_BYTES[self.precision]
         self.memory_rate = device.memory_bytes * device.memory
         self.forward_s: defaultdict[str, float] = defaultdict(float)
-        """By module."""
+        """Module -> seconds."""
         self.saved_bytes: defaultdict[str, float] = defaultdict(float)
-        """By module."""
+        """Module -> bytes."""
         self.input_s = self.weight_s = self.exchange_s = 0.0
         self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
         self.params = self.expert_params = self.operations = 0.0
         self.num_launches = 0.0
-        """Kernels of the forward that the host starts one by one; a backward has twice as many."""
+        """Number of kernels in the forward that the host launches one by one; a backward has twice
+        as many."""
         self.waits_for_counts = False
-        """Whether the host reads from the device how many tokens each expert got."""
+        """Whether the host reads the number of tokens of each expert from the device."""
 
     def linear(
         self, module: str, rows: float, inputs: float, outputs: float, *, gathers: bool = False
     ) -> None:
         """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients.
 
-        With `gathers` the tensor-parallel ranks each have a part of the input.
+        With `gathers`, each tensor-parallel rank has a part of the input.
         """
         self.params += inputs * outputs
         self._products(
@@ -251,16 +254,16 @@ class _Ledger:
             product_rate=self.product_rate,
             cast_bytes=self.cast_bytes,
         )
-        # Transformer Engine keeps what it gathered, Megatron's own layers gather it again.
+        # Transformer Engine keeps the gathered input; Megatron's own layers gather it again.
         input_parts = 1
         if gathers and self.sharding.techniques.is_local:
             input_parts = self.sharding.tensor
-        if module != "router":  # which has its own product, and no gradient that waits
+        if module != "router":  # it has a separate product, and no gradient that waits
             self.waiting_bytes += self.operand_bytes * rows * (inputs / input_parts + outputs)
         self.launch(module, _PRODUCT_KERNELS[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
-        """Add products of `count` experts, each of which gets so many rows."""
+        """Add the products of `count` experts, each of which gets `rows` rows."""
         self.expert_params += inputs * outputs * count
         if self.sharding.techniques.fuses_experts:
             rate_share = self.device.gemm_fused
@@ -300,8 +303,8 @@ class _Ledger:
 
         def product_s(height: float, width: float, depth: float, traffic_bytes: float) -> float:
             """Return the seconds of products [height, depth] x [depth, width]."""
-            # A tile loads for as long as so many bytes take before it computes, and the last wave
-            # of tiles takes as long as a full one.
+            # Before it computes, a tile loads for as long as it takes to read `tile_bytes`, and the
+            # last wave of tiles takes as long as a full one.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
             wave_factor = math.ceil(tiles / device.processors) * device.processors / tiles
@@ -320,7 +323,7 @@ class _Ledger:
         self.input_s += product_s(rows, inputs, outputs, traffic_bytes)
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        if techniques.fuses_gradients:  # reads and writes the sum
+        if techniques.fuses_gradients:  # the sum is read and written
             traffic_bytes += 2 * techniques.gradient_bytes * weights
         else:
             traffic_bytes += 2 * weights
@@ -342,7 +345,7 @@ class _Ledger:
         self.launch(module, kernels)
 
     def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
-        """Add bytes until the backward, by Transformer Engine's layers and by Megatron's own."""
+        """Add bytes kept until the backward, by Transformer Engine's layers and by Megatron's."""
         if self.sharding.techniques.is_local:
             self.saved_bytes[module] += local_bytes
         else:
@@ -354,7 +357,7 @@ class _Ledger:
         self.input_s += backward_s
 
     def launch(self, module: str, kernels: float) -> None:
-        """Count kernels that are in no graph."""
+        """Count kernels that are outside of graphs."""
         is_in_experts = module in ("moe", "moe_act")
         is_outside = {
             "none": True,
@@ -368,14 +371,15 @@ class _Ledger:
             self.waits_for_counts |= module == "moe"
 
     def delay(self, kernels_s: float, launches_factor: float) -> float:
-        """Return the factor by which the launches of the host slow kernels of `kernels_s`.
+        """Return the factor by which the host's launches slow down kernels of `kernels_s`.
 
-        `launches_factor` is the number of launches over those of the forward.
+        `launches_factor` is the number of launches divided by that of the forward.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
         shown_s = hidden_s = 0.0
         if self.sharding.techniques.overlaps_experts:
-            # A pass outside of pairs has this on top; the host launches behind what is left.
+            # A pass outside of pairs also takes this time; the host launches during the remaining
+            # time.
             hidden_s = self.device.pair_overlap * self.exchange_s / 2
             if self.waits_for_counts and not self.sharding.techniques.sends_once:
                 launches_s *= self.device.split_launches
@@ -408,7 +412,7 @@ class _Ledger:
         saved_bytes = layer_input_bytes
         if mode != FULL:
             saved_bytes = sum(self.saved_bytes.values()) - dropped_bytes
-        if mode:  # what is recomputed is there while its backward runs
+        if mode:  # recomputed data exists during its backward
             transient_bytes += dropped_bytes
         return Part(
             forward=forward_s * forward_delay,
@@ -437,10 +441,10 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return what a layer or an end costs; `mtp` is all layers of multi-token prediction.
+    """Return the cost of a layer or an end; `mtp` is all layers of multi-token prediction.
 
-    `mode` has the modules that are recomputed. With `holds_embedding` the embedding's weights are
-    on the rank anyway, so that tied output layers and MTP need no copy.
+    `mode` contains the recomputed modules. With `holds_embedding`, the embedding's weights are on
+    the rank anyway, so that tied output layers and MTP need no copy.
     """
     books = _Books(model, sharding, device, kind)
     if kind == "embedding":
@@ -455,7 +459,7 @@ def part_of(
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
-    """Return the weights of a model without multi-token prediction: all, and those of a token."""
+    """Return a model's weights without multi-token prediction: all, and those used per token."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     whole = total([part_of(model, kind, unsharded, device) for kind in kinds])
@@ -473,28 +477,29 @@ class _Books:
         self.tensor = sharding.tensor
         self.hidden = float(model.hidden)
         self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
-        """Of a micro-batch on this rank; tensor parallelism divides them between layers."""
+        """Tokens of a micro-batch on this rank; tensor parallelism divides them between layers."""
         self.activation_elements = self.tokens * self.hidden / self.tensor
-        """Of [s, b, h] on this rank."""
+        """Elements of [s, b, h] on this rank."""
         self.table_params = model.vocabulary * self.hidden / self.tensor
         in_low_precision = kind != "embedding"
         if kind == "loss":
             in_low_precision = sharding.techniques.outputs_in_8bit
         self.ledger = _Ledger(device, sharding, in_low_precision=in_low_precision)
-        # Transformer Engine gathers what a product takes after it is quantized (its function
+        # Transformer Engine quantizes the input of a product before it gathers it (its function
         # `gather_along_first_dim`), and scatters sums in bf16.
         activation_size = self.tokens * self.hidden
         gather = gather_s(device, self.ledger.operand_bytes * activation_size, self.tensor)
         scatter = gather_s(device, 2 * activation_size, self.tensor)
         self.exchange_s = (gather + scatter) / 2
-        """Of a gather or scatter among tensor-parallel ranks."""
+        """Seconds of a gather or scatter among tensor-parallel ranks."""
         if sharding.techniques.overlaps_tensor:
             self.exchange_s *= 1 - device.overlap
 
     def embedding(self) -> Part:
         """Return the part of the embedding."""
         ledger, elements = self.ledger, self.activation_elements
-        # A gradient as large as the table is cleared, and added to Megatron's buffer, fused or not.
+        # A gradient as large as the table is cleared, and added to Megatron's buffer, whether fused
+        # or not.
         gradient_bytes = 2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
         ledger.elementwise("base", 4 * elements, 10 * elements + gradient_bytes)
         ledger.wait("base", self.exchange_s, self.exchange_s)
@@ -508,8 +513,8 @@ class _Books:
             "base", self.tokens, self.hidden, model.vocabulary / self.tensor, gathers=True
         )
         logits = self.tokens * model.vocabulary / self.tensor
-        # Bytes of traffic for each logit. Unfused: a copy in fp32, its largest, less that,
-        # exponentials, their sum, over that.
+        # Bytes of traffic for each logit. The unfused loss makes an fp32 copy, finds its maximum,
+        # subtracts it, exponentiates, sums, and divides by the sum.
         forward_bytes, backward_bytes = 38, 10
         if self.sharding.fused_loss:
             forward_bytes, backward_bytes = 10, 10
@@ -527,14 +532,14 @@ class _Books:
         if model.is_tied and holds_embedding:
             shared_params = self.table_params
         ledger.params += self.hidden * model.norm_weights - shared_params
-        # The unfused loss has logits or their gradients in bf16 beside probabilities in fp32.
+        # The unfused loss holds logits or their gradients in bf16, and probabilities in fp32.
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
         return ledger.part(transient_bytes=bytes_at_once * logits)._replace(logits=4 * logits)
 
     def multi_token_prediction(self, layer: Part, loss: Part, *, holds_embedding: bool) -> Part:
-        """Return the part of all heads, each with such a layer and loss."""
+        """Return the part of all heads, each with this layer and loss."""
         ledger, model, elements = self.ledger, self.model, self.activation_elements
         ledger.linear("base", self.tokens, 2 * self.hidden, self.hidden / self.tensor, gathers=True)
         ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
@@ -542,7 +547,7 @@ class _Books:
         ledger.keep("base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements)
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
-        # All heads use the output layer's weights.
+        # All heads share the output layer's weights.
         head = total([projection, layer, loss._replace(params=0.0)])
         heads = Part._make(model.mtp_layers * size for size in head)
         copied_params = 0.0 if holds_embedding else self.table_params
@@ -581,9 +586,9 @@ class _Books:
         )
 
     def _kept_by_norm(self, elements: float, width: float | None = None) -> float:
-        """Return the bytes that torch's norm keeps of its input, of this width or the hidden size.
+        """Return the bytes that torch's norm keeps of an input of this width (or hidden size).
 
-        RMSNorm computes in fp32, twice.
+        RMSNorm computes in fp32, and keeps two copies.
         """
         bytes_per_element = 2
         if self.model.norm_weights == 1:
@@ -606,7 +611,7 @@ class _Books:
         width = model.expert_hidden
         tokens = self.tokens / self.tensor
         choices = tokens * model.top_k
-        """Pairs of a token and one of its experts."""
+        """Number of pairs of a token and one of its experts."""
         num_local = model.num_experts // num_ranks
         width_up = model.expert_ffn * (2 if model.gated else 1)
         ledger.linear("router", tokens, self.hidden, model.num_experts)
@@ -616,8 +621,8 @@ class _Books:
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
-        # Permuted, and sorted by expert, on both ways. 6 bytes are assumed, whatever the
-        # dispatcher, which fits the fitted rows best; a kernel for each way would move 8.
+        # Tokens are permuted, and sorted by expert, in both directions. 6 bytes are assumed for any
+        # dispatcher, which fits the measured rows best; one kernel in each direction would move 8.
         permuted_bytes = 6 * choices * width
         ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
         ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
@@ -632,10 +637,10 @@ class _Books:
             traffic_bytes = bias_bytes * choices * width_up
             ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
         ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
-        # Scores; of each choice where it goes and comes from in 8 bytes, and its weight.
+        # Scores; for each choice its source and destination in 8 bytes, and its weight.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
         ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
-        if techniques.graphs == "step":  # what is kept goes to a buffer of fixed size and back
+        if techniques.graphs == "step":  # kept data is copied to a buffer of fixed size and back
             copied_bytes = 2 * ledger.saved_bytes["moe"]
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
         if model.shared_ffn:
@@ -667,7 +672,7 @@ class _Books:
         states = 2 * model.scan_groups * model.scan_state / self.tensor
         heads = model.scan_heads / self.tensor
         ledger.linear("mamba", self.tokens, self.hidden, 2 * inner_width + states + heads)
-        # Convolution, scan in chunks, gated norm: bound by memory, as Triton's kernels are.
+        # Convolution, chunked scan and gated norm are bound by memory, like Triton's kernels.
         channels = self.tokens * (inner_width + states)
         ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
         scan_bytes = self.device.scan_bytes * channels
@@ -703,7 +708,7 @@ class _Books:
             "attention", tokens / self.tensor, self.hidden, key_value_rank + model.rotary_size
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
-        # Queries are made of the same input.
+        # Queries use the same input, so count it only once.
         ledger.waiting_bytes -= ledger.operand_bytes * tokens / self.tensor * self.hidden
         latent_width = key_value_rank + model.rotary_size
         query_rank = model.query_rank
@@ -722,7 +727,7 @@ class _Books:
                 local_bytes += self._kept_by_norm(tokens * query_rank, query_rank)
         ledger.keep("attention", 4 * tokens * latent_width / self.tensor, local_bytes)
         ledger.saved_bytes["mla_up_proj"] += 2 * tokens * (2 * query_width + value_width)
-        # Rotated in place, and keys put together: one kernel each.
+        # Rotation in place, and joining the keys: one kernel each.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
         return query_width + value_width
@@ -736,8 +741,8 @@ class _Books:
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
         ledger.linear("attention", tokens, self.hidden, output_width, gathers=True)
-        # A view of what the product gave keeps all of it. Rotation copies queries and keys, and
-        # groups are copied for each head.
+        # A view of a product's output keeps all of the output. Rotation copies queries and keys,
+        # and groups are copied for each head.
         copies_groups = groups < heads
         viewed_width = output_width
         if rotated_width and copies_groups:
@@ -765,7 +770,8 @@ class _Books:
     ) -> None:
         """Add the two products of the forward and the five of the backward, causal."""
         ledger, model, device, sharding = self.ledger, self.model, self.device, self.sharding
-        # Keys that a query sees, twice the mean: the mask leaves out half of the square.
+        # Twice the mean number of keys that a query sees, because the mask leaves out half of the
+        # square.
         seen_keys = sharding.sequence * (1 - model.window_share)
         seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
         operations = (
@@ -776,7 +782,7 @@ class _Books:
             * (query_width + value_width)
         )
         ledger.operations += operations
-        # Exponentials take as long for small heads.
+        # Exponentials take just as long for small heads.
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
@@ -794,8 +800,9 @@ class _Books:
     def _keep_attention(self, heads: float, value_width: float, rotated_width: int) -> None:
         """Add the bytes that the products of attention keep."""
         ledger, sharding = self.ledger, self.sharding
-        # Attention keeps its output in bf16, a product in fewer bits its own copy. Megatron's own
-        # attention keeps the scores in bf16, and the sines and cosines of queries and keys.
+        # Attention keeps its output in bf16; a product in fewer bits also keeps its own copy.
+        # Megatron's own attention keeps the scores in bf16, and the sines and cosines of queries
+        # and keys.
         copy_bytes = 0.0
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
@@ -810,12 +817,12 @@ class _Books:
         """Add the activation function; return the bytes of its gradients."""
         ledger = self.ledger
         num_inputs = 2 if self.model.gated else 1
-        # Recomputed alone, an activation's input stays.
+        # If only the activation is recomputed, its input is kept.
         input_module = "moe" if module == "moe_act" else module
         ledger.saved_bytes[input_module] += 2 * num_inputs * elements
         ledger.saved_bytes[module] += ledger.operand_bytes * elements
-        # Outside the fused kernel, a compiled one multiplies by the experts' probabilities in fp32,
-        # and its backward reads all twice.
+        # Outside of the fused kernel, a compiled kernel multiplies by the experts' probabilities in
+        # fp32, and its backward reads everything twice.
         bytes_per_element = 2.0
         if module == "moe_act" and not self.sharding.techniques.fuses_experts:
             bytes_per_element = self.device.activation

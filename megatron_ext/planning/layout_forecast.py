@@ -38,16 +38,16 @@ from megatron_ext.schedules.table.table_change import in_use
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
-"""Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
+"""Bytes of the optimizer for each parameter: fp32 weights and Adam's two moments."""
 _WEIGHT_BYTES = 2
 _UPDATE_BYTES = 34
-"""Traffic of the optimizer for each parameter of its shard."""
+"""Bytes of the optimizer's traffic for each parameter of its shard."""
 _CLEAR_BYTES = 8
-"""Traffic for each gradient of the rank, which is cleared and summed into the norm."""
+"""Bytes of traffic for each gradient of the rank, which is cleared and summed into the norm."""
 _ENOUGH_ROUNDS = 3
-"""Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
+"""Micro-batches per rank after which a table repeats itself: larger numbers are extrapolated."""
 _MAX_DIVISIONS = 2**14
-"""Divisions of a micro-batch whose costs are kept: experts on thousands of devices have 4,000."""
+"""Number of cached divisions of a micro-batch: experts on thousands of devices have 4,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,16 @@ class Layout:
     """Share of the work on each rank."""
     step_s: float
     pipeline_s: float
-    """Of the step: the table."""
+    """The part of the step that runs the table."""
     memory_gib: tuple[float, ...]
-    """At its worst moment, by rank."""
+    """Memory at the worst moment of each rank."""
     static_gib: tuple[float, ...]
-    """Of it: weights, gradients and states of the optimizer."""
+    """The part of it for weights, gradients and optimizer states."""
     kept_gib: tuple[float, ...]
-    """Of it: activations, as many micro-batches of each stage as the schedule keeps."""
+    """The part of it for activations, with as many micro-batches of each stage as the schedule
+    keeps."""
     hidden: float = 0.0
-    """Share of the exchange of tokens that runs behind computation."""
+    """Share of the exchange of tokens that computation hides."""
 
     @cached_property
     def tokens_per_s(self) -> float:
@@ -82,7 +83,7 @@ class Layout:
 
     @cached_property
     def bound_s(self) -> float:
-        """Least time of this schedule with these sizes, whatever the cut."""
+        """Minimum time of this schedule with these sizes, for any cut."""
         return table_bound_s(self.job, self.sizes, self.schedule, self.chunks)
 
     @property
@@ -95,7 +96,7 @@ class Layout:
 
     @property
     def mfu(self) -> float:
-        """Share of the device's peak of the precision in use."""
+        """Share of the device's peak in the precision in use."""
         return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
 
     @property
@@ -105,7 +106,7 @@ class Layout:
 
     @property
     def techniques(self) -> str:
-        """Megatron's flags of what the forecast takes for granted."""
+        """Megatron's flags for the techniques that the forecast assumes."""
         sizes = self.sizes
         return self.job.techniques.flags(set(self.job.model.kinds), sizes.tp, sizes.ep)
 
@@ -118,7 +119,7 @@ class Layout:
 
     @property
     def limit(self) -> str:
-        """Largest part of the time beyond useful work."""
+        """The largest part of the time that is not useful work."""
         sizes, job = self.sizes, self.job
         losses_s = {
             "bubble and uneven stages": self.idle * self.pipeline_s,
@@ -135,14 +136,14 @@ class Layout:
 
     @property
     def idle(self) -> float:
-        """Share of the pipeline's time in which a device waits, the mean of all."""
+        """Share of the pipeline's time in which a device waits, averaged over all devices."""
         whole = _model_cost(self.job, self.sizes).whole
         work_s = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
 
     @property
     def flags(self) -> str:
-        """Megatron's flags, with ours, that make it so."""
+        """The flags of Megatron and this package for this layout."""
         groups = [self._parallel_flags(), self._batch_flags(), recompute_flags(self.sizes.mode)]
         return " ".join(group for group in groups if group)
 
@@ -153,10 +154,10 @@ class Layout:
             flags.append("--sequence-parallel")
         flags.append(f"--pipeline-model-parallel-size {sizes.pp}")
         if sizes.pp > 1:
-            # Graphs are for Megatron's own schedules.
+            # CUDA graphs work only with Megatron's own schedules.
             if job.techniques.graphs == "none":
                 schedule_flags = get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
-                # The layout says how many stages there are.
+                # The layout determines the number of stages.
                 flags.append(schedule_flags.partition(" --num-virtual")[0])
             flags.append(f"--pipeline-model-parallel-layout '{self.layout}'")
         if sizes.cp > 1:
@@ -231,7 +232,7 @@ def _model_cost(job: Question, sizes: ParallelSizes, overlap: float = 0.0) -> _M
     )
 
 
-# Many sizes share an entry: the length of a pipeline is not among the arguments.
+# Many sizes share a cache entry, because the length of a pipeline is not an argument.
 @lru_cache(maxsize=_MAX_DIVISIONS)
 def _divided(
     model: ModelSizes,
@@ -275,7 +276,7 @@ def _parts_by_stage(job: Question, sizes: ParallelSizes, counts: Sequence[int]) 
 
 
 def stage_parts(plan: Layout) -> list[Part]:
-    """Return what each stage of a layout costs."""
+    """Return the cost of each stage of a layout."""
     return [total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)]
 
 
@@ -283,7 +284,7 @@ def stage_parts(plan: Layout) -> list[Part]:
 
 
 def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
-    """Return how many devices hold the same weights, and the same experts."""
+    """Return how many devices hold the same weights, and how many the same experts."""
     return sizes.replicas * sizes.cp * twins, job.num_devices // (sizes.pp * sizes.ep) * twins
 
 
@@ -307,26 +308,26 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
 
 
 def _mean_memory_bytes(job: Question, sizes: ParallelSizes, live_microbatches: float) -> float:
-    """Return the bytes of the mean rank while so many micro-batches are alive on its stages."""
+    """Return the bytes of an average rank while this many micro-batches are alive on its stages."""
     whole = _model_cost(job, sizes).whole
     static_bytes = _static_bytes(job, sizes, whole, 2)
     return (static_bytes + live_microbatches * whole.saved) / sizes.pp
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether 1F1B fits, if at all, with fewer layers on the ranks that keep the most."""
+    """Return whether 1F1B fits, if at all, only with fewer layers on its fullest ranks."""
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
     return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
 
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
-    """Return the most bytes of activations that a rank keeps, in the order of its row."""
+    """Return the peak bytes of activations that a rank keeps, in the order of its row."""
     changes = []
     for action in row:
         part = stages[action.stage]
         if action.kind == "F":
             changes.append(part.saved + part.logits)
-        elif action.kind == "I":  # of all else, only the operands of weight gradients stay
+        elif action.kind == "I":  # only the operands of weight gradients remain
             changes.append(part.waiting - part.saved - part.logits)
         elif action.kind == "B":
             changes.append(-(part.saved + part.logits))
@@ -336,7 +337,7 @@ def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
 
 
 class _RankLoad(NamedTuple):
-    """What one rank computes and keeps."""
+    """The parts that one rank computes, and the bytes that it keeps."""
 
     part: Part
     kept_bytes: float
@@ -345,10 +346,10 @@ class _RankLoad(NamedTuple):
 
     def memory_bytes(self, static_bytes: float, message_bytes: float) -> float:
         """Return the memory at the worst moment."""
-        # Logits are gone when the backwards of layers begin.
+        # Logits are freed before the backwards of layers begin.
         in_backward_bytes = self.kept_without_logits_bytes + self.part.transient
         activation_bytes = max(self.kept_bytes, in_backward_bytes)
-        # One message arrives while another leaves.
+        # One message may arrive while another leaves.
         return static_bytes + activation_bytes + self.part.dummies + 2 * message_bytes
 
 
@@ -369,7 +370,7 @@ class _TableKey(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _table(key: _TableKey) -> Schedule:
-    # A generator with a fixed number of chunks does not take one.
+    # A generator with a fixed number of chunks does not accept the argument.
     chunks = key.chunks if get(key.schedule).free_chunks else None
     table = generate(
         key.schedule,
@@ -388,25 +389,25 @@ def _uses(key: _TableKey) -> list[RowUse]:
 
 
 def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
-    """Return the number of micro-batches after which a table repeats itself, if there are more."""
+    """Return the number of micro-batches to simulate, after which a table only repeats itself."""
     num_microbatches, pp = sizes.num_microbatches, sizes.pp
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
-    # The same remainder, for tables that come in rounds.
+    # Keep the remainder, for tables that consist of rounds.
     return num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
-    """Return the layers that the ends need, as arguments of `cut`."""
+    """Return the minimum numbers of layers on the ends, as arguments of `cut`."""
     num_missing = num_stages - model.num_layers
-    # Too few layers for all stages: embedding and loss have to be stages without layers.
+    # With too few layers for all stages, embedding and loss must be stages without layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
     least_first = 0 if num_missing > 1 - bool(model.mtp_layers) else 1
     return {"least_first": least_first, "least_last": least_last}
 
 
 def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
-    """Return what the simulator takes, in seconds."""
+    """Return the input of the simulator, in seconds."""
     device, pp, whole = job.device, sizes.pp, total(list(stages))
     if job.num_devices // pp * twins >= device.node_size:  # neighbours are on different nodes
         rate = device.network_bytes * device.network
@@ -430,7 +431,7 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
 
 
 def costs_of(job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int) -> Costs:
-    """Return what the stages of a cut and their messages cost, in seconds."""
+    """Return the costs of the stages of a cut and of their messages, in seconds."""
     stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
     return _costs(job, sizes, stages, twins)
 
@@ -438,7 +439,7 @@ def costs_of(job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: 
 def timeline_of(plan: Layout) -> Timeline:
     """Return the simulated table of a layout with a pipeline, in seconds.
 
-    Where it has many micro-batches, as many as it takes until the table repeats itself.
+    If it has many micro-batches, only those until the table repeats itself are simulated.
     """
     sizes = plan.sizes
     num_microbatches = num_simulated(sizes, plan.schedule)
@@ -451,11 +452,11 @@ def timeline_of(plan: Layout) -> Timeline:
 
 
 def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
-    """Return a time that no order and no cut of these sizes beats; infinite if none fits.
+    """Return a time that no order and no cut of these sizes can beat; infinite if none fits.
 
-    With the given numbers of pipelines, else with one or twins.
+    `twins` are the numbers of pipelines to consider, by default one and two.
     """
-    # Between its forwards and its backwards a micro-batch is alive on all stages.
+    # Between its forwards and its backwards, a micro-batch is alive on all stages.
     if _mean_memory_bytes(job, sizes, 1) > _memory_limit_bytes(job):
         return math.inf
     if not twins:
@@ -464,25 +465,26 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
 
 
 def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
-    """Return a time that no order and no cut of these sizes beats, with one pipeline or twins.
+    """Return a time that no order and no cut of these sizes can beat, for one pipeline or twins.
 
-    The busiest rank has at least the mean of the work, and its share of whole layers; one
-    micro-batch has to pass all stages forwards and backwards; and what some rank reduces, gathers
-    and updates around that is at least the mean of all ranks, as it is convex in their weights.
+    The busiest rank has at least the mean of the work, and at least its share of whole layers; one
+    micro-batch must pass all stages forwards and backwards; and the reductions, gathers and updates
+    of some rank take at least the mean of all ranks, because they are convex in the weights.
     """
-    # No more of the exchange is hidden than the device can.
+    # Assume the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     model = _model_cost(job, sizes, overlap)
     whole, pp, num_microbatches = model.beside, sizes.pp, sizes.num_microbatches
-    # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
-    # deal them out to half of the ranks, which run half of the micro-batches.
+    # Some rank has at least as many layers of one kind as in an even distribution, rounded up.
+    # Twins distribute them over half of the ranks, each with half of the micro-batches.
     whole_layers_s = 0.0
     for kind in model.kinds:
         layers_of_rank = -(-twins * kind.num_layers // pp)
         rank_s = layers_of_rank * kind.beside.work / twins
-        # Before the first micro-batch has passed all stages there is no backward, and what runs
-        # until then has no partner. Layers pair one to one, so as many backwards have none. A rank
-        # that does anything else meanwhile, waiting included, loses that time.
+        # No backward runs before the first micro-batch has passed all stages, so forwards until
+        # then have no partner. Layers pair one to one, so the same number of backwards has no
+        # partner. A rank that does anything else in the meantime, including waiting, loses that
+        # time.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
         lost_s = unpaired_share * model.whole.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
@@ -498,7 +500,7 @@ def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 
 def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: int) -> float:
-    """Return a time that no cut of a schedule beats; infinite if none fits into memory."""
+    """Return a time that no cut of a schedule can beat; infinite if none fits into memory."""
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
@@ -547,16 +549,16 @@ def forecast(
     costs: Costs = UNIT,
     at_once: bool = False,
 ) -> Layout | None:
-    """Return the plan of a schedule, or None if it is impossible or too large for the memory.
+    """Return the plan of a schedule, or None if it is impossible or does not fit into memory.
 
     Args:
-        job: What is to be planned.
-        sizes: Everything but cut and schedule.
+        job: The planner's question.
+        sizes: Everything except cut and schedule.
         schedule: A registered name.
         chunks: Stages on each rank.
-        counts: Layers of each stage; None: the faster of the cuts into even ranks and even stages.
-        worst_s: Step time that a plan has to beat; of one that does not, the time may be too short.
-        costs: Durations that the table is made for.
+        counts: Layers of each stage. None: the faster of the cuts into even ranks and even stages.
+        worst_s: Step time that a plan must beat; the time of a slower plan may be underestimated.
+        costs: Durations for which the table is generated.
         at_once: Whether each weight gradient runs right after its input gradient.
     """
     if sizes.pp == 1:
@@ -579,7 +581,7 @@ def _even_cuts(
     """Return the cuts into even ranks and, with several chunks, even stages.
 
     Raises:
-        ScheduleError: The layers do not divide into the stages.
+        ScheduleError: The layers cannot be divided into the stages.
     """
     cost, placement = _model_cost(job, sizes), table.placement
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
@@ -602,11 +604,11 @@ def _forecast_of_one_stage(
     pipeline_s = num_microbatches * whole.work
     live_microbatches, hidden = 1.0, 0.0
     if runs_pairs(job, sizes):
-        # All but the first forward and the last backward have a partner.
+        # All except the first forward and the last backward have a partner.
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
         pipeline_s -= hidden * num_microbatches * whole.exchange
         if num_microbatches > 1:
-            # Layer by layer a pair's backward frees what its forward keeps.
+            # Within a pair, the backward frees layer by layer what the forward keeps.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * whole.saved
     ranks = [_RankLoad(whole, kept_bytes + whole.logits, kept_bytes)]
@@ -627,7 +629,10 @@ class _Span(NamedTuple):
 def _forecast_of_table(
     job: Question, sizes: ParallelSizes, key: _TableKey, counts: Sequence[int], worst_s: float
 ) -> Layout | None:
-    """Return the plan of a table and a cut; None if it does not fit, or is of another length."""
+    """Return the plan of a table and a cut.
+
+    None if it does not fit or has another number of stages.
+    """
     table = _table(key)
     placement = table.placement
     if len(counts) != placement.num_stages:
@@ -645,7 +650,7 @@ def _forecast_of_table(
         kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
         ranks.append(_RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes))
     twins = placement.twins
-    if not _fits(job, sizes, ranks, twins):  # before the simulation, which takes longer
+    if not _fits(job, sizes, ranks, twins):  # check first, because the simulation takes longer
         return None
     span = _simulated_span(job, sizes, key, stages, ranks, worst_s)
     return _layout(
@@ -661,20 +666,23 @@ def _simulated_span(
     ranks: Sequence[_RankLoad],
     worst_s: float,
 ) -> _Span:
-    """Return the span of a table for all micro-batches; beyond `worst_s` it may be too short."""
+    """Return the span of a table for all micro-batches.
+
+    Above `worst_s` it may be underestimated.
+    """
     table = _table(key)
     twins = table.placement.twins
     costs = _costs(job, sizes, stages, twins)
     timeline = simulate(table, costs)
     num_beyond = sizes.num_microbatches - key.num_microbatches
-    # For each micro-batch beyond the simulated ones, at least the work of the busiest rank.
+    # For each micro-batch beyond the simulated ones, assume at least the work of the busiest rank.
     busiest_s = max(
         rank.part.work - hidden_share * rank.part.exchange
         for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True)
     )
     pipeline_s = timeline.makespan + num_beyond / twins * busiest_s
     if num_beyond and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s:
-        # A round more shows what ranks wait for in each.
+        # Simulate one more round, which includes the waiting times of ranks in each round.
         longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
         longer = simulate(_table(longer_key), costs)
         microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
@@ -752,7 +760,7 @@ def _around_step_s(job: Question, sizes: ParallelSizes, rank: Part, twins: int) 
             updated_s += update_bytes / (device.memory_bytes * device.memory)
     if not job.overlaps:
         return updated_s + reduced_s + gathered_s
-    # Reductions run behind the last backward, gathers behind the first forward.
+    # Reductions overlap with the last backward, gathers with the first forward.
     shown_reduced_s = max(0.0, reduced_s - rank.input - rank.weight)
     shown_gathered_s = max(0.0, gathered_s - rank.forward)
     return updated_s + (shown_reduced_s + shown_gathered_s)

@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Techniques
 
 MEGATRONS = ("1f1b", "interleaved")
-"""Schedules that Megatron has, too."""
+"""Schedules that Megatron has too."""
 _MAX_PAIRED_RANKS = 16
-"""Ranks of a pipeline up to which pairs are tried unless requested: in tables from a search they
-are found in seconds then, for 64 ranks in minutes."""
+"""Pipelines with more ranks try pairs only if requested: searching their tables takes seconds up to
+this number, but minutes for 64 ranks."""
 _MAX_STAGES = 64
 _MAX_CHUNKS = 8
 
 
 @dataclass
 class SearchResult:
-    """Result of a search, or what it has so far."""
+    """Result of a search, possibly still in progress."""
 
     plans: list[Layout] = field(default_factory=list)
-    """The best, shortest step first."""
+    """The best layouts, shortest step first."""
     bound_s: float = math.inf
-    """Nothing that the search allows is faster: sizes, schedules and cuts."""
+    """Nothing within the search space (sizes, schedules and cuts) is faster than this."""
     num_sizes: int = 0
     num_evaluated: int = 0
     is_complete: bool = True
-    """False: it was interrupted, and the bound includes the sizes that were left."""
+    """False if the search was interrupted; the bound then includes the remaining sizes."""
 
     @property
     def gap(self) -> float:
-        """How far the answer is from the bound."""
+        """Relative distance of the answer from the bound."""
         return self.plans[0].step_s / self.bound_s - 1
 
 
@@ -67,16 +67,19 @@ class _Visit(NamedTuple):
     is_tight: bool
     bound_s: float
     number: int
-    """Position of the sizes in the space: between equal bounds, the first goes first."""
+    """Position of the sizes in the search space, which decides between equal bounds."""
     sizes: ParallelSizes
 
 
 _Group = tuple[int, int]
-"""Pipeline ranks and simulated micro-batches: sizes that share both share their tables."""
+"""Pipeline ranks and simulated micro-batches: sizes with the same values share their tables."""
 
 
 class _Queue:
-    """Visits that are left. Tables take longest, so sizes that share them go to one visitor."""
+    """The remaining visits.
+
+    Tables take longest, so sizes that share them go to the same visitor.
+    """
 
     def __init__(self, visits: Sequence[_Visit]) -> None:
         self._groups: dict[_Group, deque[_Visit]] = defaultdict(deque)
@@ -90,7 +93,7 @@ class _Queue:
         return sum(len(visits) for visits in self._groups.values())
 
     def pop(self, visitor: Caller) -> _Visit:
-        """Return the next visit of a visitor, one of another's group if it has none left."""
+        """Return the next visit for a visitor, from another's group if its own groups are empty."""
         own_groups = [
             group for group in self._groups if self._owners.get(group, visitor) is visitor
         ]
@@ -102,7 +105,7 @@ class _Queue:
         return visit
 
     def bounds_s(self) -> list[float]:
-        """Return the bounds of all visits that are left."""
+        """Return the bounds of all remaining visits."""
         bounds_s = []
         for visits in self._groups.values():
             bounds_s += [visit.bound_s for visit in visits]
@@ -117,16 +120,17 @@ def search(
     *,
     stops_at_first: bool = False,
 ) -> SearchResult:
-    """Return the layouts with the shortest steps: branch and bound over all sizes.
+    """Return the layouts with the shortest steps, by branch and bound over all sizes.
 
-    Sizes are visited by their bound, those that hardly fit last, and everything that could still
-    beat the worst of the best is evaluated, with every schedule and its cut. Several processes,
-    forked from this one, find what one finds. Interrupted, it returns the best so far.
+    Sizes are visited in the order of their bounds, except that those that hardly fit come last.
+    Everything that could still beat the worst of the best layouts is evaluated, with every schedule
+    and its cut. Several processes, forked from this one, find the same as a single one. If
+    interrupted, it returns the best layouts so far.
 
     Args:
-        job: What is to be planned.
-        keep: How many layouts to return.
-        progress: Called with the result so far and the number of sizes that are left.
+        job: The planner's question.
+        keep: Number of layouts to return.
+        progress: Called with the result so far and the number of remaining sizes.
         processes: Number of processes.
         stops_at_first: Return as soon as any layout fits.
 
@@ -143,11 +147,11 @@ def search(
             "replicas divide"
         )
     result = SearchResult(num_sizes=len(space))
-    progress(result, len(space))  # the bounds of thousands of sizes take seconds
+    progress(result, len(space))  # computing the bounds of thousands of sizes takes seconds
     queue = _Queue(_visits(job, space))
     bounds_s: list[float] = []
-    """Of everything that was visited or ruled out."""
-    # By visitor: the bound of the sizes at which it is.
+    """Bounds of everything that was visited or ruled out."""
+    # Visitor -> bound of the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
     with callers(partial(_visited, job, keep), min(processes, queue.num_groups)) as visitors:
         try:
@@ -182,7 +186,7 @@ def search(
 
 
 def fits(job: Question) -> bool:
-    """Return whether any layout fits; the first that does ends the search.
+    """Return whether any layout fits; the first one that does ends the search.
 
     Raises:
         KeyboardInterrupt: The user interrupted the search.
@@ -204,7 +208,7 @@ def _visits(job: Question, space: Sequence[ParallelSizes]) -> list[_Visit]:
         for variant in _variants(job, sizes):
             bound_s = min(bound_s, least_step_s(variant, sizes))
         if bound_s < math.inf:
-            # Tight ones last: nearly all of them are ruled out, which takes long.
+            # Visit tight sizes last: nearly all of them are ruled out, which takes long.
             tight = is_tight(with_graphs(job, sizes), sizes)
             visits.append(_Visit(tight, bound_s, number, sizes))
     return sorted(visits)
@@ -214,9 +218,9 @@ class _Visited(NamedTuple):
     """Outcome of a visit."""
 
     plans: list[Layout]
-    """The best, with those that the visitor came with."""
+    """The best plans, including those that the visitor started with."""
     bounds_s: list[float]
-    """By schedule."""
+    """One bound for each schedule."""
     num_evaluated: int
 
 
@@ -226,7 +230,7 @@ def _visited(job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes
     for variant, schedule, chunks in _orders(job, sizes):
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
-        if least_step_s(variant, sizes, twins) >= worst_s:  # a table takes long
+        if least_step_s(variant, sizes, twins) >= worst_s:  # generating a table takes long
             continue
         bound_s = table_bound_s(variant, sizes, schedule, chunks)
         bounds_s.append(bound_s)
@@ -281,7 +285,7 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
 
 
 class _Choices:
-    """Sizes that the planner tries, or the fixed one; without those that Megatron refuses."""
+    """The sizes that the planner tries, or the fixed one, without those that Megatron rejects."""
 
     def __init__(self, job: Question) -> None:
         self._job, self._model = job, job.model
@@ -305,7 +309,7 @@ class _Choices:
         job = self._job
         sizes = []
         for cp in self._fixed_or("cp", _powers_of_two(job.sequence // 4096)):
-            # Each rank of context parallelism has a part of both halves of a sequence.
+            # Each context-parallel rank has a part of both halves of a sequence.
             parts = tp * 2 * cp if cp > 1 else tp
             if job.num_devices % (tp * pp * cp) == 0 and job.sequence % parts == 0:
                 sizes.append(cp)
@@ -335,7 +339,7 @@ class _Choices:
 
 
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
-    """Return the question without pairs and with them, as far as possible and asked for."""
+    """Return the question without and with pairs, as far as possible and requested."""
     job = with_graphs(job, sizes)
     asked = job.fixed.get("pairs")
     if asked is None and job.techniques.overlaps_experts:
@@ -356,9 +360,9 @@ def _with_techniques(job: Question, techniques: Techniques) -> Question:
 
 
 def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether Megatron, or a rule of ours, refuses pairs for these sizes."""
+    """Return whether Megatron, or one of our rules, rejects pairs for these sizes."""
     model, mode = job.model, sizes.mode
-    # Megatron's own overlap, without a pipeline, takes less.
+    # Without a pipeline, Megatron's own overlap runs, which has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True
     args = Namespace(
@@ -374,7 +378,7 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
 def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
     """Yield the question without and with pairs, a schedule, and its stages on each rank."""
     for variant in _variants(job, sizes):
-        # Graphs are for Megatron's own schedules, of which interleaving alone has pairs.
+        # CUDA graphs work only with Megatron's own schedules, of which only interleaving has pairs.
         takes_graphs = ("interleaved",) if runs_pairs(variant, sizes) else MEGATRONS
         takes_all = sizes.pp == 1 or variant.techniques.graphs == "none"
         for schedule, chunks in _schedules(job, sizes):
@@ -385,19 +389,19 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str
 def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     """Yield schedules and their stages on each rank."""
     fixed = job.fixed
-    if sizes.pp == 1:  # without a pipeline there is neither a schedule nor a cut to keep
+    if sizes.pp == 1:  # without a pipeline, there is no schedule or cut to fix
         num_stages = len(fixed.get("layout", "-"))
         if fixed.get("vp", 1) == num_stages == 1 and "schedule" not in fixed:
             yield "none", 1
         return
     most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)
-    # Searched tables take longest: the others may rule them out.
+    # Try searched tables last, because they take longest and the others may rule them out.
     generators = sorted(registered().items(), key=lambda item: item[1].needs_costs)
     for name, generator in generators:
         if "schedule" in fixed:
             if name != fixed["schedule"]:
                 continue
-        elif name == "gpipe":  # keeps every micro-batch, for no gain
+        elif name == "gpipe":  # it keeps every micro-batch without a benefit
             continue
         if not generator.free_chunks:
             if fixed.get("vp", generator.num_chunks) == generator.num_chunks:

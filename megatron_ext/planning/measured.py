@@ -1,4 +1,4 @@
-"""What a traced run has measured of its stages and messages, and the stages of another cut."""
+"""Measurements of a traced run's stages and messages, and estimates for another cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (
     *("num_layers", "hidden_size", "seq_length", "micro_batch_size", "tensor_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size"),
 )
-"""Settings that durations of a layer depend on."""
+"""Settings on which the durations of a layer depend."""
 _MAX_FILE_BYTES = 1 << 20
 
 StageTimes = tuple[float, float, float]
@@ -34,16 +34,16 @@ class MeasuredCosts:
     """Seconds of a run's actions and messages."""
 
     stages: tuple[StageTimes, ...]
-    """Of one micro-batch on each stage of the run."""
+    """Times of one micro-batch on each stage of the run."""
     latency_s: float
     """Time from the end of an action until another rank has its output."""
     all_to_all: float = 0.0
     """Share of forwards and input gradients that is communication between experts."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run that durations depend on, by the names of Megatron's arguments."""
+    """Settings of the run on which durations depend, by the names of Megatron's arguments."""
 
     def check_sizes(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Refuse another training than that of the run.
+        """Reject a training that differs from the run.
 
         Raises:
             ArgumentsError: A size differs.
@@ -58,7 +58,7 @@ class MeasuredCosts:
                 )
 
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
-        """Return the costs of the same model in another cut."""
+        """Return the costs of the same model with another cut."""
         stages = cut_anew(self.stages, layers_by_stage)
         forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
         return Costs(
@@ -71,15 +71,15 @@ class MeasuredCosts:
         )
 
     def as_json(self) -> str:
-        """Return the text that `read` takes."""
+        """Return the text that `read` parses."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredCosts:
-        """Return what was measured of the run that a folder has the traces of.
+        """Return the measurements of the run whose traces are in a folder.
 
         Raises:
-            ArgumentsError: Nothing was, or the file is damaged.
+            ArgumentsError: There are none, or the file is damaged.
         """
         path = folder / COSTS_FILE
         remedy = f"megatron-ext aggregate --trace-dir {folder} writes it"
@@ -117,10 +117,10 @@ def _time(value: Any) -> float:
 def cut_anew(
     stages: Sequence[StageTimes], layers_by_stage: Sequence[int]
 ) -> tuple[StageTimes, ...]:
-    """Return what each stage takes if the same model is cut into other stages.
+    """Return the times of each stage if the same model is cut into other stages.
 
-    The time of each old stage is spread evenly over its part of the model. What the ends take
-    beyond the stages beside them, embedding and loss, stays in the ends.
+    The time of each old stage is spread evenly over its part of the model. The additional time of
+    the ends over their neighbours, for embedding and loss, stays in the ends.
     """
     by_pass = [_cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)]
     return tuple(
@@ -129,7 +129,7 @@ def cut_anew(
 
 
 def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:
-    """Return the same for the times of one kind of pass."""
+    """Return the times of one kind of pass for another cut."""
     embedding = loss = 0.0
     layers = list(times)
     num_old = len(times)
@@ -138,7 +138,7 @@ def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[f
         loss = max(0.0, times[-1] - times[-2])
         layers[0] -= embedding
         layers[-1] -= loss
-    # In parts that fill both an old stage and a layer.
+    # Use parts so small that both an old stage and a layer consist of whole parts.
     num_layers = sum(layers_by_stage)
     parts = [time / num_layers for time in layers for _ in range(num_layers)]
     spread = []

@@ -33,7 +33,7 @@ _TEXTS = (
     *("window_size", "window_attn_skip_freq"),
 )
 
-# Of Megatron's arguments, whose defaults its configuration does not all share.
+# Defaults of Megatron's arguments; some differ from those of its configuration.
 _DEFAULTS = {
     "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128,
@@ -55,13 +55,13 @@ def _flag(name: str) -> str:
 
 
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
-    """Return the sizes that flags of Megatron's describe, with its defaults; others are ignored.
+    """Return the sizes that Megatron's flags describe, with its defaults; other flags are ignored.
 
     Raises:
         ArgumentsError: A size is missing or not a number.
     """
     args = _parsed(flags)
-    # Behind a slash are the layers of each depth of multi-token prediction.
+    # The layers of each depth of multi-token prediction follow after a slash.
     pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
     num_layers = len(pattern) or args.num_layers
     _check_present(args, num_layers)
@@ -122,7 +122,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
 
 
 def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
-    """Return the sizes of Megatron's parsed arguments.
+    """Return the sizes in Megatron's parsed arguments.
 
     Raises:
         ArgumentsError: A size is missing.
@@ -141,7 +141,7 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
 
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
-    # An error of argparse's would end the process, of which the planner is only a part.
+    # By default, argparse would exit the process on an error, but the planner is only a part of it.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in _INTEGERS:
         parser.add_argument(_flag(name), type=int)
@@ -161,10 +161,10 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_empty_values(flags: Sequence[str]) -> list[str]:
-    """Return the flags with empty values, such as that of an example's vocabulary, left out."""
+    """Return the flags without empty values, such as that of an example's vocabulary."""
     words = list(flags)
     for index in range(len(words) - 1, 0, -1):
-        if words[index : index + 1] == [""]:  # the end may be gone already
+        if words[index : index + 1] == [""]:  # the end may already be deleted
             del words[index - 1 : index + 1]
     return words
 
@@ -223,7 +223,7 @@ def _padded_vocabulary(args: argparse.Namespace) -> int:
 def _ffn_size(args: argparse.Namespace) -> int:
     if args.ffn_hidden_size is not None:
         return int(args.ffn_hidden_size)
-    if args.swiglu:  # Megatron's rule
+    if args.swiglu:  # the same rule as in Megatron
         return int(8 * args.hidden_size / 3 / 64) * 64
     return 4 * int(args.hidden_size)
 
@@ -235,10 +235,10 @@ def _learned_positions(args: argparse.Namespace) -> int:
 
 
 def _window_size(args: argparse.Namespace) -> int:
-    """Return the tokens before a query that sliding attention sees; 0: all."""
+    """Return the number of earlier tokens that a query with sliding attention sees; 0: all."""
     tokens_before = (args.window_size or "0").strip("( )").partition(",")[0]
     try:
-        return max(0, int(tokens_before))  # -1 means all, too
+        return max(0, int(tokens_before))  # -1 also means all
     except ValueError:
         raise ArgumentsError(
             f"--window-size {args.window_size} is no window; give the tokens before and after, "
@@ -247,7 +247,7 @@ def _window_size(args: argparse.Namespace) -> int:
 
 
 def _window_share(args: argparse.Namespace, num_layers: int) -> float:
-    """Return the share of layers whose attention slides."""
+    """Return the share of layers with sliding attention."""
     if args.window_attn_skip_freq is None:
         return 1.0
     skips = _by_layer("--window-attn-skip-freq", args.window_attn_skip_freq, num_layers)
@@ -259,7 +259,7 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
 
 
 def _kinds(args: argparse.Namespace, pattern: str, num_layers: int) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer, of the pattern of a hybrid model or of the other flags."""
+    """Return the kind of each layer, from the pattern of a hybrid model or from other flags."""
     if pattern:
         return _hybrid_kinds(args, pattern)
     if not args.num_experts:
@@ -288,14 +288,14 @@ def _hybrid_kinds(args: argparse.Namespace, pattern: str) -> tuple[LayerKind, ..
 
 
 def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
-    """Return a number, or the marks of all layers, of an expression as `([0]*3+[1]*58)`."""
+    """Return a number, or one mark per layer, from an expression such as `([0]*3+[1]*58)`."""
     try:
         marks: int | list[int] = _evaluated(ast.parse(text.strip("'\""), mode="eval").body)
         is_valid = marks >= 1 if isinstance(marks, int) else len(marks) == num_layers
         if not is_valid:
             raise ValueError(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        # MemoryError is what Python's parser raises for too many brackets.
+        # Python's parser raises MemoryError for too many brackets.
         raise ArgumentsError(
             f"{flag} {text[:200]} does not describe {num_layers} layers; use a number or "
             f"a list, such as ([0]*1+[1]*{num_layers - 1})"
@@ -306,10 +306,10 @@ def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
 def _evaluated(node: ast.expr) -> Any:
     """Evaluate an expression of numbers and lists, with sums and products.
 
-    Megatron evaluates the text as Python; here it may come out of anybody's file.
+    Megatron evaluates the text as Python, but here it may come from an untrusted file.
 
     Raises:
-        ValueError: The expression has anything else, or a list is too long.
+        ValueError: The expression contains anything else, or a list is too long.
         TypeError: The operands do not fit.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
@@ -333,7 +333,11 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 def _check_length(left: int | list[int], right: int | list[int]) -> None:
-    """Refuse a product such as [0]*10**12 before it fills the memory."""
+    """Reject a product such as [0]*10**12 before it fills the memory.
+
+    Raises:
+        ValueError: The list would be too long.
+    """
     for marks, times in ((left, right), (right, left)):
         if isinstance(marks, list) and isinstance(times, int) and times * len(marks) > MAX_LAYERS:
             raise ValueError(f"{times} x {len(marks)} layers")

@@ -1,4 +1,4 @@
-"""The sizes of a model, from which its weights, operations and activations follow."""
+"""The sizes of a model, which determine its weights, operations and activations."""
 
 from __future__ import annotations
 
@@ -7,78 +7,79 @@ from typing import Literal
 
 LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
 HYBRID_KINDS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
-"""By the letters of Megatron's pattern of a hybrid model."""
+"""Letter in Megatron's pattern of a hybrid model -> kind of layer."""
 MAX_LAYERS = 1024
 MAX_SIZE = 10**8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes from which the weights, operations and activations of a model follow."""
+    """Sizes that determine the weights, operations and activations of a model."""
 
     name: str
     hidden: int
     heads: int
     query_groups: int
     head_size: int
-    """Of queries and keys, rotary part included."""
+    """Width of queries and keys, including the rotary part."""
     value_size: int
     ffn: int
     """Width of the dense feed-forward network."""
     gated: bool
     """SwiGLU: two projections up, one down."""
     vocabulary: int
-    """Padded."""
+    """Padded size of the vocabulary."""
     is_tied: bool
     """Whether the output layer shares the embedding's weights."""
     learned_positions: int
     biases: bool
     qkv_biases: bool
     norm_weights: int
-    """Vectors of a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
+    """Number of vectors in a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
     qk_norm: bool
     window: int
-    """Keys that a query of a layer with sliding attention sees; 0: all before it."""
+    """Number of keys that a query with sliding attention sees; 0: all earlier ones."""
     window_share: float
-    """Share of the attentions that slide."""
+    """Share of attention layers that use sliding attention."""
     kinds: tuple[LayerKind, ...]
-    """Of each layer: `dense` and `moe` are attention and a feed-forward network, the latter's a
-    mixture of experts; a layer of a hybrid model is `mamba`, `attention`, `mlp` or `experts`."""
+    """The kind of each layer. `dense` and `moe` have attention and a feed-forward network, which is
+    a mixture of experts in `moe`; a layer of a hybrid model is `mamba`, `attention`, `mlp` or
+    `experts`."""
     num_experts: int
     top_k: int
     expert_ffn: int
     shared_ffn: int
-    """Of the shared experts together; 0: none."""
+    """Total width of the shared experts; 0 if there are none."""
     expert_hidden: int
-    """Width of what routed experts get: `hidden`, or that of a latent mixture."""
+    """Width of the routed experts' input: `hidden`, or the width of a latent mixture."""
     scan_heads: int
-    """Of a Mamba-2 layer."""
+    """Number of heads in a Mamba-2 layer."""
     scan_head_size: int
     scan_state: int
     scan_groups: int
     is_latent: bool
-    """Multi-latent attention."""
+    """Whether attention is multi-latent."""
     query_rank: int
-    """0: queries are not compressed."""
+    """0 if queries are not compressed."""
     key_value_rank: int
     rotary_size: int
     mtp_layers: int
     sequence: int | None
-    """Length in tokens, if the source gives one."""
+    """Length in tokens, if the source contains it."""
     flags: tuple[str, ...]
-    """Megatron's flags of this model."""
+    """Megatron's flags for this model."""
 
     @property
     def num_layers(self) -> int:
-        """Layers, without those of multi-token prediction."""
+        """Number of layers, not counting those of multi-token prediction."""
         return len(self.kinds)
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Of each layer: whether it has a mixture of experts."""
+        """For each layer, whether it has a mixture of experts."""
         return tuple(kind in ("moe", "experts") for kind in self.kinds)
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of the layer in a head of multi-token prediction."""
+        """Kind of the layer in a multi-token prediction head."""
         return "moe" if self.moe_layers[-1] else "dense"

@@ -26,7 +26,7 @@ _EXAMPLE_SCRIPT = (
     'printf "%s\\n" "$TITLE $SIZE" '
     '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
 )
-"""Prints the title and the flags of an example, which are arrays of a shell script."""
+"""Prints the title and the flags of an example, which are arrays in a shell script."""
 _UNKNOWN_FEATURES = {
     "peft_type": "an adapter (LoRA)",
     "lora_rank": "an adapter (LoRA)",
@@ -40,8 +40,7 @@ _UNKNOWN_FEATURES = {
     "moe_num_experts": "experts of Ernie's kind",
     "enable_hyper_connections": "hyper-connections",
 }
-"""Features whose time and memory the formulas do not know, by the key or flag that asks for
-them."""
+"""Key or flag -> the feature that it requests, whose time and memory the formulas do not model."""
 
 
 def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
@@ -49,13 +48,13 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
 
     Args:
         source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or such a
-            `config.json`; None: the flags say everything.
-        size: Which size of an example; None: its default.
-        flags: Megatron's flags, which win over those of the source.
+            `config.json`. None: the flags describe everything.
+        size: The size of an example. None: its default.
+        flags: Megatron's flags, which override those of the source.
 
     Raises:
-        ArgumentsError: The source cannot be read, a size is missing, or the planner does not know
-            such models.
+        ArgumentsError: The source cannot be read, a size is missing, or the planner does not
+            support such models.
     """
     _refuse_unknown_flags(flags)
     if source is None:
@@ -97,7 +96,7 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
     path = source / "config.json" if source.is_dir() else source
     try:
         config = read_json(path, _MAX_FILE_BYTES)
-        config |= config.get("text_config") or {}  # the language model of a multimodal one
+        config |= config.get("text_config") or {}  # the language model within a multimodal one
         for key, feature in _UNKNOWN_FEATURES.items():
             if config.get(key):
                 raise ArgumentsError(

@@ -19,7 +19,7 @@ FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "re
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Question to the planner: a model, its devices and the batch."""
+    """A question to the planner: a model, its devices and the batch."""
 
     model: ModelSizes
     device: DeviceKind
@@ -27,15 +27,15 @@ class Question:
     global_batch: int
     sequence: int
     pair_rules: tuple[Rule, ...]
-    """Settings of Megatron's that exclude pairs."""
+    """Settings of Megatron that exclude pairs."""
     techniques: Techniques = field(default_factory=Techniques)
     fused_loss: bool = False
     overlaps: bool = True
-    """Whether data-parallel communication runs behind computation."""
+    """Whether data-parallel communication overlaps with computation."""
     shards_optimizer: bool = True
-    """Whether replicas share out the optimizer's states."""
+    """Whether replicas shard the optimizer's states."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the user gives, by the names of `FIXABLE`."""
+    """Values that the user has fixed, by the names in `FIXABLE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ParallelSizes:
 
 
 def runs_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether experts exchange tokens, and micro-batches run as pairs for that."""
+    """Return whether experts exchange tokens and micro-batches therefore run as pairs."""
     exchanges_tokens = job.model.num_experts > 0 and sizes.ep > 1
     return exchanges_tokens and job.techniques.overlaps_experts
 
@@ -64,14 +64,14 @@ def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
     techniques = job.techniques
     if techniques.graphs != "auto":
         return job
-    # Our schedules exclude graphs; Megatron refuses them where what they hold is recomputed.
+    # Our schedules exclude graphs, and Megatron rejects them if their content is recomputed.
     if sizes.pp == 1 and sizes.mode.isdisjoint({"full", "moe"}):
         return replace(job, techniques=replace(techniques, graphs="layers"))
     return replace(job, techniques=replace(techniques, graphs="none"))
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
-    """Return fixed values as `--fix` takes them."""
+    """Return fixed values in the notation of `--fix`."""
     return ",".join(f"{name}={_fixed_value_text(value)}" for name, value in fixed.items())
 
 

@@ -1,4 +1,4 @@
-"""Ways to run the same model faster that flags of Megatron's ask for, and that costs depend on."""
+"""Techniques that speed up the same model, requested by Megatron's flags; costs depend on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUED = {
     "fp8_recipe": "--fp8-recipe",
     "fp4": "--fp4-format",
 }
-"""Flags with a value, by the names of Megatron's arguments."""
+"""Names of Megatron's arguments -> flags with a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,50 +33,52 @@ class Techniques:
     """How the products, launches and messages of a layer run."""
 
     precision: Precision = "bf16"
-    """Of the products in layers; `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
+    """Precision of the products in layers; `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
     attends_in_8bit: bool = False
-    """Whether attention is in 8 bits, too."""
+    """Whether attention is in 8 bits too."""
     outputs_in_8bit: bool = False
-    """Whether the output layer is, too, in `mxfp8`."""
+    """Whether the output layer is too, in `mxfp8`."""
     loses_in_place: bool = False
-    """Whether Transformer Engine computes a fused loss, whose gradients take the logits' place."""
+    """Whether Transformer Engine computes a fused loss whose gradients replace the logits in
+    memory."""
     graphs: Graphs = "none"
-    """CUDA graphs: `router` has router and shared experts alone, `mamba` such layers, `layers` all
-    but the experts, `step` all; `auto` is `layers` where Megatron and the schedule take them, else
-    `none`."""
+    """CUDA graphs: `router` covers only router and shared experts, `mamba` only such layers,
+    `layers` all except the experts, `step` everything. `auto` means `layers` if Megatron and the
+    schedule support it, otherwise `none`."""
     fuses_experts: bool = False
     """Whether products of all experts, activation and quantization are one kernel."""
     sends_once: bool = False
-    """Whether a token goes once to each rank and node of its experts (dispatcher `flex`), not once
-    to each expert."""
+    """Whether a token is sent once to each rank and node of its experts (dispatcher `flex`) instead
+    of once to each expert."""
     overlaps_experts: bool = False
-    """Whether all-to-all runs behind the computation of another micro-batch: in pairs."""
+    """Whether all-to-all overlaps with the computation of another micro-batch, in pairs."""
     overlaps_tensor: bool = False
-    """Whether gathers and scatters of tensor parallelism run behind products."""
+    """Whether gathers and scatters of tensor parallelism overlap with products."""
     is_local: bool = False
-    """Whether layers are Megatron's own, not Transformer Engine's; costs no time here."""
+    """Whether layers are Megatron's own instead of Transformer Engine's; this costs no time here.
+    """
     fuses_gradients: bool = True
-    """Whether products add weight gradients to Megatron's buffers, but that of the embedding."""
+    """Whether products add weight gradients to Megatron's buffers, except for the embedding's."""
     copies_weights: bool = False
-    """Whether Transformer Engine keeps weights in 8 or 4 bits beside Megatron's in bf16."""
+    """Whether Transformer Engine keeps weights in 8 or 4 bits in addition to Megatron's in bf16."""
     gradient_bytes: int = 4
-    """Of an element of the gradients that add up, and are reduced."""
+    """Bytes of an element of the gradients that are accumulated and reduced."""
 
     def flags(self, kinds: Collection[str], tensor: int, expert: int) -> str:
-        """Return Megatron's flags that ask for these, as far as a model and its sizes have them.
+        """Return Megatron's flags for these techniques, as far as they apply to a model.
 
-        Those of gradients and pairs are not among them.
+        Flags of gradients and pairs are not included.
 
         Args:
             kinds: Kinds of the model's layers.
-            tensor: Tensor-parallel ranks.
-            expert: Expert-parallel ranks.
+            tensor: Number of tensor-parallel ranks.
+            expert: Number of expert-parallel ranks.
         """
         mixes = not {"moe", "experts"}.isdisjoint(kinds)
         modules = {
             "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
             "mamba": "mamba" in kinds,
-            # Megatron refuses networks among the graphs where experts run in pairs.
+            # Megatron rejects graphs of feed-forward networks if experts run in pairs.
             "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
             "moe_router moe_preprocess": mixes,
         }
@@ -104,7 +106,7 @@ class Techniques:
 
     @property
     def precision_flags(self) -> str:
-        """Megatron's flags of the precision."""
+        """Megatron's flags for the precision."""
         formats = {
             "bf16": "",
             "fp8": " --fp8-format hybrid --fp8-recipe tensorwise",
@@ -115,20 +117,20 @@ class Techniques:
 
 
 def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None) -> Techniques:
-    """Return what flags of Megatron's ask for, and where they say nothing what tuned recipes have.
+    """Return the techniques that Megatron's flags request; defaults are those of tuned recipes.
 
-    Those are graphs of all but the experts where a schedule takes them, the dispatcher `flex`, and
-    tensor parallelism whose communication overlaps. `--cuda-graph-impl none`,
-    `--moe-token-dispatcher-type alltoall` and `--disable-tp-comm-overlap-ag` are without.
+    The defaults are graphs of everything except the experts if a schedule supports them, the
+    dispatcher `flex`, and tensor parallelism with overlapping communication. `--cuda-graph-impl
+    none`, `--moe-token-dispatcher-type alltoall` and `--disable-tp-comm-overlap-ag` turn them off.
 
     Args:
         flags: Megatron's flags.
-        precision: Precision of the layers' products; None: that of the flags.
+        precision: Precision of the layers' products. None: the one in the flags.
 
     Raises:
-        ArgumentsError: A flag lacks its value, or has one that it does not take.
+        ArgumentsError: A flag lacks its value, or has an invalid one.
     """
-    # An error of argparse's would end the process, of which the planner is only a part.
+    # By default, argparse would exit the process on an error, but the planner is only a part of it.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-impl")
@@ -155,7 +157,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
         fuses_experts=args.use_transformer_engine_op_fuser,
         sends_once="flex" in args.moe_token_dispatcher_type,
         overlaps_experts=args.overlap_moe_expert_parallel_comm,
-        # Products in 4 bits have no communication that overlaps.
+        # Products in 4 bits have no overlapping communication.
         overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
         is_local=args.transformer_impl == "local",
         fuses_gradients=not args.no_gradient_accumulation_fusion,
@@ -165,7 +167,7 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
 
 
 def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
-    """Return what Megatron's parsed arguments ask for, see `techniques_of_flags`."""
+    """Return the techniques that Megatron's parsed arguments request, see `techniques_of_flags`."""
     values = vars(args)
     flags = []
     for dest, flag in _VALUED.items():
@@ -175,7 +177,7 @@ def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
     flags += [f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))]
     if values.get("gradient_accumulation_fusion") is False:
         flags.append("--no-gradient-accumulation-fusion")
-    # Schedules of this package have no graphs.
+    # Schedules of this package do not support graphs.
     return techniques_of_flags([*flags, "--cuda-graph-impl", "none"])
 
 

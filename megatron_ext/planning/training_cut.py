@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def layout_for(args: Namespace, placement: Placement) -> str:
-    """Return the layout in Megatron's notation under which the busiest rank works least.
+    """Return the layout, in Megatron's notation, in which the busiest rank has the least work.
 
-    What layers cost relative to each other hardly depends on the device, so it is an `h100`.
+    The relative costs of layers hardly depend on the device, so an `h100` is assumed.
 
     Raises:
-        ArgumentsError: The arguments do not say how large the model is.
-        ScheduleError: The layers do not divide into the stages.
+        ArgumentsError: The arguments do not contain the size of the model.
+        ScheduleError: The layers cannot be divided into the stages.
     """
     model = sizes_of_arguments(args)
     sharding = Sharding(
