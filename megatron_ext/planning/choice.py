@@ -19,6 +19,7 @@ from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.table.costs import SHORTEST, UNIT, Costs
 from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.table_change import in_use
 from megatron_ext.schedules.table.transforms import weights_at_once
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ class Training:
             self.num_microbatches,
             chunks,
             costs,
-            pairs=self.pairs,
-            slices=self.slices,
+            **in_use(pairs=self.pairs, slices=self.slices),
         )
         return weights_at_once(table) if self.weights_at_once else table
 

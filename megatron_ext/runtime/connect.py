@@ -20,7 +20,7 @@ from megatron_ext.transport.address import own_address
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import StagedTransport
-from megatron_ext.transport.torch_dist import Pair, TorchTransport
+from megatron_ext.transport.torch_dist import Link, TorchTransport
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -39,29 +39,29 @@ _LOG = logging.getLogger(__name__)
 _SLOT_BYTES = 1 << 20
 
 
-def pairs_of(table: Table, peers: Peers) -> set[Pair]:
+def links_of(table: Table, peers: Peers) -> set[Link]:
     """Return the global ranks (source, target) between which this rank's messages travel."""
-    me, pairs = peers.pipeline[table.rank], set()
+    me, links = peers.pipeline[table.rank], set()
     for exchange in table.exchanges:
         for transfer in (*exchange.all_inputs, *exchange.all_outputs):
             if transfer.verb == "SEND":
-                pairs.add((me, peers.of(transfer)))
+                links.add((me, peers.of(transfer)))
             elif transfer.verb == "RECV":
-                pairs.add((peers.of(transfer), me))
-    return pairs
+                links.add((peers.of(transfer), me))
+    return links
 
 
 def open_transport(
     pipeline: Pipeline,
     device: torch.device,
-    pairs: Set[Pair],
+    links: Set[Link],
     shapes: Shapes,
     dtype: torch.dtype,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Transport:
     """Connect this rank to its peers. Collective over all ranks of the job.
 
-    `device` is where received tensors are allocated, and `pairs` has all (source, target) with
+    `device` is where received tensors are allocated, and `links` has all (source, target) with
     this rank. Stages exchange tensors of `shapes`, `[s, b, h]` each, and `dtype`.
 
     Raises:
@@ -71,7 +71,7 @@ def open_transport(
     connections = _Connections(
         pipeline=pipeline,
         device=device,
-        pairs=pairs,
+        links=links,
         shapes=[shape for of_kind in shapes.values() for shape in of_kind],
         dtype=dtype,
         bypasses=bypasses,
@@ -92,7 +92,7 @@ class _Connections:
     pipeline: Pipeline
     device: torch.device
     """Where received tensors are allocated."""
-    pairs: Set[Pair]
+    links: Set[Link]
     """All (source, target) with this rank, as global ranks."""
     shapes: Sequence[tuple[int, ...] | None]
     """Of all tensors that stages exchange; None: the shape travels with the tensor."""
@@ -104,12 +104,12 @@ class _Connections:
     @property
     def peers(self) -> set[int]:
         """Global ranks of all peers."""
-        return {rank for pair in self.pairs for rank in pair} - {dist.get_rank()}
+        return {rank for link in self.links for rank in link} - {dist.get_rank()}
 
     def through_host_memory(self) -> Transport:
         """Open the transport without a direct path between devices. Collective over the job."""
         if self.pipeline.transport == "torch":
-            return self._over_torch(self.pairs)
+            return self._over_torch(self.links)
         host = self._native(self.peers, self.pipeline.transport, for_notes=False)
         return through_host(host, self.device, self.pipeline.timeout_s)
 
@@ -119,7 +119,7 @@ class _Connections:
         Collective over the job.
 
         Raises:
-            TransportError: A pair has no direct path, and the configuration wants no other.
+            TransportError: A link has no direct path, and the configuration wants no other.
         """
         backend = devices.current()
         reach = find_reach(self.peers, lambda: backend.sharing(self.device))
@@ -141,24 +141,24 @@ class _Connections:
     def _beside_torch(
         self, direct_peers: Set[int]
     ) -> tuple[NativeTransport | None, Transport | None]:
-        """Open torch.distributed for indirect pairs, and the native core for notes of direct ones.
+        """Open torch.distributed for indirect links, and the native core for notes of direct ones.
 
-        Each is None if no pair needs it. Collective over the job.
+        Each is None if no link needs it. Collective over the job.
         """
         # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
-        # table it serves the indirect pairs, and the native core stays out of their way.
-        indirect_pairs = {pair for pair in self.pairs if direct_peers.isdisjoint(pair)}
-        over_torch = self._over_torch(indirect_pairs)  # collective, even without such a pair
+        # table it serves the indirect links, and the native core stays out of their way.
+        indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
+        over_torch = self._over_torch(indirect_links)  # collective, even without such a link
         if not direct_peers:
             return None, over_torch
         host = self._native(direct_peers, "shm", for_notes=True)
-        return host, over_torch if indirect_pairs else None
+        return host, over_torch if indirect_links else None
 
     def _beside_native(
         self, direct_peers: Set[int], reach: Reach
     ) -> tuple[NativeTransport, Transport | None]:
         """Open the native core for all peers, and a transport over it; None if all are direct."""
-        # Slots have the same size on all ranks, so short ones are for jobs without indirect pairs.
+        # Slots have the same size on all ranks, so short ones are for jobs without indirect links.
         host = self._native(self.peers, self.pipeline.transport, for_notes=reach.is_complete)
         if direct_peers and not reach.reasons:
             return host, None
@@ -172,7 +172,7 @@ class _Connections:
         direct_peers: Set[int],
         indirect: Transport | None,
     ) -> Transport:
-        """Return the transport of direct pairs, with the one of the others in it."""
+        """Return the transport of direct links, with the one of the others in it."""
         assert host is not None
         assert reach.sharing is not None
         transport = DirectTransport(
@@ -187,11 +187,11 @@ class _Connections:
         atexit.register(transport.release)  # as in `through_host`
         return transport
 
-    def _over_torch(self, pairs: Set[Pair]) -> TorchTransport:
-        """Open torch.distributed for some pairs. Collective over all ranks of the job."""
+    def _over_torch(self, links: Set[Link]) -> TorchTransport:
+        """Open torch.distributed for some links. Collective over all ranks of the job."""
         return TorchTransport(
             self.device,
-            pairs,
+            links,
             timeout_s=self.pipeline.timeout_s,
             shapes_travel=None in self.shapes,
         )
@@ -229,10 +229,10 @@ class _Connections:
 
     @staticmethod
     def _log_indirect(transport: Transport, reach: Reach) -> None:
-        """Log the pairs without a direct path; the transport itself logs those with one."""
+        """Log the links without a direct path; the transport itself logs those with one."""
         me, wires = dist.get_rank(), transport.stats().wires
         for peer, reason in sorted(reach.reasons.items()):
-            if me < peer:  # one line for each pair
+            if me < peer:  # one line for both ranks
                 _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
 
 
@@ -247,7 +247,7 @@ def _no_direct_path(reach: Reach) -> str:
 
 
 def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
-    """Return the slots of the arena for each pair of ranks."""
+    """Return the slots of the arena for each link."""
     margin = None
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin

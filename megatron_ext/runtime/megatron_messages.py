@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError, reason_for_peers
-from megatron_ext.runtime.connect import open_transport, pairs_of
+from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import observed
@@ -64,9 +64,9 @@ class StockPipeline:
         self._tables: dict[int, Table] = {}
         length = call.get("decoder_seq_length") or call["seq_length"]
         shape = shape_between_stages(config, groups, length, call["micro_batch_size"])
-        pairs = pairs_of(self._table(call["num_microbatches"]), self._peers)
+        links = links_of(self._table(call["num_microbatches"]), self._peers)
         shapes = {"F": [shape], "B": [shape]}
-        transport = open_transport(pipeline, self._device, pairs, shapes, self._dtype)
+        transport = open_transport(pipeline, self._device, links, shapes, self._dtype)
         self.transport = observed(transport, active.required().observers)
 
     def _table(self, num_microbatches: int) -> Table:

@@ -22,7 +22,7 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Observer
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
-from megatron_ext.runtime.connect import open_transport, pairs_of
+from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.feature import DataOrder, Model, Step, features
 from megatron_ext.runtime.megatron_messages import StockPipelines
@@ -132,7 +132,7 @@ class Runtime:
         mirrored = self._mirrored_ranks()
         self.peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
         full = replace(pipeline.full, bypasses=self.bypasses)
-        pairs = pairs_of(Table(full, rank, slots=0), self.peers)
+        links = links_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers of a dynamic order; None: every rank runs the table's order.
         self.agreement: tuple[int, list[int]] | None = None
@@ -144,12 +144,12 @@ class Runtime:
             )
             twin = mirrored[rank : rank + 1] if swaps else []
             self.agreement = agree(groups.tp, groups.cp, others=twin)
-            pairs |= self._decision_pairs(*self.agreement)
+            links |= self._decision_links(*self.agreement)
         self.observers = active.required().observers
         transport = open_transport(
             pipeline,
             self.device,
-            pairs,
+            links,
             self._on_wires(shapes),
             config.pipeline_dtype,
             self.bypasses,
@@ -186,13 +186,13 @@ class Runtime:
         return mirrored
 
     @staticmethod
-    def _decision_pairs(leader: int, followers: Sequence[int]) -> set[tuple[int, int]]:
+    def _decision_links(leader: int, followers: Sequence[int]) -> set[tuple[int, int]]:
         """Return (source, target) of the decisions that this rank sends or receives."""
         me = dist.get_rank()
-        pairs = {(me, follower) for follower in followers}
+        links = {(me, follower) for follower in followers}
         if leader != me:
-            pairs.add((leader, me))
-        return pairs
+            links.add((leader, me))
+        return links
 
     def _exchange_with_twin(
         self, mirrored: Sequence[int], *, reads_for_twin: bool

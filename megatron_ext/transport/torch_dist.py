@@ -35,7 +35,7 @@ _STORE_S = 5.0  # for the store's answer; its calls have no time-out
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
 
 
-Pair = tuple[int, int]
+Link = tuple[int, int]
 """Source and target, as global ranks. (0, 1) and (1, 0) have separate groups."""
 
 _Members = TypeVar("_Members", bound=tuple[int, ...])
@@ -59,13 +59,13 @@ class TorchTransport:
 
     Args:
         device: Device of received tensors.
-        pairs: All pairs with this rank as source or target.
+        links: All links with this rank as source or target.
         timeout_s: Time-out of an operation. With gloo, each `recv` has its own.
         shapes_travel: Whether a header with the shape precedes each message. The same on both ends.
     """
 
     def __init__(
-        self, device: torch.device, pairs: Iterable[Pair], *, timeout_s: float, shapes_travel: bool
+        self, device: torch.device, links: Iterable[Link], *, timeout_s: float, shapes_travel: bool
     ) -> None:
         self._device = device
         self._shapes_travel = shapes_travel
@@ -76,16 +76,16 @@ class TorchTransport:
         # the end of the previous call: by then, the computation in between has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
-        pairs = set(pairs)
+        links = set(links)
         # None stands for the group of all ranks.
-        self._groups: dict[Pair, dist.ProcessGroup | None] = dict.fromkeys(pairs)
+        self._groups: dict[Link, dist.ProcessGroup | None] = dict.fromkeys(links)
         # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
-        # communicator one after the other, so each direction of each pair needs a separate group.
+        # communicator one after the other, so each direction of each link needs a separate group.
         if not self._matches_tags:
-            self._groups.update(groups_of_ranks(pairs, timeout_s))
+            self._groups.update(groups_of_ranks(links, timeout_s))
             # Use the same order on all ranks: the first use of a group creates its communicator and
             # waits for the peer.
-            for source, target in sorted(pairs):
+            for source, target in sorted(links):
                 group = self._groups[source, target]
                 probe = torch.zeros(1, device=device)
                 if source == self._me:
@@ -107,7 +107,7 @@ class TorchTransport:
         # An earlier transport of this job may have set this key.
         _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend()}"
-        peers = {rank for pair in self._groups for rank in pair} - {self._me}
+        peers = {rank for link in self._groups for rank in link} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:

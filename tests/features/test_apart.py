@@ -16,7 +16,7 @@ from megatron_ext.schedules.table import table_change
 
 REPO = Path(__file__).parents[2]
 FEATURES = sorted(
-    path.name for path in (REPO / "megatron_ext" / "features").iterdir() if path.is_dir()
+    path.parent.name for path in (REPO / "megatron_ext" / "features").glob("*/__init__.py")
 )
 TESTS = ("tests/schedules/table/test_communication.py", "tests/runtime/test_executor.py")
 """Tests of the core: its tables, and what carries them out."""
