@@ -241,6 +241,7 @@ BREACHES = {
     "planning/bounds.py": "torch",
     "runtime/executor.py": "argparse",
     "runtime/compute.py": "megatron_ext.features.trees.trees",
+    "features/pairs/plans.py": "megatron_ext.features.slices.slicing",
     "errors.py": "megatron_ext.cli",
     "config/stages.py": "megatron_ext.hosts",
     "runtime/program.py": "megatron_ext.tools.trace.survey",
