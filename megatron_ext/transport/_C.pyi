@@ -1,10 +1,10 @@
 """Types and contracts of the native core (source: csrc/bind.cc).
 
-Waits release the GIL, sleep in the kernel and look for Python signals every 100 ms, so Ctrl-C ends
-them. Every `timeout_s` is in seconds, None waits for ever; a negative or NaN one is a ValueError.
+Waits release the GIL, sleep in the kernel and check for Python signals every 100 ms, so Ctrl-C ends
+them. Every `timeout_s` is in seconds; None waits forever; a negative value or NaN is a ValueError.
 """
 
-# Native modules that are a package's own business are called _C by convention.
+# By convention, private native modules are called _C.
 # ruff: noqa: N999
 
 from typing import Protocol, final
@@ -14,29 +14,29 @@ class _HasFileno(Protocol):
 
 @final
 class Message:
-    """A message that arrived: a writable buffer of its bytes.
+    """A message that has arrived: a writable buffer of its bytes.
 
-    They stand in a slot of shared memory, or in memory that other messages used before, and go back
-    there with the last reference. `torch.frombuffer` keeps one. Any thread may drop it.
+    The bytes are in a slot of shared memory, or in reused memory, and go back there with the last
+    reference. `torch.frombuffer` holds one. Any thread may drop it.
     """
 
     @property
     def dtype(self) -> int:
-        """DLPack's type code, times 256, and number of bits."""
+        """DLPack's type code times 256, plus the number of bits."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the sender gave it."""
+        """The shape that the sender passed."""
 
     def dlpack(self) -> object:
-        """Return a DLPack capsule on the bytes, which keeps them; to be taken once."""
+        """Return a DLPack capsule that owns the bytes. May be called once."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class PeerReport:
-    """How a peer of an endpoint is."""
+    """The state of a peer of an endpoint."""
 
     @property
     def rank(self) -> int:
@@ -52,54 +52,58 @@ class PeerReport:
 
     @property
     def reason(self) -> str:
-        """Reason that it gave when it aborted, or how its death was noticed; may be empty."""
+        """Reason that the peer gave when it aborted, or how its death was detected.
+
+        May be empty.
+        """
 
     @property
     def num_arrived(self) -> int:
-        """Messages from it that were not taken."""
+        """Number of messages from it that were not taken."""
 
     @property
     def num_held(self) -> int:
-        """Slots, or messages where a wire has none, that were not let go."""
+        """Number of slots, or of messages if a wire has no slots, that are not released yet."""
 
     @property
     def num_queued(self) -> int:
-        """Messages to it that wait for room."""
+        """Number of messages to it that wait for room."""
 
 class Link:
     """The connection of an endpoint with one peer."""
 
 @final
 class ShmLink(Link):
-    """A connection through shared memory. Make those with all peers before accepting on any.
+    """A connection through shared memory. Create all of them before calling `accept` on any.
 
     Args:
-        endpoint: To which it will be added.
+        endpoint: The endpoint to which it will be added.
         peer: Rank of the peer.
-        socket: Connected to it (AF_UNIX, SOCK_SEQPACKET), with nothing left to read; duplicated.
+        socket: A socket connected to the peer (AF_UNIX, SOCK_SEQPACKET), with nothing left to read;
+            duplicated.
 
     Raises:
-        ValueError: There is a link to this peer already.
+        ValueError: There is already a link to this peer.
         TransportError: There is no memory for the arena, or the peer is gone.
     """
 
     def __init__(self, endpoint: Endpoint, peer: int, socket: int | _HasFileno) -> None: ...
     @property
     def slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the memory that the peer's messages stand in.
+        """Address and number of bytes of the memory that holds the peer's messages.
 
-        Whole pages, mapped as long as the link or a message of it lives.
+        Consists of whole pages, mapped as long as the link or one of its messages lives.
         """
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """The same of the peer's memory that messages to it stand in. After `accept`."""
+        """The same for the peer's memory that holds messages to it. Available after `accept`."""
 
     def accept(self, timeout_s: float | None = None) -> None:
-        """Wait until the peer has made its own.
+        """Wait until the peer has created its link.
 
         Raises:
-            TransportError: It does not in time, or does something else.
+            TransportError: The peer does not do so in time, or sends something else.
         """
 
 @final
@@ -107,13 +111,13 @@ class TcpLink(Link):
     """A connection over TCP.
 
     Args:
-        endpoint: To which it will be added.
+        endpoint: The endpoint to which it will be added.
         peer: Rank of the peer.
-        socket: Connected to it; duplicated.
-        silence_s: A peer whose host answers nothing for so long is taken for dead. 1 to 86400.
+        socket: A socket connected to the peer; duplicated.
+        silence_s: A peer counts as dead if its host does not answer for this long. 1 to 86400.
 
     Raises:
-        ValueError: There is a link to this peer already, or `silence_s` is out of range.
+        ValueError: There is already a link to this peer, or `silence_s` is out of range.
         TransportError: The socket is of another kind.
     """
 
@@ -127,36 +131,36 @@ class EndpointCounts:
 
     @property
     def num_messages(self) -> int:
-        """Messages sent."""
+        """Number of messages sent."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in them."""
+        """Number of bytes in them."""
 
     @property
     def waited_s(self) -> float:
-        """Time asleep, or spinning, in waits."""
+        """Time spent sleeping or spinning in waits."""
 
     @property
     def last_wait_s(self) -> float:
-        """The same of the last call that may wait."""
+        """The same for the last call that could wait."""
 
 @final
 class Endpoint:
     """One process of a job, and its links to others.
 
-    Calls come from one thread; `send`, `publish` and `abort` may come from another. What has to go
-    on while the process computes, such as messages that found no room, is done by a thread of the
-    core. In a forked child every call is a TransportError.
+    Calls come from one thread; `send`, `publish` and `abort` may come from another. A thread of the
+    core does the work that must continue while the process computes, such as sending messages that
+    found no room. In a forked child, every call raises TransportError.
 
     Args:
-        rank: Name of this process among its peers.
-        slots: Room for what each peer has sent and this process not let go, 1 to 1024.
-        slot_bytes: Size of each; longer messages go through in pieces, at the cost of a copy.
-        checksums: Whether the bytes that are sent carry a checksum, which the receiver looks at.
+        rank: Rank of this process among its peers.
+        slots: Number of messages from each peer that may be unreleased here, 1 to 1024.
+        slot_bytes: Size of a slot; longer messages are sent in pieces, at the cost of a copy.
+        checksums: Whether the bytes that are sent carry a checksum, which the receiver verifies.
 
     Raises:
-        ValueError: Sizes that no arena has.
+        ValueError: The sizes are impossible for an arena.
     """
 
     def __init__(self, rank: int, slots: int, slot_bytes: int, checksums: bool = False) -> None: ...
@@ -172,35 +176,35 @@ class Endpoint:
         address: int,
         owner: object,
     ) -> None:
-        """Send what stands at `address`, to a peer or to this process; never waits.
+        """Send the bytes at `address`, to a peer or to this process; never waits.
 
-        It is as long as its shape and its dtype say. `owner` is kept until it is copied, which may
-        be before this returns.
+        Shape and dtype determine the number of bytes. `owner` is kept until they are copied, which
+        may be before this returns.
 
         Raises:
-            ValueError: There is no such peer, or the shape has more than 8 dimensions, or one below
-                0.
+            ValueError: There is no such peer, or the shape has more than 8 dimensions or a negative
+                one.
             TransportError: The peer is gone.
         """
 
     def reserve(self, peer: int, tag: int, dtype: int, shape: tuple[int, ...]) -> Message | None:
-        """Return a message whose bytes are to be filled, by a device for example; never waits.
+        """Return a message whose bytes are to be filled, for example by a device; never waits.
 
-        They stand where the peer reads them, or where its device fetches them. They stay there as
-        long as the message, also after the peer's death and after `close`. What is never published
-        is never used for another message.
+        The bytes are where the peer reads them, or where its device fetches them. They stay there
+        as long as the message lives, also after the peer's death and after `close`. The memory of a
+        message that is never published is never reused.
 
         Returns:
-            None on TCP, for messages without bytes or longer than a slot, while others wait for
-            room, and if so many are handed out that none would be left: `send` it then.
+            None on TCP, for messages without bytes or longer than a slot, while other messages wait
+                for room, and if too many are reserved to leave a slot: then `send` it.
 
         Raises:
-            ValueError: As `send`.
+            ValueError: As in `send`.
             TransportError: The peer is gone.
         """
 
     def publish(self, peer: int, message: Message) -> None:
-        """Send a message of `reserve`, whose bytes must not change any more; never waits.
+        """Send a message from `reserve`, whose bytes must not change any more; never waits.
 
         Raises:
             ValueError: It was published before, or reserved for another peer.
@@ -210,13 +214,15 @@ class Endpoint:
     def add_buffers(self, num_slots: int) -> tuple[int, int]:
         """Allocate memory for messages that do not stay where they arrived, `slot_bytes` for each.
 
-        To be called once. Longer messages, and those beyond that number, stand elsewhere.
+        Call it at most once. Longer messages, and messages beyond that number, are stored
+        elsewhere.
 
         Returns:
-            Address and number of bytes; whole pages, mapped as long as the endpoint or a message.
+            Address and number of bytes; whole pages, mapped as long as the endpoint or a message
+            lives.
 
         Raises:
-            TransportError: Memory is short.
+            TransportError: There is not enough memory.
         """
 
     def take(
@@ -225,65 +231,68 @@ class Endpoint:
         """Wait for a message.
 
         Returns:
-            A message; if it has bytes, and they are of `capsule_dtype`, a DLPack capsule on them in
-            its place, which spares the way through an object of its own. None if it did not come
-            in time, or will not: see `peers`. A peer that died or aborted ends every wait, one that
-            closed only waits for its own messages.
+            A message; or, if it has bytes of the dtype `capsule_dtype`, a DLPack capsule that owns
+            them, which saves creating the message object. None if it did not arrive in time, or
+            cannot arrive: see `peers`. A peer that died or aborted ends every wait; a peer that
+            closed ends only waits for its own messages.
         """
 
     def arrivals(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
-        """Wait for messages that were not named before.
+        """Wait for messages that no earlier call returned.
 
         Returns:
             (source, tag) of each that was not taken; empty when `take` would return None, or when
-            all peers closed.
+            all peers have closed.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every message sent is on its way and its memory free.
+        """Wait until every message has left and its memory is free.
 
         Returns:
-            False if it does not come to that in time, or a receiver is gone.
+            False if that does not happen in time, or a receiver is gone.
         """
 
     def abort(self, reason: str) -> None:
-        """Tell all peers that this process gives up, and drop what is queued."""
+        """Tell all peers that this process gives up, and drop queued messages."""
 
     def close(self) -> None:
-        """Say farewell to all peers and let go of them. Messages that were taken stay valid."""
+        """Send all peers a close notice and release the links.
+
+        Messages that were taken stay valid.
+        """
 
     def set_spin(self, seconds: float) -> None:
-        """Let a wait spin for so long before it sleeps, if messages may come from another CPU.
+        """Make a wait spin for this long before it sleeps, if messages may come from another CPU.
 
-        At first it sleeps at once. For hosts with a CPU for each of their processes.
+        By default, a wait sleeps at once. Meant for hosts with a CPU for each of their processes.
 
         Raises:
-            ValueError: Not between 0 and 1.
+            ValueError: It is not between 0 and 1.
         """
 
     def counts(self) -> EndpointCounts:
-        """Return what was done so far; also after `close`."""
+        """Return the totals so far; also after `close`."""
 
     def peers(self) -> list[PeerReport]:
-        """Return how the peers are, as far as was noticed."""
+        """Return the states of the peers, as far as they were detected."""
 
 @final
 class RdmaLink(Link):
-    """A connection over RDMA, with one over TCP beside it that carries farewells.
+    """A connection over RDMA, with an additional TCP connection that carries close notices.
 
     Args:
-        endpoint: To which it will be added, after `connect`.
+        endpoint: The endpoint to which it will be added, after `connect`.
         peer: Rank of the peer.
-        socket: A TCP connection to it; duplicated.
-        address: IP address of this host by which the port is chosen; empty for the best port.
-        rail: Deals out ports of equal worth, usually the local rank.
-        silence_s: A peer whose host answers nothing for so long is taken for dead. 1 to 86400.
-        sysfs: Where the kernel's files about devices are; another place than /sys in tests.
+        socket: A TCP connection to the peer; duplicated.
+        address: IP address of this host, which selects the port; empty for the best port.
+        rail: Selects one of several equally good ports, usually the local rank.
+        silence_s: A peer counts as dead if its host does not answer for this long. 1 to 86400.
+        sysfs: Mount point of sysfs; tests pass another directory than /sys.
 
     Raises:
-        ValueError: There is a link to this peer already, or an argument or one of the variables
+        ValueError: There is already a link to this peer, or an argument or one of the variables
             MEGATRON_EXT_IB_* is malformed.
-        TransportError: This host has no usable RDMA port, or too little memory that can be locked.
+        TransportError: This host has no usable RDMA port, or not enough lockable memory.
     """
 
     def __init__(
@@ -297,20 +306,22 @@ class RdmaLink(Link):
         sysfs: str = "/sys",
     ) -> None: ...
     def connect(self, timeout_s: float | None = None) -> None:
-        """Connect with the peer, which does the same; with several, in ascending order of ranks.
+        """Connect to the peer, which must call this too.
+
+        With several peers, in ascending order of rank.
 
         Raises:
-            TransportError: It does not come in time, gives up, or cannot be reached; names both
-                ends.
+            TransportError: The peer does not connect in time, gives up, or cannot be reached; names
+                both ends.
         """
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the memory that the peer's messages stand in."""
+        """Address and number of bytes of the memory that holds the peer's messages."""
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """The same of the memory from which the device fetches messages to the peer."""
+        """The same for the memory from which the device sends messages to the peer."""
 
     @property
     def text(self) -> str:
@@ -322,7 +333,7 @@ class GidEntry:
 
     @property
     def index(self) -> int:
-        """Place in the port's table."""
+        """Index in the port's table."""
 
     @property
     def gid(self) -> str:
@@ -330,11 +341,11 @@ class GidEntry:
 
     @property
     def type(self) -> str:
-        """As the kernel writes it: RoCE v2, or IB/RoCE v1."""
+        """The type as the kernel writes it: RoCE v2, or IB/RoCE v1."""
 
     @property
     def net_device(self) -> str:
-        """The network interface it belongs to, empty where there is none."""
+        """The network interface it belongs to; empty if there is none."""
 
 @final
 class RdmaPort:
@@ -342,7 +353,7 @@ class RdmaPort:
 
     @property
     def number(self) -> int:
-        """Counts from 1."""
+        """Port number, counted from 1."""
 
     @property
     def state(self) -> str:
@@ -362,7 +373,7 @@ class RdmaPort:
 
     @property
     def max_message_bytes(self) -> int:
-        """Most that one write can carry."""
+        """Maximum number of bytes in one write."""
 
     @property
     def gids(self) -> list[GidEntry]:
@@ -374,19 +385,19 @@ class RdmaDevice:
 
     @property
     def name(self) -> str:
-        """As libibverbs names it."""
+        """The device's name in libibverbs."""
 
     @property
     def error(self) -> str:
-        """Why it cannot be used, empty if it can."""
+        """Why it cannot be used; empty if it can."""
 
     @property
     def remedy(self) -> str:
-        """Remedy."""
+        """How to fix the error."""
 
     @property
     def ports(self) -> list[RdmaPort]:
-        """Empty for a device with an error."""
+        """The ports; empty for a device with an error."""
 
 @final
 class RdmaFinding:
@@ -398,32 +409,32 @@ class RdmaFinding:
 
     @property
     def is_good(self) -> bool:
-        """True if it works; the last finding is the first that does not, if any."""
+        """True if it works; the last finding is the first failure, if any."""
 
     @property
     def text(self) -> str:
-        """Finding in words."""
+        """The finding as text."""
 
     @property
     def remedy(self) -> str:
-        """Remedy, if it does not work."""
+        """How to fix a failure."""
 
 def rdma_devices(sysfs: str = "/sys") -> list[RdmaDevice]:
-    """Return all RDMA devices of this host; opens each of them for a moment.
+    """Return all RDMA devices of this host. Opens each of them briefly.
 
     Args:
-        sysfs: Where the kernel's files about devices are; another place than /sys in tests.
+        sysfs: Mount point of sysfs; tests pass another directory than /sys.
 
     Raises:
-        TransportError: libibverbs is not there.
+        TransportError: libibverbs is not installed.
     """
 
 def probe_rdma(address: str = "", sysfs: str = "/sys") -> list[RdmaFinding]:
-    """Try what a link over RDMA needs, step by step, up to a queue pair connected to itself.
+    """Try everything that an RDMA link needs, step by step, up to a queue pair connected to itself.
 
     Args:
-        address: The IP address that the port has to have; empty for any.
-        sysfs: As above.
+        address: IP address that the port must have; empty for any.
+        sysfs: As in `rdma_devices`.
 
     Raises:
         ValueError: The address, or a variable MEGATRON_EXT_IB_*, is malformed.
