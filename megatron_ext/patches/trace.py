@@ -107,7 +107,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     order=-11,  # outside of trace.steps, which reports to the recorder
 )
 def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron keeps no digests of its tensors, which show the first that differs between runs."""
+    """Megatron does not record digests of its tensors, which show where two runs first differ."""
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)

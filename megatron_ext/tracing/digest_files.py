@@ -1,4 +1,4 @@
-"""The digest file of one rank: its format, and how it is written and read.
+"""The digest file of one rank: its format, writing and reading.
 
 A file is text, one JSON value in each line: first the header, then one line for each training step,
 written when the step is complete:
@@ -7,8 +7,8 @@ written when the step is complete:
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
-`crc` is the CRC-32 of the records as they stand in the line. A rank that is killed leaves a last
-line that does not end; the reader leaves it out. Reading needs the standard library only.
+`crc` is the CRC-32 of the text of the records in the line. A rank that is killed leaves an
+incomplete last line, which the reader skips. Reading needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json
 
 VARIABLE = "MEGATRON_EXT_DIGESTS"
-"""Set around a training, it names the folder that takes the digests of all ranks."""
+"""Environment variable of a training: the folder for the digests of all ranks."""
 FORMAT = 1
-"""Raised when a reader of today could misunderstand a file."""
+"""Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 
 Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "weights"]
-"""What a tensor is, in the order in which a training step computes it.
+"""Kinds of tensors, in the order in which a training step computes them.
 
     forward           output of a module
     backward          gradient of a module's input; of a model as a whole: of its output
@@ -47,7 +47,7 @@ NO_MICROBATCH = -1
 
 @dataclass(frozen=True)
 class Header:
-    """The rank that wrote a file, and what decides which tensors of two runs are the same."""
+    """The rank that wrote a file, and settings that decide which tensors of two runs correspond."""
 
     rank: int
     host: str = ""
@@ -62,7 +62,7 @@ class Header:
     schedule: str = "Megatron's own"
     slices: int = 1
     routing: str = ""
-    """How activations of twins go, of schedules that have them."""
+    """How activations of twins are routed, for schedules with twins."""
     balance: str = "off"
     format: int = FORMAT
 
@@ -72,15 +72,15 @@ class Record(NamedTuple):
 
     kind: Kind
     microbatch: int
-    """Number in the global batch, as Megatron's samplers count: of n replicas, replica r reads r,
-    r + n and so on."""
+    """Number in the global batch, counted like Megatron's samplers: of n replicas, replica r reads
+    r, r + n and so on."""
     module: str
     """Module or parameter, with the global number of its layer."""
     part: str
-    """Which part of it: its tensor-parallel rank (t1), replica (d1), slice (s1) and so on."""
+    """The part of the tensor: tensor-parallel rank (t1), replica (d1), slice (s1) and so on."""
     stage: int
     position: int
-    """Records of this action before it."""
+    """Number of earlier records of the same action."""
     action: str
     """The action that computed it, as in a table: `2F0`. Empty between actions."""
     num_elements: int
@@ -90,7 +90,7 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[Kind, int, str]:
-        """What the tensor is, whichever ranks hold its parts."""
+        """Identifies the tensor, whichever ranks hold its parts."""
         return self.kind, self.microbatch, self.module
 
 
@@ -102,11 +102,11 @@ class RankFile:
     header: Header
     steps: dict[int, list[Record]] = field(default_factory=dict)
     is_cut: bool = False
-    """Whether the last line does not end, so its step is left out."""
+    """Whether the last line is incomplete, so that its step is left out."""
 
 
 def folder_asked_for() -> Path | None:
-    """Return the folder for the digests of this training; None: nobody asked for them."""
+    """Return the folder for the digests of this training; None if they were not requested."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else None
 
@@ -115,7 +115,7 @@ class Writer:
     """Writes the file of one rank.
 
     Raises:
-        DataError: The folder cannot be written, or has a file of this rank already.
+        DataError: The folder cannot be written, or already has a file of this rank.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
@@ -142,7 +142,7 @@ class Writer:
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
-        self._file.flush()  # what a killed rank has written is kept
+        self._file.flush()  # keeps the steps of a rank that is killed later
 
     def close(self) -> None:
         """End the file."""
@@ -153,7 +153,7 @@ def read_folder(folder: Path) -> list[RankFile]:
     """Return the files of a run, by rank.
 
     Raises:
-        DataError: There are none, or one of them is damaged.
+        DataError: There are no files, or one of them is damaged.
     """
     paths = sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*")))
     if not paths:
@@ -171,7 +171,7 @@ def read(path: Path) -> RankFile:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(path, 1, str(error)) from error
-    # Every complete line ends, so what is behind the last end is a line that was cut.
+    # Every complete line has a line end, so text after the last one is an incomplete line.
     *complete_lines, remainder = lines
     numbered_values = _parsed(path, complete_lines)
     try:
@@ -192,7 +192,11 @@ def read(path: Path) -> RankFile:
 
 
 def _parsed(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line, and its value."""
+    """Yield the number and the value of each line.
+
+    Raises:
+        DataError: A line is not JSON.
+    """
     number = 1
     try:
         for line in lines:

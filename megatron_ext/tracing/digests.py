@@ -1,14 +1,15 @@
-"""Records digests of the tensors of a training, to find the first one that another run has not.
+"""Records digests of a training's tensors, to find the first one that differs from another run.
 
-`MEGATRON_EXT_DIGESTS=FOLDER` around any training switches it on: each rank then writes
+`MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any training turns it on: each rank then writes
 `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and `megatron_ext.tools.compare.locate` reads
 two such folders. A tensor's name does not depend on the cut, the schedule, the wire or the number
-of replicas: micro-batches are counted in the global batch, layers from the first of the model.
+of replicas: micro-batches are numbered within the global batch, layers from the first one of the
+model.
 
-Modules are watched by hooks on forwards, gradients by hooks on activations; so Megatron's own
-schedules are recorded too. Weights have no hooks, because a weight with a hook would be left whole
-(`runtime/split.py`), and the run would not be the one that was asked for. Their gradients are read
-after each action instead.
+Hooks on forwards observe modules, and hooks on activations observe gradients, so Megatron's own
+schedules are recorded too. Weights get no hooks, because the runtime does not split the backward of
+a weight with a hook (`runtime/split.py`), and the run would not be the requested one. Their
+gradients are read after each action instead.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _HIDDEN_STATES = "hidden_states"
 
 
 def subscribe(configuration: Active) -> DigestRecorder:
-    """Return the recorder of a configuration, which is made at the first call.
+    """Return the recorder of a configuration, created at the first call.
 
     Call it before the first step, when Megatron's process groups exist.
 
     Raises:
-        DataError: The folder cannot be written, or has digests of another training.
+        DataError: The folder cannot be written, or contains digests of another training.
     """
     for observer in configuration.observers:
         if isinstance(observer, DigestRecorder):
@@ -63,12 +64,13 @@ def subscribe(configuration: Active) -> DigestRecorder:
     assert folder is not None, f"{VARIABLE} was unset"
     recorder = DigestRecorder(configuration, Writer(folder, _header(configuration)))
     configuration.observers.append(recorder)
-    atexit.register(recorder.close)  # a run that ends without deconfigure completes its file too
+    # A run that ends without deconfigure must complete its file too
+    atexit.register(recorder.close)
     return recorder
 
 
 def _header(configuration: Active) -> Header:
-    """Return who this rank is; it needs Megatron's process groups."""
+    """Return the identity of this rank. Megatron's process groups must exist."""
     pipeline, job = configuration.pipeline, configuration.job
     fields: dict[str, Any] = {}
     if pipeline is not None:
@@ -94,7 +96,7 @@ def _header(configuration: Active) -> Header:
 
 
 class _Pending(NamedTuple):
-    """A record whose fingerprint still is on the device."""
+    """A record whose fingerprint is still on the device."""
 
     kind: Kind
     microbatch: int
@@ -111,10 +113,10 @@ class _Weight(NamedTuple):
     """A parameter of a chunk."""
 
     name: str
-    """With the global number of its layer."""
+    """Includes the global number of its layer."""
     parameter: torch.nn.Parameter
     shard: slice | None
-    """The elements that this rank updates, with the distributed optimizer; None: all."""
+    """The elements that this rank updates, with the distributed optimizer. None: all."""
 
 
 @dataclass(eq=False)
@@ -127,18 +129,18 @@ class _Chunk:
 
     @property
     def is_megatrons(self) -> bool:
-        """Whether it is a model of Megatron's, whose layers know their number in the model."""
+        """Whether it is one of Megatron's models, whose layers know their number in the model."""
         return hasattr(unwrap_model(self.model), "pre_process")
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether a backward begins with the forwards of its layers."""
+        """Whether a backward starts by recomputing the forwards of its layers."""
         config = getattr(unwrap_model(self.model), "config", None)
         return getattr(config, "recompute_granularity", None) == "full"
 
     @property
     def reduces_during_backward(self) -> bool:
-        """Whether the reduction of its gradients runs while its last backward does."""
+        """Whether its gradients are reduced while the last backward runs."""
         settings = getattr(self.model, "ddp_config", None)
         return bool(getattr(settings, "overlap_grad_reduce", False))
 
@@ -154,22 +156,22 @@ class DigestRecorder(Observer):
         self._compute: StageCompute | None = None
         self._num_microbatches = 0
         self._number = 0
-        """Of the training step, counted over all resumed runs."""
+        """Number of the training step, counted over all resumed runs."""
         self._records: list[_Pending] = []
-        """Of the step in progress."""
+        """Records of the step in progress."""
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
         """How often each tensor was recorded in this step."""
         self._running: list[Action] = []
-        """Actions in progress: of a pair, the forward and then the backward."""
+        """Actions in progress; for a pair, the forward followed by the backward."""
         self._position = 0
         self._deferred: frozenset[int] = frozenset()
         """Ids of the weights whose gradients the running W computes."""
         self._is_training = False
-        """Whether a schedule runs, and not an evaluation."""
+        """Whether a schedule is running, but not an evaluation."""
         self._awaits_weights = False
-        """Whether the schedule has ended, and the step's new weights are not recorded."""
+        """Whether the schedule has ended but the step's new weights are not recorded yet."""
         self._num_optimizers = 0
-        """Optimizers in progress, one inside the other."""
+        """Nesting depth of the optimizers in progress."""
         self._tensor, self._data = _part_of("t", _tensor_place()), _part_of("d", _data_place())
         self._replica, self._num_replicas = _data_place()
 
@@ -196,14 +198,14 @@ class DigestRecorder(Observer):
             self._chunks.append(chunk)
 
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Complete the previous step, and start to record."""
+        """Complete the previous step, and start recording."""
         num_done = self._configuration.iteration
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
         is_first = self._number == 0
-        if self._awaits_weights and num_done >= self._number:  # no optimizer of Megatron's
+        if self._awaits_weights and num_done >= self._number:  # the optimizer is not Megatron's
             self._end_step()
-        self._drop()  # a step that failed, or that Megatron runs again
+        self._drop()  # the step failed, or Megatron repeats it
         self._awaits_weights = False
         self._number = 1 + num_done
         self._num_microbatches = num_microbatches
@@ -223,13 +225,13 @@ class DigestRecorder(Observer):
         self._awaits_weights = True
 
     def end_iteration(self) -> None:
-        """Stop to record: the step has failed, or an evaluation begins."""
+        """Stop recording: the step has failed, or an evaluation begins."""
         self._is_training = False
         if self._awaits_weights and not self._num_optimizers:
             self._end_step()
 
     def begin_collective(self, name: str) -> None:
-        """Count the optimizers: one may call those that it chains."""
+        """Count the optimizers, because a chained optimizer calls others."""
         if name == "optimizer":
             self._num_optimizers += 1
 
@@ -242,7 +244,7 @@ class DigestRecorder(Observer):
             self._end_step()
 
     def close(self) -> None:
-        """Complete the file, and leave the model as it was."""
+        """Complete the file, and remove all hooks from the model."""
         atexit.unregister(self.close)
         if self._awaits_weights:
             self._end_step()
@@ -260,7 +262,7 @@ class DigestRecorder(Observer):
                 self._add_of_weight("weights", stage, position, weight, weight.parameter)
 
     def _write(self, number: int) -> None:
-        """Read what the device has computed, between two steps, and write it."""
+        """Read the results from the device, between two steps, and write them."""
         if not self._records:
             return
         fingerprints = [record.fingerprint for record in self._records]
@@ -290,11 +292,11 @@ class DigestRecorder(Observer):
     # Actions.
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep what knows the stages of a table, and the weight gradients that wait."""
+        """Keep the object that knows the stages of a table and the waiting weight gradients."""
         self._compute = compute
 
     def begin_action(self, action: Action) -> None:
-        """Note what runs."""
+        """Note the action that begins."""
         if not self._is_training:
             return
         self._running.append(action)
@@ -305,7 +307,7 @@ class DigestRecorder(Observer):
             self._deferred = self._compute.splits.waiting(action.stage, action.microbatch)
 
     def end_action(self, position: int, action: Action) -> None:
-        """Record the gradients of weights that an action has added to."""
+        """Record the weight gradients to which an action has added."""
         if not self._is_training:
             return
         if action.kind in ("B", "I", "W"):
@@ -332,14 +334,14 @@ class DigestRecorder(Observer):
         """Return the chunk of a stage on this rank."""
         if self._compute is not None:
             return self._compute.table.schedule.placement.chunk_of(stage)
-        # Megatron's own schedules deal chunks out round-robin.
+        # Megatron's own schedules distribute chunks round-robin.
         return int(stage // groups.get_pipeline_model_parallel_world_size())
 
     def _by_stage(self) -> Iterator[tuple[int, _Chunk]]:
         """Yield the stage of each chunk, and the chunk."""
         pipeline, job = self._configuration.pipeline, self._configuration.job
         if job is not None and job.role == "forward":
-            return  # the weights of backward ranks, and no gradients
+            return  # they have the weights of backward ranks, and no gradients
         rank = groups.get_pipeline_model_parallel_rank()
         size = groups.get_pipeline_model_parallel_world_size()
         for index, chunk in enumerate(self._chunks):
@@ -356,7 +358,7 @@ class DigestRecorder(Observer):
         """Watch the gradient of a module's input."""
         action = self._watched_action()
         if action is None or not torch.is_grad_enabled():
-            return  # what recomputes has its graph later
+            return  # with recomputation, the graph is built later
         tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, action))
@@ -369,7 +371,7 @@ class DigestRecorder(Observer):
             self._add("forward", name, tensor, action)
 
     def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Record what the last stage gives to the loss function, and its gradient."""
+        """Record the last stage's output, which goes to the loss function, and its gradient."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
         if action is None or tensor is None:
@@ -380,23 +382,23 @@ class DigestRecorder(Observer):
             tensor.register_hook(partial(self._record_gradient, "model", action))
 
     def _watched_action(self) -> Action | None:
-        """Return the action whose modules run now; None outside of training steps.
+        """Return the action whose modules are running; None outside of training steps.
 
-        The action of a recomputation is a backward, so its outputs are not recorded once more.
+        During recomputation it is a backward, so outputs are not recorded a second time.
         """
         if not (self._is_training and self._running):
             return None
         is_pair = len(self._running) > 1
         if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
-            return None  # of either
-        # A pair runs a forward and a backward; in autograd's engine it is the backward.
+            return None  # it could be either action
+        # A pair runs a forward and a backward; inside autograd's engine, it is the backward.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self._running[-1] if is_recomputed else self._running[0]
 
     def _record_gradient(self, name: str, of: Action, gradient: torch.Tensor) -> None:
         """Record the gradient of a tensor that a module has used in an action."""
         if not (self._is_training and self._running):
-            return  # such as one that a forward computes for itself
+            return  # for example a gradient that a forward computes internally
         action = self._running[-1]
         if action.kind in ("B", "I"):
             self._add("backward", name, gradient, action, microbatch=of.microbatch)
@@ -445,7 +447,7 @@ class DigestRecorder(Observer):
         if not self._chunks[0].is_megatrons:
             name = f"stage {stage}.{name}"
         part = ".".join(filter(None, parts))
-        # Multi-token prediction, for one, calls the output layer several times.
+        # Some modules run several times, such as the output layer with multi-token prediction.
         occurrence = self._occurrences[kind, microbatch, name, part]
         self._occurrences[kind, microbatch, name, part] += 1
         if occurrence:
@@ -461,7 +463,7 @@ class DigestRecorder(Observer):
         """Return the number of a micro-batch in the global batch."""
         replica, pipeline = self._replica, self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
-            replica ^= 1  # it began on the twin, the neighbour in the data-parallel group
+            replica ^= 1  # it started on the twin, the neighbour in the data-parallel group
         return microbatch * self._num_replicas + replica
 
 
@@ -480,13 +482,13 @@ def _context_part() -> str:
 
 
 def _part_of(letter: str, place: tuple[int, int]) -> str:
-    """Return the name of a rank's part of a tensor; empty if it holds all of it."""
+    """Return the name of a rank's part of a tensor; empty if the rank holds the whole tensor."""
     rank, size = place
     return f"{letter}{rank}" if size > 1 else ""
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
-    """Return the first tensor of floating-point numbers."""
+    """Return the first tensor of floating-point numbers, or None."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
@@ -494,7 +496,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return what the backwards of a step have added up; None: none has."""
+    """Return the gradient accumulated by the backwards of a step; None if there is none yet."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
@@ -519,12 +521,12 @@ def _global_path(path: str, layer: Any) -> str:
 
 
 def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the layers of a chunk, their parts, and what is beside them, by global name."""
+    """Yield the layers of a chunk, their parts, and the modules beside them, by global name."""
     layers = _layers_of(root)
     for path, layer in layers.items():
         name = _global_path(path, layer)
         for part, module in layer.named_children():
-            # The input of a norm is the layer's or a sum; the others say as much.
+            # Skip norms: their input is the layer's or a sum, which the other modules cover.
             if "norm" not in part and any(True for _ in module.parameters()):
                 yield f"{name}.{part}", module
         yield name, layer
@@ -537,7 +539,7 @@ def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
-    """Return the paths of all modules that hold layers, of the model itself as well."""
+    """Return the paths of all modules that contain layers, including the model itself."""
     paths = {""}
     for path in layers:
         names = path.split(".")
@@ -547,7 +549,7 @@ def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
 
 
 def _weights_of(model: torch.nn.Module, seen: set[int]) -> Iterator[_Weight]:
-    """Yield the weights of a chunk that are trained, without those of chunks before it."""
+    """Yield the trained weights of a chunk, without those of earlier chunks."""
     root = unwrap_model(model)
     layers = _layers_of(root)
     shards = _shards_of(model)
@@ -559,13 +561,14 @@ def _weights_of(model: torch.nn.Module, seen: set[int]) -> Iterator[_Weight]:
         for layer_path, layer in layers.items():
             if path.startswith(f"{layer_path}."):
                 name = _global_path(layer_path, layer) + path.removeprefix(layer_path)
-        if not getattr(parameter, "allreduce", True):  # each expert-parallel rank has others
+        # Each expert-parallel rank has different experts
+        if not getattr(parameter, "allreduce", True):
             name += f"@{groups.get_expert_model_parallel_rank()}"
         yield _Weight(name, parameter, shards.get(id(parameter)))
 
 
 def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
-    """Return the elements that this rank updates, by id of a parameter; empty: all of all.
+    """Return the elements that this rank updates, by id of a parameter; empty if it updates all.
 
     Each bucket of Megatron's distributed optimizer is cut into equal parts, one for each replica.
     """

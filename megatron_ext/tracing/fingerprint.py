@@ -1,7 +1,7 @@
-"""The fingerprint of a tensor: its bits in two numbers, and what says how far another one is.
+"""The fingerprint of a tensor: a hash of its bits, and values that show how far two tensors differ.
 
-Everything is computed where the tensor is, without a copy to the host: a fingerprint is two small
-tensors, which the caller reads when the device has nothing else to do.
+Everything is computed on the tensor's device, without a copy to the host: a fingerprint is two
+small tensors, which the caller reads when the device is otherwise idle.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant without a pattern, as a
 
 
 class Fingerprint(NamedTuple):
-    """What is kept of a tensor, on its device."""
+    """The fingerprint of a tensor, on its device."""
 
     bits: torch.Tensor
-    """`[2]`, int64. Sums of integers, so the same on every device and for any number of threads."""
+    """`[2]`, int64. Sums of integers, which are the same on every device and for any number of
+    threads."""
     sizes: torch.Tensor
-    """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections on fixed signs. The difference
-    of two tensors has about the norm of the difference of their projections."""
+    """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed signs. The norm of
+    the difference of two tensors is about that of the difference of their projections."""
 
 
 class Fingerprints:
-    """Computes fingerprints, and keeps the constants that they take."""
+    """Computes fingerprints, and caches the constants that they need."""
 
     def __init__(self) -> None:
         self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._signs: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint of a tensor of any shape and floating-point type."""
+        """Return the fingerprint of a tensor of any shape and floating-point dtype."""
         with torch.no_grad():
             matrix = _as_matrix(tensor.detach())
             return Fingerprint(self._bits(matrix), self._sizes(matrix))
@@ -41,8 +42,9 @@ class Fingerprints:
     def _bits(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return weighted sums of the sums of rows and of columns.
 
-        Sums over a dimension of 32-bit words take a fifth of the time of a weighted sum over all.
-        A changed element changes both; elements that have changed places change at least one.
+        Summing 32-bit words over a dimension takes a fifth of the time of a weighted sum over all
+        of them. A changed element changes both results; elements that have been swapped change at
+        least one.
         """
         words = matrix.view(torch.int32)
         hashes = []
@@ -60,7 +62,7 @@ class Fingerprints:
         return torch.cat([torch.linalg.vector_norm(values).reshape(1), projections])
 
     def _weights_of(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return `[count]` odd numbers of 64 bits."""
+        """Return `[count]` odd 64-bit numbers."""
         key = count, device
         if key not in self._weights:
             numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
@@ -68,7 +70,7 @@ class Fingerprints:
         return self._weights[key]
 
     def _signs_of(self, purpose: int, count: int, device: torch.device) -> torch.Tensor:
-        """Return `[NUM_PROJECTIONS, count]` of 1 and -1."""
+        """Return `[NUM_PROJECTIONS, count]` values of 1 and -1."""
         key = purpose, count, device
         if key not in self._signs:
             total = NUM_PROJECTIONS * count
@@ -81,7 +83,7 @@ class Fingerprints:
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as a matrix whose rows are whole words of 32 bits, with zeros behind."""
+    """Return the elements as a matrix whose rows are whole 32-bit words, padded with zeros."""
     flat = tensor.reshape(-1)
     count = flat.numel()
     num_columns = _COLUMNS
@@ -91,5 +93,5 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
         padding = num_columns - count % num_columns
         flat = torch.cat([flat, flat.new_zeros(padding)])
     elif flat.storage_offset() * flat.element_size() % 4:
-        flat = flat.clone()  # a view of words must begin at one
+        flat = flat.clone()  # a view as 32-bit words must start at a word boundary
     return flat.reshape(-1, num_columns)
