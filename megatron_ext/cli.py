@@ -42,6 +42,7 @@ _GROUPS = {
         "status": "megatron-ext status RUN_ID",
         "logs": "megatron-ext logs RUN_ID --rank 3",
         "stop": "megatron-ext stop RUN_ID",
+        "compare": "megatron-ext compare -- pretrain_gpt.py --pipeline-schedule zb-v ...",
         "doctor": "megatron-ext doctor --hostfile hosts",
     },
     ("traces", "docs/tracing.md"): {
@@ -106,6 +107,7 @@ def lacking(error: ModuleNotFoundError) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext.tools import plan_command, schedule_commands
+    from megatron_ext.tools.compare import compare_commands as compare
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace
@@ -116,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_patches(subparsers)
     schedule_commands.add_subcommands(subparsers)
     launch.add_subcommands(subparsers)
+    compare.add_subcommand(subparsers)
     doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)
     trace.add_to_plan(subparsers)
@@ -216,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name. None: those of the process.
 
     Returns:
-        The exit code: 0; 1 for a check with findings; 2 for a mistake of the user.
+        The exit code: 0; 1 for a check with findings; 2 for a mistake of the user; 3 for runs whose
+        numbers differ.
     """
     try:
         parser = build_parser()

@@ -22,7 +22,7 @@ from tests.commands import run_package, run_python, subcommands
 
 def test_the_subcommands_are_these() -> None:
     assert subcommands() == {
-        "aggregate", "doctor", "launch", "logs", "patches", "plan", "plot",
+        "aggregate", "compare", "doctor", "launch", "logs", "patches", "plan", "plot",
         "report", "status", "stop", "upstream",
     }  # fmt: skip
 

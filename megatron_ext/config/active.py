@@ -239,6 +239,8 @@ class Active:
     """What a process of a disaggregated job keeps, once it has joined (`worlds.roles_in_force`)."""
     host: Closing | None = None
     """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
+    steps: Closing | None = None
+    """The file of `megatron-ext compare` that records each step (`tracing/steps.py`)."""
     checked_steps: int = 0
     """Training steps whose effects were checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False
@@ -252,10 +254,10 @@ class Active:
             observer.close()
         self.observers.clear()
         # In this order: each may use what comes after it.
-        for state in (self.runtimes, self.roles, self.host):
+        for state in (self.runtimes, self.roles, self.host, self.steps):
             if state is not None:
                 state.close()
-        self.runtimes = self.roles = self.host = None
+        self.runtimes = self.roles = self.host = self.steps = None
 
 
 @dataclass

@@ -29,6 +29,7 @@ TABLES = (
     "off_cuda",
     "split_backward",
     "schedules",
+    "steps",
     "trace",
     "without_te",
 )

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.command_line import read_command_line
 from megatron_ext.config.flags import requested_flags
@@ -27,6 +28,9 @@ from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel
 from megatron_ext.upstream import parent
 from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.scripts import find_script
+
+if TYPE_CHECKING:
+    from megatron_ext.config.refusals import Preflight
 
 # These belong to one machine or process: a job that starts another job must not pass them on.
 _NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID, parent.SOCKETS)
@@ -48,12 +52,12 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         workdir = str(Path.cwd())
     except FileNotFoundError:
         raise LaunchError("the work directory was removed; change to one that exists") from None
-    if args.slurm is not None and not os.environ.get("SLURM_JOB_ID"):
-        _submit(args, words[: -len(args.command_words)], command, workdir)
+    if args.slurm is not None and not is_inside_allocation():
+        submit(args, words[: -len(args.command_words)], command, workdir)
         return 0
     if args.slurm is not None:
         say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
-    plan = _planned(args, command, workdir)
+    plan = planned(args, command, workdir)
     plan.check()
     hosts = plan.hosts
     # The last hosts are spares for a restart in which one of the others cannot take part.
@@ -91,10 +95,7 @@ def _dry_run(plan: JobPlan) -> int:
     print(plan.dry_run(), end="")
     if plan.per_node:
         return 0
-    device = requested(plan.command)
-    if device == "auto" and all(host.local for host in plan.hosts) and count_devices() == 0:
-        device = "cpu"
-    answer = preflight(plan.command, world_size=plan.world_size, device=device)
+    answer = preflight_of(plan)
     for line in (*answer.changes, *answer.notices, *answer.unknown_flags()):
         say(line)
     for refusal in answer.refusals:
@@ -102,7 +103,20 @@ def _dry_run(plan: JobPlan) -> int:
     return 0 if answer.accepted else 2
 
 
-def _submit(
+def is_inside_allocation() -> bool:
+    """Return whether Slurm has given this process hosts."""
+    return bool(os.environ.get("SLURM_JOB_ID"))
+
+
+def preflight_of(plan: JobPlan) -> Preflight:
+    """Return what preflight says of the training of a plan that knows its ranks."""
+    device = requested(plan.command)
+    if device == "auto" and all(host.local for host in plan.hosts) and count_devices() == 0:
+        device = "cpu"
+    return preflight(plan.command, world_size=plan.world_size, device=device)
+
+
+def submit(
     args: argparse.Namespace, words: Sequence[str], command: Sequence[str], workdir: str
 ) -> None:
     """Submit a job to Slurm, which runs the same command line again inside an allocation."""
@@ -117,7 +131,7 @@ def _submit(
         print(slurm.run(*submission, environment=dict(args.env)).strip())
 
 
-def _planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> JobPlan:
+def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> JobPlan:
     """Return the plan of the job, with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":

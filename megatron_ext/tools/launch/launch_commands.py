@@ -26,11 +26,12 @@ def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -
     return checked
 
 
-def _whole(first: int, last: int) -> Any:
+def whole_number(first: int, last: int) -> Any:
+    """Return a converter of whole numbers in a range, for argparse."""
     return _number(int, first, last, f"from {first} to {last}")
 
 
-_count = _whole(1, 10**9 - 1)
+_count = whole_number(1, 10**9 - 1)
 _seconds = _number(float, 0, 1e9, "of seconds, 0 or more")
 
 
@@ -74,41 +75,7 @@ def add_subcommands(subparsers: Any) -> None:
         "Ctrl-C is pressed.",
     )
     add_hosts(parser)
-    add = parser.add_argument_group("job").add_argument
-    add(
-        "--slurm",
-        metavar="OPTIONS",
-        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
-        "allocation neither this nor a hostfile is needed",
-    )
-    add(
-        "--nproc",
-        type=_whole(1, 1024),
-        metavar="N",
-        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
-    )
-    add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
-    add(
-        "--num-microbatches",
-        type=_count,
-        metavar="M",
-        help="adds --global-batch-size = M x micro-batch x data-parallel size",
-    )
-    add(
-        "--master-port",
-        type=_whole(1, 65535),
-        metavar="P",
-        help="where the ranks meet (default: a free port)",
-    )
-    add(
-        "--env",
-        type=_assignment,
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="an environment variable of all processes, NAME alone with the value that it has here "
-        "and that nobody sees; may be repeated",
-    )
+    add = add_job(parser)
     add(
         "--per-node",
         action="store_true",
@@ -116,7 +83,7 @@ def add_subcommands(subparsers: Any) -> None:
     )
     add(
         "--max-restarts",
-        type=_whole(0, 10**9),
+        type=whole_number(0, 10**9),
         default=0,
         metavar="N",
         help="start again after a failure, at most N times within the window (default: 0)",
@@ -130,19 +97,12 @@ def add_subcommands(subparsers: Any) -> None:
     )
     add(
         "--spares",
-        type=_whole(0, 10**9),
+        type=whole_number(0, 10**9),
         default=0,
         metavar="K",
         help="the last K hosts join only when another host cannot take part in a restart",
     )
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
-    add(
-        "--grace",
-        type=_seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds between asking processes to stop and killing them (default: 5)",
-    )
     add = parser.add_argument_group("output").add_argument
     add("--dry-run", action="store_true", help="print the command of each host and do nothing")
     add(
@@ -157,12 +117,6 @@ def add_subcommands(subparsers: Any) -> None:
         metavar="RANKS",
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
         "full logs stay on the hosts",
-    )
-    add(
-        "--log-dir",
-        type=_absolute,
-        metavar="DIR",
-        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
     )
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -209,6 +163,59 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for all hosts to answer (default: 30)",
     )
+
+
+def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """Add the flags that say how a job is started; return what adds another one to their group."""
+    add = parser.add_argument_group("job").add_argument
+    add(
+        "--slurm",
+        metavar="OPTIONS",
+        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        "allocation neither this nor a hostfile is needed",
+    )
+    add(
+        "--nproc",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
+    )
+    add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
+    add(
+        "--num-microbatches",
+        type=_count,
+        metavar="M",
+        help="adds --global-batch-size = M x micro-batch x data-parallel size",
+    )
+    add(
+        "--master-port",
+        type=whole_number(1, 65535),
+        metavar="P",
+        help="where the ranks meet (default: a free port)",
+    )
+    add(
+        "--env",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="an environment variable of all processes, NAME alone with the value that it has here "
+        "and that nobody sees; may be repeated",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds between asking processes to stop and killing them (default: 5)",
+    )
+    add(
+        "--log-dir",
+        type=_absolute,
+        metavar="DIR",
+        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
+    )
+    return add
 
 
 def add_programs(add: Callable[..., Any]) -> None:

@@ -1,0 +1,108 @@
+"""The flags of `compare`, with light imports only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.tools.launch.launch_commands import add_hosts, add_job, whole_number
+
+_MIN_STEPS = 4
+"""Three that warm up, and one that counts."""
+
+
+def add_subcommand(subparsers: Any) -> None:
+    """Register `compare`."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="measure a recipe under several pipelines, and prove that the numbers are equal",
+        usage="megatron-ext compare [--with SCHEDULE|'FLAGS']... [options of launch] -- SCRIPT.py "
+        "FLAGS...",
+        description="Train a recipe some steps under Megatron's own schedule and under each "
+        "candidate, with the same weights and data, on the same ranks, and say what each is worth. "
+        "Exit code 0: the numbers are equal as docs/schedules.md states; 3: they differ; 2: a run "
+        "was refused; 1: one failed.",
+    )
+    add_comparison(parser)
+    add_hosts(parser)
+    add_job(parser)
+    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    # What `launch` takes besides, and a comparison does without.
+    parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
+
+
+def add_comparison(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `launch` does not have."""
+    add = parser.add_argument_group("comparison").add_argument
+    add(
+        "--with",
+        dest="additions",
+        action="append",
+        default=[],
+        metavar="SCHEDULE|'FLAGS'",
+        help="another candidate: the name of a schedule, or flags in place of the recipe's own of "
+        "this package (one flag alone as --with=FLAG); may be repeated",
+    )
+    add(
+        "--reference",
+        default="",
+        metavar="SCHEDULE|'FLAGS'",
+        help="flags of the run that the others are held against (default: none, so Megatron's own "
+        "schedule)",
+    )
+    add(
+        "--self",
+        dest="against_itself",
+        action="store_true",
+        help="train the recipe as it is twice: does it repeat itself to the last bit?",
+    )
+    add(
+        "--steps",
+        type=whole_number(_MIN_STEPS, 10**6),
+        default=20,
+        metavar="N",
+        help="steps of each run, of which the first three do not count (default: 20)",
+    )
+    add(
+        "--rounds",
+        type=whole_number(1, 100),
+        default=2,
+        metavar="N",
+        help="runs of each candidate, every other round in reverse order, which cancels a steady "
+        "drift of the machine (default: 2)",
+    )
+    add(
+        "--speed-only",
+        action="store_true",
+        help="save no weights to start all runs from: each draws its own, and numbers are not "
+        "judged",
+    )
+    add("--json", action="store_true", help="print JSON, with the numbers of each step")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="new folder for the page, the logs and the traces (default: compare/TIME), which all "
+        "hosts share",
+    )
+
+
+def launch_words(words: Sequence[str]) -> list[str]:
+    """Return the options of `launch` among the words between `compare` and the `--`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_comparison(parser)
+    _, options = parser.parse_known_args(list(words))
+    return options
+
+
+def _run(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.compare.comparison import compare
+
+    words = sys.argv[1:]
+    # Behind the subcommand, and before the command whose words argparse has left over.
+    options = words[1 : len(words) - len(args.command_words)]
+    return compare(args, launch_words(options), words)

@@ -1,0 +1,327 @@
+"""Carries a comparison out: checks each candidate, trains all in rounds, and says what came of it.
+
+    weights -> round 1: own, a, b -> round 2: b, a, own -> answer, page
+
+Whatever ends it early (a failure, Ctrl-C), the runs that have ended are judged, and the weights
+that it saved are removed.
+"""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext import files
+from megatron_ext.config.flags import requested_flags, split_words
+from megatron_ext.config.hosting import preflight
+from megatron_ext.errors import ArgumentsError, DataError, line_of
+from megatron_ext.tools.compare import equality, outcome, run, steps
+from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
+from megatron_ext.tools.compare.text import answer_text
+from megatron_ext.tools.launch import jobs, runs
+from megatron_ext.tools.trace import aggregate, survey
+from megatron_ext.tracing.steps import FOLDER, LIMIT
+
+if TYPE_CHECKING:
+    from megatron_ext.config.refusals import Preflight
+
+_TRACED_STEPS = 3
+"""Of each run: those that warm up, so that no step that counts is traced."""
+_START = ("--exit-interval", "1", "--save-interval", "1", "--no-save-optim", "--no-save-rng")
+"""Saves the weights after the first step."""
+_WHOLE = ("--ckpt-format", "torch_dist")
+"""The format that loads under any cut."""
+
+
+def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[str]) -> int:
+    """Run `compare`, and return its exit code.
+
+    Args:
+        args: Its flags, among them those of `launch`.
+        options: The words that `launch` gets for each run.
+        words: The command line as typed, for a batch job that runs it later.
+    """
+    command = [word for word in args.command_words if word != "--"]
+    if args.slurm is not None and not jobs.is_inside_allocation():
+        recipe_words = words[: len(words) - len(args.command_words)]
+        jobs.submit(args, recipe_words, command, str(Path.cwd()))
+        return 0
+    script, *flags = command or [""]
+    recipe = Recipe.of([script, *requested_flags(), *flags])
+    comparison = _planned(args, recipe, options)
+    folder = args.output or Path("compare") / runs.new_run_id()
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        remedy = "give another folder with -o"
+        raise DataError(files.cannot_write(folder, error, remedy)) from None
+    comparison.folder = folder.absolute()
+    with run.Stop().installed() as stop:
+        comparison.train(stop)
+    return comparison.report(as_json=args.json, stopped_by=stop.number)
+
+
+def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -> Comparison:
+    """Return the comparison, once every candidate was checked.
+
+    Raises:
+        ArgumentsError: One of them is refused.
+    """
+    if args.against_itself:
+        if args.additions or args.reference:
+            raise ArgumentsError(
+                "--self trains the recipe as it is; leave --with and --reference out"
+            )
+        label = " ".join(recipe.pipeline) or REFERENCE
+        contenders = [
+            Candidate(f"{label}, {time} time", recipe.pipeline) for time in ("first", "second")
+        ]
+    else:
+        additions = [_pipeline_flags(text, "--with") for text in args.additions]
+        reference = _pipeline_flags(args.reference, "--reference")
+        contenders = candidates(recipe, reference, additions)
+        recipe = _with_equal_masks(args, recipe, contenders[0])
+    answers = [_checked(args, recipe, contender) for contender in contenders]
+    runners = []
+    for contender, answer in zip(contenders, answers, strict=True):
+        promise = equality.Promise(0.0, 0.0)
+        if not args.against_itself:
+            same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
+            promise = equality.promise(answers[0], answer, same_flags=same_flags)
+        notes = [*answer.changes, *answer.notices]
+        runners.append(outcome.Contender(contender, promise, notes))
+    num_rounds = 1 if args.against_itself else args.rounds
+    return Comparison(recipe, runners, options, args.steps, num_rounds, args.speed_only)
+
+
+def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
+    """Return the flags of a candidate; a word that is no flag is the name of a schedule."""
+    words = split_words(text, flag)
+    if words and not words[0].startswith("--"):
+        return ("--pipeline-schedule", *words)
+    return words
+
+
+def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candidate) -> Recipe:
+    """Return the recipe in which dropout draws the same masks under all schedules, if it can."""
+    settings = _preflight(args, recipe, reference).given
+    rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
+    if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
+        return recipe
+    note = "added: --microbatch-rng, by which dropout draws the same masks in all runs"
+    changed = replace(
+        recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
+    )
+    return changed if _preflight(args, changed, reference).accepted else recipe
+
+
+def _checked(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
+    """Return what preflight says of a candidate.
+
+    Raises:
+        ArgumentsError: It is refused.
+    """
+    answer = _preflight(args, recipe, candidate)
+    if not answer.accepted:
+        lines = [f"{candidate.label}: {refusal}" for refusal in answer.refusals]
+        raise ArgumentsError("\n".join(lines))
+    return answer
+
+
+def _preflight(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
+    command = recipe.command(candidate)
+    plan = jobs.planned(args, command, str(Path.cwd()))
+    if all(host.slots for host in plan.hosts):
+        return jobs.preflight_of(plan.completed())
+    # Only the hosts know how many devices they have; the run itself checks that.
+    return preflight(command)
+
+
+@dataclass
+class Comparison:
+    """A comparison that is carried out: its runs, and what they gave so far."""
+
+    recipe: Recipe
+    contenders: list[outcome.Contender]
+    options: Sequence[str]
+    """Options of `launch` for each run."""
+    num_steps: int
+    num_rounds: int
+    speed_only: bool
+    folder: Path = Path()
+
+    def train(self, stop: run.Stop) -> None:
+        """Run all contenders in all rounds, until the end, a failure of the reference or a stop."""
+        for note in self.recipe.notes:
+            say(note)
+        needs_weights = not (self.speed_only or self.recipe.loads)
+        num_runs = needs_weights + self.num_rounds * len(self.contenders)
+        counter = _Progress(num_runs)
+        with self._weights() as weights:
+            if needs_weights and not self._save_weights(weights, counter, stop):
+                return
+            load = ("--load", str(weights), "--finetune", *_WHOLE) if needs_weights else ()
+            for number in range(1, self.num_rounds + 1):
+                order = self.contenders if number % 2 else self.contenders[::-1]
+                for contender in order:
+                    if stop.number is not None or self.contenders[0].failure:
+                        return
+                    if not contender.failure:
+                        self._train_one(contender, number, load, counter, stop)
+
+    def report(self, *, as_json: bool, stopped_by: int | None) -> int:
+        """Print the answer, write the results, and return the exit code."""
+        answer = outcome.judge(self.contenders, speed_only=self.speed_only)
+        content = outcome.as_json(answer, self.contenders)
+        text = json.dumps(content, indent=1)
+        has_results = any(contender.records for contender in self.contenders)
+        if has_results:
+            files.write_text(self.folder / "results.json", text + "\n")
+        if as_json:
+            print(text)
+        else:
+            print(answer_text(answer))
+            print(f"Logs and results: {self.folder}")
+        if stopped_by is not None:
+            say("stopped: the answer is of the runs that have ended")
+            return 128 + stopped_by
+        return answer.code
+
+    @contextmanager
+    def _weights(self) -> Iterator[Path]:
+        """Yield the folder of the weights that all runs start from; remove it at the end."""
+        path = self.folder / "weights"
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _save_weights(self, path: Path, counter: _Progress, stop: run.Stop) -> bool:
+        """Save weights to start from; return whether that succeeded."""
+        self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
+        reference = self.contenders[0]
+        command = self.recipe.command(reference.candidate, *_START, "--save", str(path), *_WHOLE)
+        counter.begin("saves weights to start from")
+        ended = run.launch(
+            [*self.options, "--", *command],
+            log_path=self.folder / "weights.log",
+            environment={},
+            stop=stop,
+            progress=counter.tick,
+        )
+        if ended.code:
+            reference.failure = ended.reason
+        counter.end(ended.reason or "saved")
+        return not ended.code
+
+    def _train_one(
+        self,
+        contender: outcome.Contender,
+        round_number: int,
+        load: Sequence[str],
+        counter: _Progress,
+        stop: run.Stop,
+    ) -> None:
+        """Train a contender once, and keep what its ranks recorded."""
+        position = self.contenders.index(contender)
+        name = f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
+        record_folder = self.folder / "steps" / name
+        trace_folder = self.folder / "traces" / name
+        interval = max(self.num_steps, _TRACED_STEPS)
+        tracing = (
+            "--trace", "--trace-dir", str(trace_folder),
+            "--trace-interval", str(interval), "--trace-iterations", str(_TRACED_STEPS),
+        )  # fmt: skip
+        command = self.recipe.command(contender.candidate, *load, *tracing)
+        counter.begin(f"{contender.candidate.label}, round {round_number}")
+        ended = run.launch(
+            [*self.options, "--", *command],
+            log_path=self.folder / f"{name}.log",
+            environment={FOLDER: str(record_folder), LIMIT: str(self.num_steps)},
+            stop=stop,
+            progress=lambda: counter.tick(record_folder, self.num_steps),
+        )
+        if ended.code:
+            contender.failure = f"round {round_number}: {ended.reason}"
+            counter.end(ended.reason)
+            return
+        try:
+            record = steps.read(record_folder)
+        except DataError as error:
+            contender.failure = f"round {round_number}: {error}"
+            counter.end(str(error))
+            return
+        contender.records.append(record)
+        if contender.bubble_ratio is None:
+            contender.bubble_ratio = _bubble_ratio(trace_folder)
+        step_s = outcome.median_s([record])
+        duration = "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms a step"
+        counter.end(f"{duration}, {len(record.steps)} steps")
+
+
+def _bubble_ratio(trace_folder: Path) -> float | None:
+    """Return the idle share of the pipeline's time in a traced run; None: it has no trace."""
+    try:
+        traced = aggregate.read_run(trace_folder)
+    except DataError:
+        return None
+    return survey.figures(traced.surveys).bubble_ratio
+
+
+def _file_name(label: str) -> str:
+    """Return a label as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"megatron-ext: {line_of(text)}", file=sys.stderr, flush=True)
+
+
+class _Progress:
+    """Says which run is under way, and on a terminal how far it is."""
+
+    def __init__(self, num_runs: int) -> None:
+        self._num_runs = num_runs
+        self._number = 0
+        self._label = ""
+        self._shown = ""
+
+    def begin(self, label: str) -> None:
+        """Note that the next run begins."""
+        self._number += 1
+        self._label = f"run {self._number} of {self._num_runs}: {label}"
+        self._show("starts")
+
+    def tick(self, record_folder: Path | None = None, num_steps: int = 0) -> None:
+        """Show how many steps are recorded in a folder."""
+        num_recorded = 0
+        if record_folder is not None:
+            record = record_folder / "rank-0.jsonl"
+            if record.exists():
+                num_recorded = max(0, record.read_bytes().count(b"\n") - 1)
+        if num_recorded:
+            self._show(f"step {num_recorded} of {num_steps}")
+
+    def end(self, text: str) -> None:
+        """Say what came of the run."""
+        if self._shown:
+            print("\r\x1b[2K", end="", file=sys.stderr)
+            self._shown = ""
+        say(f"{self._label}: {text}")
+
+    def _show(self, text: str) -> None:
+        line = f"megatron-ext: {self._label}: {text}"
+        if sys.stderr.isatty() and line != self._shown:
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+            self._shown = line

@@ -1,0 +1,100 @@
+"""What two runs of a recipe promise of their numbers: docs/schedules.md, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.stages import chunks_of_megatron
+from megatron_ext.schedules.table.placement import loop
+
+if TYPE_CHECKING:
+    from megatron_ext.config.refusals import Preflight
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How close the numbers of a run come to those of the reference."""
+
+    loss: float | None
+    """Largest relative difference of a loss; 0: no bit differs; None: nothing is promised."""
+    norm: float | None
+    """The same for gradient norms."""
+    reason: str = ""
+    """Why the numbers are not equal to the last bit."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all numbers are equal to the last bit."""
+        return self.loss == 0 and self.norm == 0
+
+
+REASONS = {
+    "dropout": "dropout draws other masks; add --hidden-dropout 0 --attention-dropout 0 to judge",
+    "flags": "flags of Megatron's differ, so sums may be added up in another order",
+    "lengths": "--pipeline-balance adds micro-batches up in another order",
+    "slices": "slices add the tokens of a micro-batch up in another order",
+    "merged": "merged forward ranks sum over the width of a layer in another order",
+    "twins": "mirrored pipelines share out the micro-batches, which are added up in another order",
+    "clip": "the norm that clips gradients is summed over other ranks; exact with --clip-grad 0",
+}
+"""By what differs between two runs, in the order in which it is looked for: why numbers may."""
+
+# Rounding grows from step to step: these hold for a run of some tens of steps.
+TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
+"""By precision: the largest relative difference of a loss, and of a gradient norm."""
+
+
+def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
+    """Return what a candidate promises against a reference.
+
+    Args:
+        reference: What preflight says of the run that it is held against.
+        candidate: What it says of the candidate.
+        same_flags: Whether both get the same flags of Megatron's.
+    """
+    kind = _difference(reference, candidate, same_flags=same_flags)
+    if kind is None:
+        return Promise(0.0, 0.0)
+    if kind == "dropout":
+        return Promise(None, None, REASONS[kind])
+    settings = reference.given
+    is_half = any(getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4"))
+    loss, norm = TOLERANCES["half" if is_half else "single"]
+    return Promise(loss, norm, REASONS[kind])
+
+
+def _difference(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> str | None:
+    """Return what makes the numbers of two runs differ, a key of `REASONS`; None: nothing does."""
+    settings, config, reference_config = candidate.given, candidate.config, reference.config
+    assert config is not None
+    assert reference_config is not None
+    stages = _placement(candidate)
+    has_same_stages = stages == _placement(reference)
+    rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
+    draws_by_microbatch = config.draws_by_microbatch and reference_config.draws_by_microbatch
+    if any(rates) and not (draws_by_microbatch and has_same_stages):
+        return "dropout"
+    if not same_flags:
+        return "flags"
+    if config.balance != reference_config.balance:
+        return "lengths"
+    if config.slices != reference_config.slices:
+        return "slices"
+    if config.disaggregation is not None and config.disaggregation.merged:
+        return "merged"
+    if config.twins != reference_config.twins:
+        return "twins"
+    clips = getattr(settings, "clip_grad", None) != 0
+    if clips and not has_same_stages:
+        return "clip"
+    return None
+
+
+def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank."""
+    if answer.pipeline is not None:
+        return answer.pipeline.placement.stages_of
+    # Under Megatron's own schedules, and with forward and backward ranks, whose parameters lie so.
+    ranks = answer.given.pipeline_model_parallel_size
+    return loop(ranks, chunks_of_megatron(answer.given)).stages_of

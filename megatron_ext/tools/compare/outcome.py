@@ -1,0 +1,332 @@
+"""Judges what the runs of a comparison gave: who is fastest, and whether the numbers are equal."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_ext.tools.compare.steps import Deviation, Deviations, RunRecord, deviations
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.compare.equality import Promise
+    from megatron_ext.tools.compare.recipe import Candidate
+
+Judgement = Literal["reference", "equal", "close", "different", "not judged", "failed"]
+
+EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
+"""Exit codes of `megatron-ext compare`."""
+_PERCENTILES = 0.1, 0.9
+
+
+@dataclass
+class Contender:
+    """A candidate with what its runs gave so far."""
+
+    candidate: Candidate
+    promise: Promise
+    """What its numbers promise against the reference."""
+    notes: list[str] = field(default_factory=list)
+    """What the schedule drops, cuts anew or takes over."""
+    records: list[RunRecord] = field(default_factory=list)
+    """By round."""
+    bubble_ratio: float | None = None
+    """Share of the pipeline's time in which ranks compute nothing; None: it was not measured."""
+    failure: str = ""
+    """Why a run of it failed; empty: none did."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender as the answer shows it."""
+
+    label: str
+    flags: list[str]
+    judgement: Judgement
+    reason: str
+    """Why the numbers are not equal, not judged, or what failed; may be empty."""
+    step_s: float | None
+    """Median duration of a step: the mean of the rounds, which cancels a steady drift."""
+    fast_s: float | None
+    """Nine of ten steps take longer."""
+    slow_s: float | None
+    """Nine of ten steps take less."""
+    drift: float
+    """How far the medians of the rounds lie apart, over the smallest."""
+    speed: float | None
+    """How many times as fast as the reference."""
+    tokens_per_s: float | None
+    memory_bytes: int
+    """Peak of the rank that needs most."""
+    bubble_ratio: float | None
+    num_steps: int
+    """Steps of each run."""
+    deviations: Deviations | None
+    """From the reference; None: it is the reference, or nothing was judged."""
+    repeats: Deviations | None
+    """Between two runs of the same contender; None: it ran once."""
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a comparison says."""
+
+    rows: list[Row]
+    """The reference first."""
+    verdict: str
+    """One sentence."""
+    keep: list[str]
+    """Flags of the fastest contender whose numbers are right; empty: those without a pipeline."""
+    code: int
+
+
+def judge(contenders: Sequence[Contender], *, speed_only: bool) -> Answer:
+    """Return the answer of a comparison, of which the first contender is the reference.
+
+    Args:
+        contenders: With the runs that have ended; a comparison that was stopped may lack some.
+        speed_only: Whether each run drew its own weights, so that numbers say nothing.
+    """
+    reference = contenders[0]
+    rows = [_row(reference, reference, speed_only=speed_only)]
+    for contender in contenders[1:]:
+        rows.append(_row(contender, reference, speed_only=speed_only))
+    judgements = [row.judgement for row in rows]
+    code = EQUAL
+    if "failed" in judgements:
+        code = FAILED
+    if "different" in judgements:
+        code = DIFFERENT
+    best = _best(rows)
+    return Answer(rows, _verdict(rows, best), [] if best is None else best.flags, code)
+
+
+def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row:
+    records = contender.records
+    step_s = median_s(records)
+    reference_s = median_s(reference.records)
+    durations_s = sorted(duration for record in records for duration in record.durations_s)
+    fast_s = slow_s = None
+    if durations_s:
+        fast_s, slow_s = (_percentile(durations_s, share) for share in _PERCENTILES)
+    speed = None
+    if step_s and reference_s and contender is not reference:
+        speed = reference_s / step_s
+    tokens = next((record.tokens for record in records if record.tokens is not None), None)
+    tokens_per_s = None
+    if tokens is not None and step_s:
+        tokens_per_s = tokens / step_s
+    difference = None
+    if records and reference.records and contender is not reference and not speed_only:
+        difference = deviations(reference.records[0], records[0])
+    repeats = None
+    if len(records) > 1 and not speed_only:
+        repeats = deviations(records[0], records[1])
+    judgement, reason = _judged(contender, reference, difference)
+    if speed_only and judgement == "not judged":
+        reason = "each run drew its own weights (--speed-only)"
+    return Row(
+        label=contender.candidate.label,
+        flags=list(contender.candidate.flags),
+        judgement=judgement,
+        reason=reason,
+        step_s=step_s,
+        fast_s=fast_s,
+        slow_s=slow_s,
+        drift=_drift(records),
+        speed=speed,
+        tokens_per_s=tokens_per_s,
+        memory_bytes=max((record.memory_bytes for record in records), default=0),
+        bubble_ratio=contender.bubble_ratio,
+        num_steps=min((len(record.steps) for record in records), default=0),
+        deviations=difference,
+        repeats=repeats,
+        notes=contender.notes + [note for record in records for note in record.notes],
+    )
+
+
+def _judged(
+    contender: Contender, reference: Contender, difference: Deviations | None
+) -> tuple[Judgement, str]:
+    """Return the judgement of a contender, and the reason for it."""
+    if contender.failure:
+        return "failed", contender.failure
+    if contender is reference:
+        return "reference", ""
+    promise = contender.promise
+    if difference is None or promise.loss is None or promise.norm is None:
+        return "not judged", promise.reason
+    lengths = [len(owner.records[0].steps) for owner in (reference, contender)]
+    if lengths[0] != lengths[1]:
+        return "different", f"it trained {lengths[1]} steps, and the reference {lengths[0]}"
+    if difference.are_none:
+        return "equal", ""
+    if difference.skipped is not None:
+        return "different", f"only one of the two skipped iteration {difference.skipped}"
+    if _relative(difference.loss) <= promise.loss and _relative(difference.norm) <= promise.norm:
+        return "close", promise.reason
+    # Two runs of one recipe that differ show how much a difference may mean nothing.
+    spread = max(_spread(reference), _spread(contender))
+    if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
+        return "close", (
+            "the recipe does not repeat itself: two runs with the same flags differ as much; "
+            "compare --self says more"
+        )
+    if promise.is_exact:
+        return "different", "the numbers should be equal to the last bit"
+    return "different", f"more than {promise.loss:g} of a loss, or {promise.norm:g} of a norm"
+
+
+def _relative(deviation: Deviation | None) -> float:
+    return 0.0 if deviation is None else deviation.relative
+
+
+def _spread(contender: Contender) -> float:
+    """Return the largest relative difference between two rounds of a contender."""
+    if len(contender.records) < 2:
+        return 0.0
+    repeats = deviations(contender.records[0], contender.records[1])
+    return max(_relative(repeats.loss), _relative(repeats.norm))
+
+
+def median_s(records: Sequence[RunRecord]) -> float | None:
+    """Return the mean of the rounds' median steps."""
+    medians = _medians_s(records)
+    return statistics.fmean(medians) if medians else None
+
+
+def _medians_s(records: Sequence[RunRecord]) -> list[float]:
+    return [statistics.median(record.durations_s) for record in records if record.durations_s]
+
+
+def _drift(records: Sequence[RunRecord]) -> float:
+    medians = _medians_s(records)
+    return max(medians) / min(medians) - 1 if medians else 0.0
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which a share of sorted values lies, between two of them."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = math.ceil(position)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    """Return the fastest row with the right numbers; None: the reference is as fast."""
+    usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
+    faster = [row for row in usable if row.speed is not None and row.speed > 1]
+    return max(faster, key=lambda row: row.speed or 0.0, default=None)
+
+
+def _verdict(rows: Sequence[Row], best: Row | None) -> str:
+    """Return the sentence under the table."""
+    reference = rows[0]
+    wrong = [row.label for row in rows if row.judgement == "different"]
+    failed = [row.label for row in rows if row.judgement == "failed"]
+    parts = []
+    if reference.judgement == "failed":
+        return f"{reference.label} failed, so there is nothing to compare with: {reference.reason}"
+    if wrong:
+        parts.append(f"{' and '.join(wrong)} trained other numbers than {reference.label}")
+    if failed:
+        parts.append(f"{' and '.join(failed)} failed")
+    if best is not None and best.speed is not None:
+        pace = f"{best.label} is {best.speed:.2f} x as fast as {reference.label}"
+        if is_noise(best, reference):
+            pace = (
+                f"{best.label} and {reference.label} are as fast as each other: they differ by "
+                f"{100 * (best.speed - 1):.1f} %, rounds of one by {_noise_text(best, reference)}"
+            )
+        parts.append(f"{pace}, {_numbers_text(best)}")
+    else:
+        slower = [row for row in rows[1:] if row.speed is not None]
+        if slower and not wrong:
+            closest = max(slower, key=lambda row: row.speed or 0.0)
+            parts.append(
+                f"nothing is faster than {reference.label}: {closest.label} is "
+                f"{closest.speed:.2f} x as fast, {_numbers_text(closest)}"
+            )
+    return f"{'; '.join(parts) or 'no run has ended'}."
+
+
+def is_noise(row: Row, reference: Row) -> bool:
+    """Return whether a row's speed differs from the reference by less than rounds of one do."""
+    assert row.speed is not None
+    return abs(row.speed - 1) <= max(row.drift, reference.drift)
+
+
+def _noise_text(row: Row, reference: Row) -> str:
+    return f"{100 * max(row.drift, reference.drift):.1f} %"
+
+
+def _numbers_text(row: Row) -> str:
+    """Return what a verdict says of a row's losses and gradient norms."""
+    if row.judgement == "equal":
+        return f"with the same losses and gradient norms to the last bit over {row.num_steps} steps"
+    if row.judgement == "close":
+        return f"with losses and gradient norms that differ by rounding ({row.reason})"
+    if row.judgement == "different":
+        return f"with other losses or gradient norms ({row.reason})"
+    return f"and its numbers are not judged ({row.reason})"
+
+
+def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """Return the answer with the numbers of each step, for `--json`."""
+    rows = []
+    for row, contender in zip(answer.rows, contenders, strict=True):
+        rounds = [
+            [
+                {
+                    "iteration": step.iteration,
+                    "losses": step.losses,
+                    "gradient_norm": step.gradient_norm,
+                    "skipped": step.skipped,
+                    "duration_s": step.duration_s,
+                }
+                for step in record.steps
+            ]
+            for record in contender.records
+        ]
+        rows.append(
+            {
+                "label": row.label,
+                "flags": row.flags,
+                "judgement": row.judgement,
+                "reason": row.reason,
+                "step_s": row.step_s,
+                "fast_s": row.fast_s,
+                "slow_s": row.slow_s,
+                "drift": row.drift,
+                "speed": row.speed,
+                "tokens_per_s": row.tokens_per_s,
+                "memory_bytes": row.memory_bytes,
+                "bubble_ratio": row.bubble_ratio,
+                "num_steps": row.num_steps,
+                "loss_difference": _difference_json(row.deviations, "loss"),
+                "gradient_norm_difference": _difference_json(row.deviations, "norm"),
+                "repeats": None if row.repeats is None else row.repeats.are_none,
+                "notes": row.notes,
+                "rounds": rounds,
+            }
+        )
+    return {"verdict": answer.verdict, "keep": answer.keep, "exit_code": answer.code, "runs": rows}
+
+
+def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:
+    """Return the largest difference of a kind; None: there is none, or nothing was compared."""
+    if difference is None:
+        return None
+    deviation: Deviation | None = getattr(difference, kind)
+    if deviation is None:
+        return {"relative": 0.0}
+    return {
+        "relative": deviation.relative,
+        "name": deviation.name,
+        "iteration": deviation.iteration,
+        "reference": deviation.reference,
+        "candidate": deviation.candidate,
+    }

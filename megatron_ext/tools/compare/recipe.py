@@ -1,0 +1,173 @@
+"""Cuts a command line into what all runs of a comparison share, and what a candidate adds."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.config.flags import WordParser, add_arguments
+from megatron_ext.errors import ArgumentsError
+
+REFERENCE = "Megatron's own"
+_SHARED = frozenset(
+    {"--device-backend", "--microbatch-rng", "--variable-seq-lengths", "--hang-timeout"}
+)
+"""Flags of ours that say what is trained on which device, rather than how its pipeline runs."""
+_SCHEDULE = "--pipeline-schedule"
+
+_LEFT_OUT = {
+    "--save": "no run writes a checkpoint of yours",
+    "--save-interval": "",
+    "--save-retain-interval": "",
+    "--async-save": "",
+    "--non-persistent-save-interval": "",
+    "--exit-interval": "--steps says how long each run is",
+    "--exit-duration-in-mins": "--steps says how long each run is",
+    "--tensorboard-dir": "no run adds to your TensorBoard",
+    "--wandb-project": "no run adds to your W&B",
+    "--ext-list-patches": "",
+    "--trace": "compare traces each run itself",
+    "--trace-interval": "",
+    "--trace-iterations": "",
+    "--trace-dir": "",
+}
+"""Flags that no run gets, each with the reason that is said (empty: it says nothing by itself)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline to compare: the flags that it adds to the recipe."""
+
+    label: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training's command line without the flags that choose a pipeline."""
+
+    script: str
+    flags: tuple[str, ...]
+    """Megatron's flags, those of the script, and ours that all runs share."""
+    pipeline: tuple[str, ...]
+    """The flags of ours that were given besides: the default candidate."""
+    notes: tuple[str, ...] = ()
+    """What was left out, a line for each."""
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> Recipe:
+        """Cut the words of a command: a script and its flags.
+
+        Raises:
+            ArgumentsError: There is no script.
+        """
+        words = [word for word in command if word != "--"]
+        if not words or not words[0].endswith(".py"):
+            raise ArgumentsError(
+                "nothing to compare; name a script after --, as in "
+                "`-- pretrain_gpt.py FLAGS --pipeline-schedule zb-h1`"
+            )
+        script, *words = words
+        flags: list[str] = []
+        pipeline: list[str] = []
+        notes: list[str] = []
+        our_flags = _our_flags()
+        for group in _groups(words):
+            flag = group[0].partition("=")[0]
+            if flag in _LEFT_OUT:
+                if _LEFT_OUT[flag]:
+                    notes.append(f"left out: {flag}; {_LEFT_OUT[flag]}")
+            elif flag in our_flags and flag not in _SHARED:
+                pipeline += group
+            else:
+                flags += group
+        return cls(script, tuple(flags), tuple(pipeline), tuple(notes))
+
+    def value(self, flag: str) -> str | None:
+        """Return the last value that the recipe gives a flag of Megatron's; None: it gives none."""
+        value = None
+        for group in _groups(self.flags):
+            name, equals, text = group[0].partition("=")
+            if name == flag:
+                value = text if equals else " ".join(group[1:])
+        return value
+
+    def has(self, flag: str) -> bool:
+        """Return whether the recipe has a flag."""
+        return self.value(flag) is not None
+
+    def without(self, *names: str) -> Recipe:
+        """Return the recipe without some of its flags."""
+        flags: list[str] = []
+        for group in _groups(self.flags):
+            if group[0].partition("=")[0] not in names:
+                flags += group
+        return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
+
+    def command(self, candidate: Candidate, *more: str) -> list[str]:
+        """Return the words that start a candidate, with further flags at their end."""
+        return [self.script, *self.flags, *candidate.flags, *more]
+
+    @property
+    def loads(self) -> bool:
+        """Whether its own `--load` gives all runs the same weights."""
+        if self.has("--pretrained-checkpoint"):
+            return True
+        folder = self.value("--load")
+        # A recipe that resumes from its own `--save` starts without a checkpoint there.
+        tracker = "latest_checkpointed_iteration.txt"
+        return folder is not None and (self.has("--ckpt-step") or (Path(folder) / tracker).exists())
+
+
+def candidates(
+    recipe: Recipe, reference: Sequence[str], additions: Sequence[Sequence[str]]
+) -> list[Candidate]:
+    """Return the reference, then each candidate once: the recipe's own flags, then additions.
+
+    Args:
+        recipe: What all of them train.
+        reference: Flags of the run that the others are held against; none: Megatron's own schedule.
+        additions: Flags of each further candidate.
+
+    Raises:
+        ArgumentsError: There is nothing to hold against the reference.
+    """
+    reference_label = REFERENCE
+    if reference:
+        reference_label = label_of(reference)
+    runs = [Candidate(reference_label, tuple(reference))]
+    for flags in (recipe.pipeline, *additions):
+        is_new = all(tuple(flags) != run.flags for run in runs)
+        if flags and is_new:
+            runs.append(Candidate(label_of(flags), tuple(flags)))
+    if len(runs) == 1:
+        raise ArgumentsError(
+            "nothing to compare with Megatron's own schedule; add --pipeline-schedule NAME to the "
+            "script's flags, or --with NAME before the --"
+        )
+    return runs
+
+
+def label_of(flags: Sequence[str]) -> str:
+    """Return the short name of a candidate: its flags, and a schedule's name alone."""
+    words = [word for word in flags if word != _SCHEDULE]
+    return shlex.join(word.removeprefix(f"{_SCHEDULE}=") for word in words)
+
+
+def _our_flags() -> frozenset[str]:
+    parser = add_arguments(WordParser("compare"))
+    return frozenset(option for action in parser._actions for option in action.option_strings)
+
+
+def _groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with its values."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("--") and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group

@@ -1,0 +1,206 @@
+"""Reads what the ranks of a run recorded (`megatron_ext/tracing/steps.py`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import DataError
+
+WARMUP_STEPS = 3
+"""First steps of a run, which connect ranks and allocate memory: their time does not count."""
+_MAX_BYTES = 64 << 20
+_NORM = "gradient norm"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of a run."""
+
+    iteration: int
+    losses: dict[str, float]
+    gradient_norm: float | None
+    skipped: bool
+    """Whether the optimizer left the weights as they were."""
+    duration_s: float | None
+    """Mean of all ranks; None: it was not measured."""
+
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """The losses and the gradient norm by name."""
+        return {**self.losses, _NORM: self.gradient_norm}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run of a candidate gave."""
+
+    steps: list[Step]
+    memory_bytes: int = 0
+    """Peak of the rank that needs most."""
+    tokens: int | None = None
+    """Tokens of the median step; None: not known."""
+    num_ranks: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Durations of the steps that count."""
+        durations = [step.duration_s for step in self.steps]
+        measured = [duration for duration in durations if duration is not None]
+        counted = [duration for duration in durations[WARMUP_STEPS:] if duration is not None]
+        return counted or measured[-1:]
+
+
+def read(folder: Path) -> RunRecord:
+    """Return what the ranks of a run recorded in a folder.
+
+    Raises:
+        DataError: There is nothing, or two ranks disagree about a number that all of them hold.
+    """
+    ranks = [list(_lines(path)) for path in sorted(folder.glob("rank-*.jsonl"))]
+    ranks = [lines for lines in ranks if len(lines) > 1]
+    if not ranks:
+        raise DataError(
+            "no step was recorded; compare needs a script that trains with Megatron's own loop "
+            "(megatron.training's pretrain), and a work directory that all hosts share"
+        )
+    headers = [lines[0] for lines in ranks]
+    bodies = [lines[1:] for lines in ranks]
+    notes = []
+    world_size = headers[0]["world_size"]
+    if len(ranks) < world_size:
+        notes.append(f"{len(ranks)} of {world_size} ranks left a record")
+    # A rank that was killed may lack the last steps of the others.
+    num_steps = max(len(body) for body in bodies)
+    steps = [_step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)]
+    memory_bytes = max(line["memory_bytes"] for body in bodies for line in body)
+    tokens = _tokens(bodies[0], headers[0]["seq_length"])
+    return RunRecord(steps, memory_bytes, tokens, world_size, notes)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a record; a last one that was cut off is left out."""
+    text = path.read_bytes()[:_MAX_BYTES].decode(errors="replace")
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _step(lines: Sequence[dict[str, Any]]) -> Step:
+    """Join what the ranks say of one step."""
+    iteration = lines[0]["iteration"]
+    durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
+    losses: dict[str, float] = {}
+    for line in lines:
+        for name, loss in line["losses"].items():
+            if not is_same(losses.setdefault(name, loss), loss):
+                raise _disagree(name, iteration, losses[name], loss)
+    norms = [line["gradient_norm"] for line in lines if line["gradient_norm"] is not None]
+    for norm in norms:
+        if not is_same(norm, norms[0]):
+            raise _disagree(_NORM, iteration, norms[0], norm)
+    return Step(
+        iteration=iteration,
+        losses=losses,
+        gradient_norm=norms[0] if norms else None,
+        skipped=lines[0]["skipped"],
+        duration_s=statistics.fmean(durations) if durations else None,
+    )
+
+
+def _disagree(name: str, iteration: int, first: float, second: float) -> DataError:
+    return DataError(
+        f"ranks disagree about the {name} of iteration {iteration}: {first!r} and {second!r}; "
+        "their weights are no longer the same"
+    )
+
+
+def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | None:
+    counts = [line["consumed_samples"] for line in lines if line["consumed_samples"] is not None]
+    if seq_length is None or len(counts) < 2:
+        return None
+    samples = [after - before for before, after in itertools.pairwise(counts)]
+    return int(statistics.median(samples) * seq_length)
+
+
+def is_same(first: float | None, second: float | None) -> bool:
+    """Return whether two numbers are equal to the last bit; one that is none equals another."""
+    if first is None or second is None:
+        return first is second
+    return first == second or (math.isnan(first) and math.isnan(second))
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest difference of a kind of number between two runs."""
+
+    name: str
+    """Of the number: `lm loss`, `gradient norm`."""
+    iteration: int
+    reference: float | None
+    candidate: float | None
+
+    @property
+    def relative(self) -> float:
+        """The difference over the reference; infinite where one of the two is no number."""
+        reference, candidate = self.reference, self.candidate
+        if is_same(reference, candidate):
+            return 0.0
+        if reference is None or candidate is None:
+            return math.inf
+        if not (math.isfinite(reference) and math.isfinite(candidate)):
+            return math.inf
+        return abs(candidate - reference) / max(abs(reference), 1e-30)
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """How the numbers of a run differ from those of another."""
+
+    loss: Deviation | None
+    """The largest of all losses; None: all are equal to the last bit."""
+    norm: Deviation | None
+    first_iteration: int | None
+    """The first in which any number differs."""
+    num_steps: int
+    """Steps that both have."""
+    skipped: int | None = None
+    """The first iteration that only one of the two skipped."""
+
+    @property
+    def are_none(self) -> bool:
+        """Whether all numbers are equal to the last bit."""
+        return self.loss is None and self.norm is None and self.skipped is None
+
+
+def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
+    """Hold the numbers of two runs against each other, iteration by iteration."""
+    others = {step.iteration: step for step in candidate.steps}
+    pairs = [(step, others[step.iteration]) for step in reference.steps if step.iteration in others]
+    differing: list[Deviation] = []
+    skipped = None
+    for step, other in pairs:
+        if skipped is None and step.skipped != other.skipped:
+            skipped = step.iteration
+        for name in sorted({*step.numbers, *other.numbers}):
+            numbers = step.numbers.get(name), other.numbers.get(name)
+            if not is_same(*numbers):
+                differing.append(Deviation(name, step.iteration, *numbers))
+    return Deviations(
+        loss=_largest(item for item in differing if item.name != _NORM),
+        norm=_largest(item for item in differing if item.name == _NORM),
+        first_iteration=differing[0].iteration if differing else skipped,
+        num_steps=len(pairs),
+        skipped=skipped,
+    )
+
+
+def _largest(differing: Iterable[Deviation]) -> Deviation | None:
+    return max(differing, key=lambda item: item.relative, default=None)

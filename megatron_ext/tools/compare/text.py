@@ -1,0 +1,71 @@
+"""The answer of a comparison on one screen."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from megatron_ext.tools.compare.outcome import Answer, Row, is_noise
+from megatron_ext.tools.text_table import aligned
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.compare.steps import Deviation, Deviations
+
+HEADER = (
+    "", "step ms", "80 % of steps", "speed", "tokens/s", "memory GiB", "bubble %", "losses",
+    "gradient norms",
+)  # fmt: skip
+_MAX_LABEL = 40
+
+
+def answer_text(answer: Answer) -> str:
+    """Return the table, what to know about its rows, the verdict, and the flags to keep."""
+    reference = answer.rows[0]
+    lines = [aligned([HEADER, *(_cells(row, reference) for row in answer.rows)])]
+    for row in answer.rows:
+        if row.judgement in ("close", "different", "failed", "not judged") and row.reason:
+            lines.append(f"{row.label}: {row.reason}")
+        if row.repeats is not None and not row.repeats.are_none:
+            lines.append(f"{row.label}: two runs with the same flags differ; see compare --self")
+        lines += [f"{row.label}: {note}" for note in row.notes]
+    lines += ["", answer.verdict]
+    if answer.keep:
+        lines.append(f"Flags to keep: {shlex.join(answer.keep)}")
+    return "\n".join(lines)
+
+
+def _cells(row: Row, reference: Row) -> list[str]:
+    label = row.label
+    if len(label) > _MAX_LABEL:
+        label = f"{label[: _MAX_LABEL - 3]}..."
+    range_text = ""
+    if row.fast_s is not None and row.slow_s is not None:
+        range_text = f"{1e3 * row.fast_s:.1f} to {1e3 * row.slow_s:.1f}"
+    speed = ""
+    if row.speed is not None:
+        speed = f"{row.speed:.2f} x"
+        if is_noise(row, reference):
+            speed = f"~ {speed}"
+    return [
+        label,
+        "" if row.step_s is None else f"{1e3 * row.step_s:.1f}",
+        range_text,
+        speed,
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        f"{row.memory_bytes / 2**30:.2f}" if row.memory_bytes else "",
+        "" if row.bubble_ratio is None else f"{100 * row.bubble_ratio:.1f}",
+        _difference_text(row, "loss"),
+        _difference_text(row, "norm"),
+    ]
+
+
+def _difference_text(row: Row, kind: str) -> str:
+    if row.judgement == "failed":
+        return "failed"
+    difference: Deviations | None = row.deviations
+    if difference is None:
+        return ""
+    deviation: Deviation | None = getattr(difference, kind)
+    if deviation is None:
+        return "bit-equal"
+    return f"{deviation.relative:.1e} at {deviation.iteration}"

@@ -1,0 +1,118 @@
+"""Records losses and gradient norms of each step to the last bit, with time and memory.
+
+Megatron's log rounds them to a few digits. Each rank appends lines of JSON to `rank-R.jsonl` in a
+folder: first who it is, then one line per step. `megatron-ext compare` switches it on around a
+launch, by two environment variables, under Megatron's own schedules too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_ext import devices
+from megatron_ext.config import active
+from megatron_ext.upstream.signatures import megatron_arguments
+
+FOLDER = "MEGATRON_EXT_STEPS_FOLDER"
+"""Where the ranks write; not set: nothing is recorded."""
+LIMIT = "MEGATRON_EXT_STEPS_LIMIT"
+"""Steps after which the training ends, counted from where it began."""
+
+
+class StepRecord:
+    """The file of one rank, and the steps that it has recorded.
+
+    Args:
+        path: The file; its folder is made.
+        limit: Steps after which `is_complete` is true.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path = path
+        self._limit = limit
+        self._num_steps = 0
+        self._begin_s: float | None = None
+        """When the step under way began; None for the first one, whose begin nothing reports."""
+        self._file: IO[str] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are recorded."""
+        return self._num_steps >= self._limit
+
+    def begin(self) -> None:
+        """Note that the next step begins now."""
+        self._begin_s = time.monotonic()
+
+    def add(
+        self, iteration: int, losses: Mapping[str, Any], gradient_norm: Any, *, skipped: bool
+    ) -> None:
+        """Append a step that has just ended.
+
+        Args:
+            iteration: Its number, counted over all resumed runs.
+            losses: Tensors of one element by name; empty but on the last stage.
+            gradient_norm: A number, a tensor of one element, or None where nobody computed it.
+            skipped: Whether the optimizer left the weights as they were.
+        """
+        # The conversions wait for the device, so the time of the step is taken after them.
+        loss_values = {name: float(loss) for name, loss in losses.items()}
+        norm = None if gradient_norm is None else float(gradient_norm)
+        now_s = time.monotonic()
+        duration_s = None
+        if self._begin_s is not None:
+            duration_s = now_s - self._begin_s
+        step = {
+            "iteration": iteration,
+            "losses": loss_values,
+            "gradient_norm": norm,
+            "skipped": skipped,
+            "duration_s": duration_s,
+            "consumed_samples": getattr(megatron_arguments(), "consumed_train_samples", None),
+            "memory_bytes": devices.current().peak_memory_bytes(),
+        }
+        self._append(step)
+        self._num_steps += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, content: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Each line reaches the disk at once: what a killed rank has measured counts.
+            self._file = self._path.open("w", encoding="utf-8", buffering=1)
+            self._file.write(json.dumps(_header()) + "\n")
+        self._file.write(json.dumps(content) + "\n")
+
+
+def _header() -> dict[str, Any]:
+    return {
+        "rank": int(os.environ.get("RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "host": socket.gethostname(),
+        "device": devices.current().name,
+        "seq_length": getattr(megatron_arguments(), "seq_length", None),
+    }
+
+
+def requested() -> StepRecord | None:
+    """Return the record of what is in force; None: the environment requests none."""
+    folder = os.environ.get(FOLDER)
+    in_force = active.active()
+    if not folder or in_force is None:
+        return None
+    if not isinstance(in_force.steps, StepRecord):
+        rank = os.environ.get("RANK", "0")
+        path = Path(folder) / f"rank-{rank}.jsonl"
+        in_force.steps = StepRecord(path, int(os.environ[LIMIT]))
+    return in_force.steps

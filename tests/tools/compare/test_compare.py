@@ -1,0 +1,299 @@
+"""`megatron-ext compare`, from its words to its answer: on CPU ranks, and without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.tools.compare import run
+from megatron_ext.tools.compare.compare_commands import launch_words
+from megatron_ext.tracing.steps import FOLDER
+from tests.commands import run_package
+from tests.ranks import require_training
+from tests.tools.compare.records import LOSSES, write
+
+RECIPE = (
+    "pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 2 "
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 --min-lr 1e-4 "
+    "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --eval-interval 1000 "
+    "--num-workers 0 --split 98,1,1 --make-vocab-size-divisible-by 16 "
+    "--no-create-attention-mask-in-dataloader --pipeline-model-parallel-size 2"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MEGATRON_EXT_DEVICE", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_numbers_under_zb_h1(tmp_path: Path) -> None:
+    require_training()
+    done = run_package(
+        "compare", "--steps", "4", "--rounds", "1", "--json", "-o", "out", "--",
+        *RECIPE.split(), "--save", "mine", "--pipeline-schedule", "zb-h1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    own, zb_h1 = answer["runs"]
+    assert (own["label"], zb_h1["label"]) == ("Megatron's own", "zb-h1")
+    assert zb_h1["judgement"] == "equal"
+    assert zb_h1["flags"] == ["--pipeline-schedule", "zb-h1"]
+    for row in (own, zb_h1):
+        assert row["num_steps"] == 4
+        assert row["step_s"] > 0
+        assert row["tokens_per_s"] > 0
+        assert row["memory_bytes"] > 1 << 20
+        assert 0 <= row["bubble_ratio"] < 1
+    [steps] = own["rounds"]
+    assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
+    # More digits than the log prints, and each step's own.
+    assert len({step["losses"]["lm loss"] for step in steps}) == 4
+    assert json.loads(Path("out/results.json").read_text()) == answer
+    assert not Path("mine").exists(), "no run writes into the user's folder"
+    assert not Path("out/weights").exists()
+
+
+class Launches:
+    """Stands in for `launch`: writes the records that a run's ranks would, or fails."""
+
+    def __init__(self) -> None:
+        self.words: list[list[str]] = []
+        self.losses: dict[str, Sequence[float]] = {}
+        """By a word of the command: the losses of a run with it."""
+        self.failing = ""
+        """A word of the command of a run that fails."""
+        self.stops_after = 0
+        """Runs after which Ctrl-C comes; 0: it does not."""
+
+    def __call__(
+        self,
+        words: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str],
+        stop: run.Stop,
+        progress: object,
+    ) -> run.Ended:
+        self.words.append(list(words))
+        log_path.write_text("")
+        if len(self.words) == self.stops_after:
+            os.kill(os.getpid(), signal.SIGINT)
+            return run.Ended(130, "interrupted")
+        if self.failing and self.failing in words:
+            return run.Ended(1, "localhost: rank 1 was ended by SIGKILL")
+        if "--save" in words:
+            Path(words[words.index("--save") + 1]).mkdir()
+        if folder := environment.get(FOLDER):
+            losses = next((self.losses[word] for word in words if word in self.losses), LOSSES)
+            write(Path(folder), losses)
+        return run.Ended(0, "")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    stand_in = Launches()
+    monkeypatch.setattr(run, "launch", stand_in)
+    return stand_in
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["megatron-ext", "compare", *words])
+    return cli.main(["compare", *words])
+
+
+def test_rounds_run_to_and_fro_from_the_same_weights(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    words = ["--with", "gpipe", "-o", "out", "--nproc", "2", "--", *recipe]
+    assert compare(monkeypatch, *words) == 0
+    schedules = []
+    for launched in launches.words:
+        assert launched[:3] == ["--nproc", "2", "--"]
+        is_ours = "--pipeline-schedule" in launched
+        schedules.append(launched[launched.index("--pipeline-schedule") + 1] if is_ours else "own")
+    assert schedules == ["own", "own", "zb-h1", "gpipe", "gpipe", "zb-h1", "own"]
+    weights = str(Path("out/weights").absolute())
+    first, *others = launches.words
+    assert first[first.index("--save") + 1] == weights
+    assert all(launched[launched.index("--load") + 1] == weights for launched in others)
+    assert not Path(weights).exists()
+    shown = capsys.readouterr()
+    assert shown.out.count("bit-equal") == 4
+    assert "run 7 of 7: Megatron's own, round 2: 100.0 ms a step, 5 steps" in shown.err
+
+
+def test_other_numbers_end_with_exit_code_3(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.losses["zb-h1"] = (*LOSSES[:-1], LOSSES[-1] + 1e-9)
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "-o", "out", "--", *recipe) == 3
+    assert "2.3e-10 at 5" in capsys.readouterr().out
+
+
+def test_a_killed_rank_is_said_and_the_other_runs_go_on(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.failing = "gpipe"
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    words = ["--with", "--pipeline-schedule gpipe", "-o", "out", "--", *recipe]
+    assert compare(monkeypatch, *words) == 1
+    assert len(launches.words) == 6, "a contender that has failed does not run again"
+    shown = capsys.readouterr().out
+    assert "gpipe: round 1: localhost: rank 1 was ended by SIGKILL" in shown
+    assert "\ngpipe failed; " in shown
+
+
+def test_ctrl_c_keeps_what_was_measured_and_removes_the_weights(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.stops_after = 4  # in the second round
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "-o", "out", "--", *recipe) == 130
+    assert len(launches.words) == 4
+    assert not Path("out/weights").exists()
+    answer = json.loads(Path("out/results.json").read_text())
+    assert [len(row["rounds"]) for row in answer["runs"]] == [1, 1]
+    assert "the answer is of the runs that have ended" in capsys.readouterr().err
+
+
+def test_speed_only_and_load_make_no_weights(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "--speed-only", "-o", "a", "--", *recipe) == 0
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    loaded = [*recipe, "--load", str(tmp_path)]
+    assert compare(monkeypatch, "-o", "b", "--", *loaded) == 0
+    assert len(launches.words) == 8
+    assert not any("--save" in words for words in launches.words)
+    assert all("--finetune" not in words for words in launches.words)
+
+
+def test_a_recipe_against_itself(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "--self", "-o", "out", "--", *recipe) == 0
+    assert all("zb-h1" in words for words in launches.words)
+    assert len(launches.words) == 3
+    assert "to the last bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", *RECIPE.split()], "nothing to compare with Megatron's own schedule; add"),
+        (["--"], "nothing to compare; name a script after --"),
+        (["--steps", "3", "--", *RECIPE.split()], "--steps"),
+        (
+            ["--with", "zb-w", "--", *RECIPE.split()],
+            "zb-w: ",
+        ),
+        (
+            ["--self", "--with=--use-dpp", "--", *RECIPE.split()],
+            "leave --with and --reference out",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_ends_in_one_line_before_anything_runs(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    try:
+        code = compare(monkeypatch, *words)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ext: error: ")
+    assert message in line
+    assert launches.words == []
+    assert not Path("compare").exists()
+
+
+def test_dropout_draws_the_same_masks_in_all_runs(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace("--hidden-dropout 0 --attention-dropout 0 ", "").split()
+    words = ["-o", "out", "--", *recipe, "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, *words) == 0
+    assert all("--microbatch-rng" in launched for launched in launches.words)
+    assert "added: --microbatch-rng" in capsys.readouterr().err
+
+
+def test_flags_of_the_environment_are_the_recipes_too(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-h1")
+    assert compare(monkeypatch, "-o", "out", "--", *RECIPE.split()) == 0
+    assert sum("zb-h1" in words for words in launches.words) == 2
+
+
+def test_options_of_launch_pass_through() -> None:
+    words = [
+        "--with=--use-dpp",
+        "--with",
+        "zb-v",
+        "--hostfile",
+        "h",
+        "--json",
+        "--env",
+        "A=1",
+        "--steps",
+        "9",
+    ]
+    assert launch_words(words) == ["--hostfile", "h", "--env", "A=1"]
+
+
+STANDING = """\
+import os, signal, sys, time
+from pathlib import Path
+Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def test_a_signal_ends_the_run_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that starts the run gets it, not the whole foreground: each signal comes once."""
+    started = tmp_path / "started"
+    popen = subprocess.Popen
+
+    def start(_command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", STANDING, str(started)], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+    def progress() -> None:
+        if started.exists() and started.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    begun_s = time.monotonic()
+    with run.Stop().installed() as stop:
+        ended = run.launch(
+            ["--", "pretrain_gpt.py"],
+            log_path=tmp_path / "log",
+            environment={},
+            stop=stop,
+            progress=progress,
+        )
+    assert stop.number == signal.SIGTERM
+    assert ended.code == -signal.SIGTERM
+    assert time.monotonic() - begun_s < 60

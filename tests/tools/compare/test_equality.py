@@ -1,0 +1,84 @@
+"""What a pair of runs promises of its numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config.hosting import preflight
+from megatron_ext.tools.compare.equality import REASONS, TOLERANCES, Promise, promise
+
+RECIPE = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 "
+    "--pipeline-model-parallel-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --eval-interval 1000 "
+)
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+SINGLE = Promise(*TOLERANCES["single"])
+BITS = Promise(0.0, 0.0)
+
+
+def promised(recipe: str, reference: str, candidate: str, *, same_flags: bool = True) -> Promise:
+    answers = []
+    for flags in (reference, candidate):
+        answer = preflight((recipe + flags).split(), device="cpu")
+        assert answer.accepted, answer.refusals
+        answers.append(answer)
+    return promise(*answers, same_flags=same_flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("--pipeline-schedule zb-h1", None),
+        ("--pipeline-schedule gpipe", None),
+        ("--pipeline-schedule 1f1b --use-dpp", None),
+        ("--pipeline-transport shm", None),
+        ("--pipeline-schedule zb-v", "clip"),
+        ("--pipeline-schedule v-half --clip-grad 0", None),
+        ("--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2", "clip"),
+        ("--enable-bitpipe-schedule", "twins"),
+        ("--pipeline-schedule dualpipe --clip-grad 0", "twins"),
+        ("--pipeline-schedule zb-h1 --pipeline-slices 2 --transformer-impl local", "slices"),
+        ("--pipeline-schedule zb-h1 --pipeline-balance order", "lengths"),
+    ],
+)
+def test_a_schedule_promises_bits_unless_it_adds_up_in_another_order(
+    flags: str, kind: str | None
+) -> None:
+    answer = promised(RECIPE + NO_DROPOUT, "", flags)
+    if kind is None:
+        assert answer == BITS
+    else:
+        assert answer == Promise(SINGLE.loss, SINGLE.norm, REASONS[kind])
+
+
+def test_interleaved_promises_bits_against_megatrons_own() -> None:
+    chunks = "--num-virtual-stages-per-pipeline-rank 2 "
+    recipe = RECIPE + NO_DROPOUT + chunks
+    assert promised(recipe, "", "--pipeline-schedule interleaved") == BITS
+
+
+def test_half_precision_has_wider_tolerances() -> None:
+    answer = promised(RECIPE + NO_DROPOUT + "--bf16 ", "", "--pipeline-schedule zb-v")
+    assert (answer.loss, answer.norm) == TOLERANCES["half"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "is_judged"),
+    [
+        (RECIPE, "--pipeline-schedule zb-h1", False),
+        (RECIPE + "--microbatch-rng ", "--pipeline-schedule zb-h1", True),
+        (RECIPE + "--microbatch-rng ", "--pipeline-schedule zb-v", False),
+        (RECIPE + NO_DROPOUT, "--pipeline-schedule zb-v", True),
+    ],
+)
+def test_dropout_is_judged_where_the_masks_are_the_same(
+    recipe: str, flags: str, *, is_judged: bool
+) -> None:
+    assert (promised(recipe, "", flags).loss is not None) == is_judged
+
+
+def test_other_flags_of_megatrons_promise_no_bits() -> None:
+    answer = promised(RECIPE + NO_DROPOUT, "", "--pipeline-schedule zb-h1", same_flags=False)
+    assert answer.reason == REASONS["flags"]

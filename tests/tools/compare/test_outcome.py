@@ -1,0 +1,134 @@
+"""The judgement of a comparison: speed, numbers, the verdict, the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.tools.compare.equality import Promise
+from megatron_ext.tools.compare.outcome import DIFFERENT, EQUAL, FAILED, Contender, as_json, judge
+from megatron_ext.tools.compare.recipe import REFERENCE, Candidate
+from megatron_ext.tools.compare.steps import read
+from megatron_ext.tools.compare.text import answer_text
+from tests.tools.compare.records import LOSSES, write
+
+BITS = Promise(0.0, 0.0)
+CLOSE = Promise(1e-4, 1e-3, "sums are added up in another order")
+ZB_V = Candidate("zb-v", ("--pipeline-schedule", "zb-v"))
+
+
+def contender(
+    folder: Path,
+    candidate: Candidate = ZB_V,
+    *,
+    rounds: tuple[float, ...] = (0.1, 0.1),
+    losses: tuple[float, ...] = LOSSES,
+    promise: Promise = BITS,
+) -> Contender:
+    records = []
+    for number, step_s in enumerate(rounds):
+        folder_of_round = folder / candidate.label / str(number)
+        records.append(read(write(folder_of_round, losses, step_s=step_s)))
+    return Contender(candidate, promise, records=records)
+
+
+def own(folder: Path, rounds: tuple[float, ...] = (0.2, 0.2)) -> Contender:
+    return contender(folder, Candidate(REFERENCE, ()), rounds=rounds)
+
+
+def test_a_faster_candidate_with_the_same_bits_is_kept(tmp_path: Path) -> None:
+    answer = judge([own(tmp_path), contender(tmp_path)], speed_only=False)
+    assert answer.code == EQUAL
+    assert answer.keep == ["--pipeline-schedule", "zb-v"]
+    assert answer.rows[1].judgement == "equal"
+    assert answer.verdict == (
+        "zb-v is 2.00 x as fast as Megatron's own, with the same losses and gradient norms to the "
+        "last bit over 5 steps."
+    )
+    shown = answer_text(answer)
+    assert "bit-equal" in shown
+    assert "2.00 x" in shown
+    assert "2,560" in shown, "tokens a second"
+    assert "Flags to keep: --pipeline-schedule zb-v" in shown
+
+
+def test_a_steady_drift_cancels(tmp_path: Path) -> None:
+    """Each run takes a step of 10 ms longer than the one before it: own, zb-v, zb-v, own."""
+    answer = judge(
+        [own(tmp_path, (0.10, 0.13)), contender(tmp_path, rounds=(0.11, 0.12))], speed_only=False
+    )
+    assert answer.rows[1].speed == pytest.approx(1.0)
+    assert answer.keep == [] or "as fast as each other" in answer.verdict
+
+
+@pytest.mark.parametrize(
+    ("promise", "change", "judgement", "code"),
+    [
+        (BITS, 1e-7, "different", DIFFERENT),
+        (CLOSE, 1e-7, "close", EQUAL),
+        (CLOSE, 1e-3, "different", DIFFERENT),
+        (Promise(None, None, "dropout"), 0.5, "not judged", EQUAL),
+    ],
+)
+def test_numbers_are_held_to_what_the_pair_promises(
+    tmp_path: Path, promise: Promise, change: float, judgement: str, code: int
+) -> None:
+    losses = (*LOSSES[:-1], LOSSES[-1] * (1 + change))
+    other = contender(tmp_path, losses=losses, promise=promise)
+    answer = judge([own(tmp_path), other], speed_only=False)
+    assert answer.rows[1].judgement == judgement
+    assert answer.code == code
+    assert (answer.keep == []) == (judgement == "different")
+    if judgement == "different":
+        assert answer.verdict.startswith("zb-v trained other numbers than Megatron's own")
+    [difference] = [
+        run["loss_difference"] for run in as_json(answer, [own(tmp_path), other])["runs"][1:]
+    ]
+    assert difference["relative"] == pytest.approx(change, rel=1e-2)
+    assert difference["iteration"] == 5
+
+
+def test_a_recipe_that_does_not_repeat_itself_is_no_difference_and_is_said(tmp_path: Path) -> None:
+    reference = own(tmp_path)
+    noisy = (*LOSSES[:-1], LOSSES[-1] * 1.001)
+    reference.records[1] = read(write(tmp_path / "noisy", noisy))
+    other = contender(tmp_path, losses=(*LOSSES[:-1], LOSSES[-1] * 1.0005))
+    answer = judge([reference, other], speed_only=False)
+    assert answer.rows[1].judgement == "close"
+    assert "the recipe does not repeat itself" in answer.rows[1].reason
+    assert "Megatron's own: two runs with the same flags differ" in answer_text(answer)
+
+
+def test_a_run_with_fewer_steps_is_different(tmp_path: Path) -> None:
+    answer = judge([own(tmp_path), contender(tmp_path, losses=LOSSES[:-1])], speed_only=False)
+    assert answer.code == DIFFERENT
+    assert answer.rows[1].reason == "it trained 4 steps, and the reference 5"
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
+    failed = contender(
+        tmp_path, Candidate("bitpipe", ("--enable-bitpipe-schedule",)), rounds=(0.1,)
+    )
+    failed.failure = "round 2: localhost: rank 1 was ended by SIGKILL"
+    answer = judge([own(tmp_path), contender(tmp_path), failed], speed_only=False)
+    assert answer.code == FAILED
+    assert answer.rows[2].step_s == pytest.approx(0.1)
+    assert answer.keep == ["--pipeline-schedule", "zb-v"]
+    assert "bitpipe: round 2: localhost: rank 1 was ended by SIGKILL" in answer_text(answer)
+
+
+def test_without_the_reference_there_is_nothing_to_compare_with() -> None:
+    reference = Contender(Candidate(REFERENCE, ()), BITS, failure="out of memory")
+    answer = judge([reference, Contender(ZB_V, BITS)], speed_only=False)
+    assert answer.code == FAILED
+    assert answer.verdict.startswith("Megatron's own failed, so there is nothing to compare with")
+    assert answer_text(answer)
+
+
+def test_speed_alone_judges_no_numbers(tmp_path: Path) -> None:
+    other = contender(tmp_path, losses=tuple(2 * loss for loss in LOSSES))
+    answer = judge([own(tmp_path), other], speed_only=True)
+    assert answer.code == EQUAL
+    assert answer.rows[1].judgement == "not judged"
+    assert "each run drew its own weights" in answer.rows[1].reason

@@ -1,0 +1,74 @@
+"""What ranks recorded is read, and two runs are held against each other to the last bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import DataError
+from megatron_ext.tools.compare.steps import RunRecord, Step, deviations, read
+from tests.tools.compare.records import LOSSES, write
+
+
+def test_the_ranks_of_a_run_are_joined(tmp_path: Path) -> None:
+    record = read(write(tmp_path))
+    assert [step.losses["lm loss"] for step in record.steps] == list(LOSSES)
+    assert record.memory_bytes == 2 << 30
+    assert record.tokens == 8 * 32
+    assert record.num_ranks == 2
+    assert record.durations_s == [0.1, 0.1], "three steps warm up"
+    assert record.notes == []
+
+
+def test_a_line_that_was_cut_off_and_a_rank_without_steps_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path)
+    record = tmp_path / "rank-0.jsonl"
+    record.write_text(record.read_text()[:-5])
+    (tmp_path / "rank-1.jsonl").write_text("")
+    joined = read(tmp_path)
+    assert len(joined.steps) == len(LOSSES) - 1
+    assert joined.notes == ["1 of 2 ranks left a record"]
+
+
+def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
+    write(tmp_path, changes={1: {"gradient_norm": 7.0}})
+    with pytest.raises(DataError, match="ranks disagree about the gradient norm of iteration 5"):
+        read(tmp_path)
+
+
+def test_a_script_without_megatrons_loop_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no step was recorded; compare needs a script"):
+        read(tmp_path)
+
+
+def _record(losses: list[float]) -> RunRecord:
+    steps = [Step(i, {"lm loss": loss}, 1.0, False, 0.1) for i, loss in enumerate(losses)]
+    return RunRecord(steps)
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=8), st.data())
+def test_a_changed_number_is_seen_and_nothing_else(
+    losses: list[float], data: st.DataObject
+) -> None:
+    same = deviations(_record(losses), _record(losses))
+    assert same.are_none
+    place = data.draw(st.integers(0, len(losses) - 1))
+    changed = list(losses)
+    changed[place] = math.nextafter(losses[place], math.inf)
+    if math.isnan(losses[place]) or changed[place] == losses[place]:
+        changed[place] = 0.5
+    difference = deviations(_record(losses), _record(changed))
+    assert difference.loss is not None
+    assert difference.loss.iteration == difference.first_iteration == place
+    assert difference.norm is None
+
+
+def test_an_iteration_that_only_one_run_skips_is_a_difference() -> None:
+    skipping = RunRecord([Step(1, {"lm loss": 2.0}, 1.0, True, 0.1)])
+    difference = deviations(RunRecord([Step(1, {"lm loss": 2.0}, 1.0, False, 0.1)]), skipping)
+    assert difference.skipped == 1
+    assert not difference.are_none
