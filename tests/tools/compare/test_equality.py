@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_ext.config.hosting import preflight
@@ -82,3 +84,17 @@ def test_dropout_is_judged_where_the_masks_are_the_same(
 def test_other_flags_of_megatrons_promise_no_bits() -> None:
     answer = promised(RECIPE + NO_DROPOUT, "", "--pipeline-schedule zb-h1", same_flags=False)
     assert answer.reason == REASONS["flags"]
+
+
+def test_the_page_states_the_same() -> None:
+    same_order = "only the order of computation, the wire or the processes differ"
+    rows = [f"| {same_order} | any | bit-equal | bit-equal |"]
+    for kind, reason in REASONS.items():
+        if kind == "dropout":
+            rows.append(f"| {reason} | any | not judged | not judged |")
+            continue
+        for precision, (loss, norm) in TOLERANCES.items():
+            rows.append(f"| {reason} | {precision} | {loss:g} | {norm:g} |")
+    page = (Path(__file__).parents[3] / "docs/compare.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- equality: begin -->")[2].partition("<!-- equality: end -->")[0]
+    assert table.strip().splitlines()[2:] == rows
