@@ -114,7 +114,7 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 
 def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candidate) -> Recipe:
     """Return the recipe in which dropout draws the same masks under all schedules, if it can."""
-    settings = _preflight(args, recipe, reference).given
+    settings = _preflight(args, recipe, reference).checked_args
     rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
     if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
         return recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.stages import chunks_of_megatron
+from megatron_ext.config.cut import UserCut
 from megatron_ext.schedules.table.placement import loop
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
         return Promise(0.0, 0.0)
     if kind == "dropout":
         return Promise(None, None, REASONS[kind])
-    settings = reference.given
+    settings = reference.checked_args
     is_half = any(getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4"))
     loss, norm = TOLERANCES["half" if is_half else "single"]
     return Promise(loss, norm, REASONS[kind])
@@ -66,7 +66,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
 
 def _difference(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> str | None:
     """Return what makes the numbers of two runs differ, a key of `REASONS`; None: nothing does."""
-    settings, config, reference_config = candidate.given, candidate.config, reference.config
+    settings, config, reference_config = candidate.checked_args, candidate.config, reference.config
     assert config is not None
     assert reference_config is not None
     stages = _placement(candidate)
@@ -96,5 +96,5 @@ def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
     if answer.pipeline is not None:
         return answer.pipeline.placement.stages_of
     # Under Megatron's own schedules, and with forward and backward ranks, whose parameters lie so.
-    ranks = answer.given.pipeline_model_parallel_size
-    return loop(ranks, chunks_of_megatron(answer.given)).stages_of
+    ranks = answer.checked_args.pipeline_model_parallel_size
+    return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of
