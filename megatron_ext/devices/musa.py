@@ -144,6 +144,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
         return to(value)
 
     private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
+    # `_completions` redirects these, because their behaviour must differ.
     different = {"get_device_properties", "is_available"}
     for name in sorted({*torch.cuda.__all__, *private} - different):
         value = getattr(musa, name, None)

@@ -189,6 +189,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if requested is None and flags is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
+    # Check this before Bridge's configuration is changed.
     REGISTRY.raise_mismatches()
     configured_sizes = None
     # Ignore sizes that this module derived for an earlier run.
@@ -207,6 +208,7 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         entrances.check(arguments)
     except BaseException as error:
         active.clear_configuration()
+        # Leave Bridge's configuration as the user made it.
         settings.restore()
         if requested is not None:  # the program may retry with another Bridge configuration
             entrances.await_host(requested)

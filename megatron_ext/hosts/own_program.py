@@ -96,11 +96,13 @@ def configure(
         seed=seed,
         layout=layout,
     )
+    # A second call replaces the first one's configuration.
     clear_configuration()
     if config.device != "auto":
         _take_device(config.device)
     patches.arm()
     hosts.arm()
+    # Fail here, before the program builds a model that the patches would not fit.
     REGISTRY.raise_mismatches()
     if config.disaggregation is not None:
         raise ArgumentsError(

@@ -97,6 +97,7 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             _check_frozen(chunks)
             _check_copies(chunks, in_force)
         result = schedule(*args, **kwargs)
+        # Evaluations do not count, because they update no copies.
         in_force.checked_steps += is_training
         in_force.is_evaluation_checked = True
         return result

@@ -254,6 +254,7 @@ class Watchdog:
             stuck = self._lasts(self.timeout_s)
             try:
                 if stuck:
+                    # All ranks check this key once per period.
                     store.set("alarm", str(rank))
                 elif not store.check(["alarm"]):
                     continue

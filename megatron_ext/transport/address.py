@@ -110,6 +110,7 @@ def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -
         return address.wire, "as configured"
     if no_memory is None:
         return "shm", "they are on one host"
+    # RDMA is faster but needs both ends; TCP works between all hosts.
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
 
 

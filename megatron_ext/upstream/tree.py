@@ -235,6 +235,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
                 supported=tag,
                 remedy="Fetch from the official repository or a faithful mirror of it",
             )
+        # Rename only a verified clone, so that an interrupted fetch leaves no partial tree.
         clone.rename(target)
     except subprocess.TimeoutExpired:
         raise UserError(

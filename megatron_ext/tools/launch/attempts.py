@@ -72,6 +72,7 @@ def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespa
     while True:
         outcome, completed = _attempt(attempt, args)
         now = time.monotonic()
+        # Count only recent failures, so that a long job may survive more of them in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:

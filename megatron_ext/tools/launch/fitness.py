@@ -59,6 +59,7 @@ def look(request: Json, log_dir: Path) -> Json:
         },
     }
     try:
+        # A relative name of the script is looked up in this directory below.
         os.chdir(request["workdir"])
     except OSError as error:
         problems.append(

@@ -45,6 +45,7 @@ def _assignment(text: str) -> tuple[str, str]:
         return name, value
     if name not in os.environ:
         raise argparse.ArgumentTypeError(f"{name} is not set here; export it, or give {name}=VALUE")
+    # Take the value from here, so that a secret need not appear on the command line.
     return name, os.environ[name]
 
 

@@ -106,6 +106,7 @@ class RunFolder:
         Raises:
             OSError: It cannot be written; the old content is intact.
         """
+        # Use a random name, so that two writers never share a scratch file.
         scratch = f".{name}.{secrets.token_hex(4)}"
         try:
             with self.create(scratch) as file:
@@ -124,6 +125,7 @@ class RunFolder:
         Raises:
             OSError: It cannot be created, or is a link.
         """
+        # O_NOFOLLOW: a link in its place must not redirect the write.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, _NEW_FILE_MODE, dir_fd=self._descriptor)
         return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - of a descriptor
@@ -143,6 +145,7 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
                 ) from None
         raise
     try:
+        # Check the open descriptor instead of the path, which could be replaced in between.
         _require_private(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)

@@ -115,6 +115,7 @@ class Run:
         """
         steps: dict[int, list[Step]] = defaultdict(list)
         for rank in self.surveys:
+            # A repeated step has the same number, so its last attempt wins.
             last_by_number = {step.number: step for step in rank.complete_steps}
             for number, step in last_by_number.items():
                 steps[number].append(step)

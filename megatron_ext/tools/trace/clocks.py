@@ -178,6 +178,7 @@ def _relate(root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, Cl
     # Search breadth first, so that each clock is as few steps from the root as possible: errors add
     # up.
     queue = [root]
+    # The loop also visits the clocks that it appends.
     for reference in queue:
         for (ahead, clock), upper_ns in sorted(bounds_ns.items()):
             backward_ns = bounds_ns.get((clock, ahead))

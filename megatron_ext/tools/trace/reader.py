@@ -120,6 +120,7 @@ class TraceFile:
             if not isinstance(message, int):
                 raise TypeError(f"a message has the number {message!r}")
             spans.append(Span(category, start_ns, end_ns, attributes, message))
+        # A span is written when it ends, so nested spans are out of order in the file.
         spans.sort(key=lambda span: span.begin_ns)
         return Iteration(
             figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
@@ -156,6 +157,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     # lacks.
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
+    # Files are sorted by time, so the newest file of each rank wins.
     by_rank = {file.header.rank: file for file in files if _is_of_run(file.header, newest)}
     num_left_out = len(files) - len(by_rank)
     if num_left_out:

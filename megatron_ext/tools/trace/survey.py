@@ -244,6 +244,7 @@ def survey(
     for iteration in sample.measures or sample.iterations:
         _IterationCounter(result, iteration).count()
     if not sample.measures:
+        # Durations of unrepresentative iterations would give wrong costs.
         result.actions.clear()
     for source, link in result.links.items():
         link.steps = result.num_sampled
