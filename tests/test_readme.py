@@ -19,7 +19,7 @@ from tests.ranks import require_training
 REPO = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "examples/*.md", "examples/*/*.md")
     for path in REPO.glob(pattern)
 )
 IDS = [path.relative_to(REPO).as_posix() for path in DOCUMENTS]
@@ -232,17 +232,15 @@ def test_variables_and_functions_exist(path: Path) -> None:
     assert set(re.findall(r"megatron_ext\.(\w+)\(\)", text)) <= set(megatron_ext.__all__)
 
 
-def test_the_table_of_patches_is_current() -> None:
-    text = text_of(REPO / "docs/patching.md")
-    [written] = re.findall(r"<!-- patches: begin -->\n(.*)<!-- patches: end -->", text, re.DOTALL)
+def test_the_page_of_patches_is_current() -> None:
     done = run_python(str(REPO / "website/patch_table.py"))
-    assert written.strip() == done.stdout.strip(), (
-        "copy what `python website/patch_table.py` prints"
-    )
+    page = "docs/reference/patches.md"
+    remedy = f"run `python website/patch_table.py > {page}`"
+    assert text_of(REPO / page) == done.stdout, remedy
 
 
 @pytest.mark.short_s(8)  # nothing else looks at them
-def test_the_tables_of_recipes_are_current() -> None:
+def test_the_table_of_features_is_current() -> None:
     [written] = re.findall(
         r"<!-- features: begin -->\n(.*)\n<!-- features: end -->",
         text_of(REPO / "docs/recipes.md"),
@@ -250,6 +248,13 @@ def test_the_tables_of_recipes_are_current() -> None:
     )
     done = run_python(str(REPO / "website/recipe_tables.py"))
     assert written == done.stdout.strip(), "copy what `python website/recipe_tables.py` prints"
+
+
+def test_the_page_of_refusals_is_current() -> None:
+    done = run_python(str(REPO / "website/recipe_tables.py"), "--refused")
+    page = "docs/reference/refused.md"
+    remedy = f"run `python website/recipe_tables.py --refused > {page}`"
+    assert text_of(REPO / page) == done.stdout, remedy
 
 
 def test_the_picture_is_well_formed_and_follows_the_colour_scheme() -> None:

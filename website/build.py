@@ -21,7 +21,7 @@ from megatron_ext.schedules.drawing import palette, svg
 from megatron_ext.schedules.table.costs import Costs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")
+PAGES = ("*.md", "docs/*.md", "docs/*/*.md", "examples/*.md", "examples/*/*.md")
 RANKS = (2, 4, 8)
 MICROBATCHES_PER_RANK = (1, 2, 4)
 LATENCIES = (0.0, 0.25)

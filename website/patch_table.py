@@ -1,4 +1,4 @@
-"""The table of docs/patching.md: the patches on Megatron, which depend on the code alone."""
+"""docs/reference/patches.md: the patches on Megatron, which depend on the code alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import sys
 
 import megatron_ext
 
+HEAD = """# Every patch on Megatron
+
+<!-- Generated: python website/patch_table.py > docs/reference/patches.md -->
+
+[How Megatron is patched](../patching.md) explains the columns. `megatron-ext patches list` prints
+the same for the installed release, with `--all` also the names of torch that a device redirects.
+
+"""
+
+sys.stdout.write(HEAD)
 sys.stdout.write("| patch | target | kind | releases | reason |\n|---|---|---|---|---|\n")
 for row in megatron_ext.report():
     if not row.target.startswith("torch"):  # those depend on the device

@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md, from the rules: features by schedule, and what is refused."""
+"""Prints the table of docs/recipes.md, or with --refused docs/reference/refused.md."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
+from megatron_ext.config.flags import in_flags
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.errors import reworded
 
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
+HEAD = """# Settings that schedules refuse or drop
+
+<!-- Generated: python website/recipe_tables.py --refused > docs/reference/refused.md -->
+
+Every rule that a job is checked by before it starts. `megatron-ext doctor --devices 64xh100 --
+pretrain_gpt.py FLAGS` applies them to your flags. [recipes.md](../recipes.md) has the table of
+features by schedule. "None: dropped" means that the job runs without the setting, and one line of
+the log says so.
+
+"""
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe")
@@ -77,7 +89,7 @@ FEATURES = {
 }  # fmt: skip
 """Features of recipes, as flags."""
 _SCOPES = {
-    "schedule": "every schedule of ours, disaggregation",
+    "schedule": "all our schedules, disaggregation",
     "dropped": "none: dropped",
     "dropped_by_split": "none: dropped where backwards are split",
     "whole": "none: dropped where backwards are split; `--use-dpp` leaves them whole",
@@ -88,8 +100,8 @@ _SCOPES = {
     "dropped_by_roles": "none: dropped by disaggregation",
     "folded": "V and W placements",
     "placed": "V and W placements, in programs that build their model",
-    "pairs": "`--overlap-moe-expert-parallel-comm` with a schedule of ours",
-    "chunks": "schedules of ours with several stages on each rank",
+    "pairs": "`--overlap-moe-expert-parallel-comm` with our schedules",
+    "chunks": "our schedules with several stages on each rank",
     "twins": "two mirrored pipelines",
     "microbatch_rng": "`--microbatch-rng` under Megatron's own schedules",
     "chosen": "`--use-dpp`",
@@ -99,13 +111,13 @@ _SCOPES = {
     "lengths": "`--variable-seq-lengths`",
     "stock_lengths": "`--variable-seq-lengths` under Megatron's own schedules",
     "roles": "disaggregation",
-    "transport": "a transport of ours under Megatron's own schedules",
+    "transport": "our transports under Megatron's own schedules",
 }
 """Under which schedules each group of rules holds."""
 
 
 def features() -> str:
-    """Return, in Markdown, which features go with which schedules, and what the rules refuse."""
+    """Return, in Markdown, which features go with which schedules."""
 
     def look(flags: str, config: PipelineConfig) -> Preflight:
         return preflight(shlex.split(SIZES + flags), config, world_size=64)
@@ -125,15 +137,19 @@ def features() -> str:
                 else "yes"
             )  # fmt: skip
         lines.append(f"| {feature} | {' | '.join(cells)} |")
-    lines += ["", "| setting | with | why not | instead |", "|---|---|---|---|"]
-    for group, rules in RULES.items():
-        lines += [
-            f"| {one.flag} | {_SCOPES[group]} | {one.reason} | "
-            f"{one.remedy.replace('SUBJECT', 'the schedule')} |"
-            for one in rules
-        ]
     return "\n".join(lines)
 
 
+def refused() -> str:
+    """Return the page of all settings that schedules refuse or drop."""
+    lines = ["| setting | with | why not | instead |", "|---|---|---|---|"]
+    for group, rules in RULES.items():
+        for rule in rules:
+            remedy = rule.remedy.replace("SUBJECT", "the schedule")
+            cells = f"{rule.flag} | {_SCOPES[group]} | {rule.reason} | {remedy}"
+            lines.append(f"| {reworded(cells, in_flags)} |")
+    return HEAD + "\n".join(lines)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(features() + "\n")
+    sys.stdout.write((refused() if "--refused" in sys.argv else features()) + "\n")

@@ -1,4 +1,4 @@
-"""Tells which of upstream's tests run and which do not, as text and as docs/upstream-tests.md."""
+"""Tells which of upstream's tests run, as text and as docs/reference/upstream-tests.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.upstream.table import AREAS, Excluded, Suite, area
 _HEAD = """\
 # Upstream's own unit tests on the CPU
 
-<!-- Generated: python -m tests.upstream.runner --markdown > docs/upstream-tests.md -->
+<!-- Generated: python -m tests.upstream.runner --markdown > docs/reference/upstream-tests.md -->
 
 With the package armed and none of its flags given, Megatron-LM must behave as without it. Its own
 unit tests, at the pinned tag and unmodified, say so: `bash tests/upstream/run.sh` runs those that
@@ -103,7 +103,7 @@ def text() -> str:
 
 
 def markdown() -> str:
-    """Return docs/upstream-tests.md."""
+    """Return docs/reference/upstream-tests.md."""
     parts = (
         ("By area", _areas()),
         ("Reasons", _reasons()),

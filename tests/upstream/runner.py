@@ -2,7 +2,7 @@
 
     python -m tests.upstream.runner [PATTERN...]   # all, or the files whose path holds a pattern
     python -m tests.upstream.runner --list         # what runs, and what does not and why
-    python -m tests.upstream.runner --markdown     # the same, as docs/upstream-tests.md holds it
+    python -m tests.upstream.runner --markdown     # the same, for docs/reference/upstream-tests.md
 
 The tests come from the Megatron-LM tree that MEGATRON_LM_PATH names. At the pinned tag any
 difference from `selection.py` is a failure: a test that fails, one that passes though it is left

@@ -12,7 +12,7 @@ from tests.upstream.excluded import EXCLUDED, REASONS
 from tests.upstream.selection import SUITES, suites_for
 from tests.upstream.table import LeftOut, Suite, problems
 
-_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "upstream-tests.md"
+_DOCUMENT = Path(__file__).resolve().parents[2] / "docs/reference/upstream-tests.md"
 
 _TESTS = """
 import os
