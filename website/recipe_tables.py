@@ -18,11 +18,10 @@ HEAD = """# Settings that schedules refuse or drop
 
 <!-- Generated: python website/recipe_tables.py --refused > docs/reference/refused.md -->
 
-Every rule that a job is checked by before it starts. `megatron-ext doctor --devices 64xh100 --
-pretrain_gpt.py FLAGS` applies them to your flags. [recipes.md](../recipes.md) has the table of
-features by schedule. "None: dropped" means that the job runs without the setting, and one line of
-the log says so.
-
+Every rule that a job is checked by before it starts. To apply them to your flags on any machine:
+`megatron-ext doctor --devices 64xh100 -- pretrain_gpt.py FLAGS`. [recipes.md](../recipes.md) has
+the table of features by schedule. A job runs without the settings that are dropped, and one line
+of the log says so.
 """
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
@@ -89,31 +88,31 @@ FEATURES = {
 }  # fmt: skip
 """Features of recipes, as flags."""
 _SCOPES = {
-    "schedule": "all our schedules, disaggregation",
-    "dropped": "none: dropped",
-    "dropped_by_split": "none: dropped where backwards are split",
-    "whole": "none: dropped where backwards are split; `--use-dpp` leaves them whole",
-    "unfused": "schedules that split backwards",
-    "dropped_by_line": "none: dropped where each rank has one stage",
-    "dropped_by_slices": "none: dropped by `--pipeline-slices`",
-    "unpaired": "none: `--overlap-moe-expert-parallel-comm` is dropped",
-    "dropped_by_roles": "none: dropped by disaggregation",
-    "folded": "V and W placements",
-    "placed": "V and W placements, in programs that build their model",
-    "pairs": "`--overlap-moe-expert-parallel-comm` with our schedules",
-    "chunks": "our schedules with several stages on each rank",
-    "twins": "two mirrored pipelines",
-    "microbatch_rng": "`--microbatch-rng` under Megatron's own schedules",
-    "chosen": "`--use-dpp`",
-    "crossed": "`--use-dpp` on mirrored pipelines",
-    "balance": "`--pipeline-balance`",
-    "slices": "`--pipeline-slices`",
-    "lengths": "`--variable-seq-lengths`",
-    "stock_lengths": "`--variable-seq-lengths` under Megatron's own schedules",
-    "roles": "disaggregation",
-    "transport": "our transports under Megatron's own schedules",
+    "schedule": "Refused by all our schedules and disaggregation",
+    "unfused": "Refused by schedules that split backwards",
+    "folded": "Refused by V and W placements",
+    "placed": "Refused by V and W placements, in programs that build their model",
+    "chunks": "Refused by our schedules with several stages on each rank",
+    "twins": "Refused by two mirrored pipelines",
+    "pairs": "Refused by our schedules with `--overlap-moe-expert-parallel-comm`",
+    "slices": "Refused by `--pipeline-slices`",
+    "chosen": "Refused by `--use-dpp`",
+    "crossed": "Refused by `--use-dpp` on mirrored pipelines",
+    "lengths": "Refused by `--variable-seq-lengths`",
+    "balance": "Refused by `--pipeline-balance`",
+    "roles": "Refused by disaggregation",
+    "stock_lengths": "Refused by `--variable-seq-lengths` under Megatron's own schedules",
+    "microbatch_rng": "Refused by `--microbatch-rng` under Megatron's own schedules",
+    "transport": "Refused by our transports under Megatron's own schedules",
+    "dropped": "Dropped by all our schedules and disaggregation",
+    "dropped_by_split": "Dropped where backwards are split",
+    "whole": "Dropped where backwards are split, but not by `--use-dpp`, which leaves them whole",
+    "dropped_by_line": "Dropped where each rank has one stage",
+    "unpaired": "Settings beside which `--overlap-moe-expert-parallel-comm` is dropped",
+    "dropped_by_slices": "Dropped by `--pipeline-slices`",
+    "dropped_by_roles": "Dropped by disaggregation",
 }
-"""Under which schedules each group of rules holds."""
+"""What each group of rules does, as a heading."""
 
 
 def features() -> str:
@@ -142,12 +141,12 @@ def features() -> str:
 
 def refused() -> str:
     """Return the page of all settings that schedules refuse or drop."""
-    lines = ["| setting | with | why not | instead |", "|---|---|---|---|"]
-    for group, rules in RULES.items():
-        for rule in rules:
+    lines = []
+    for group in sorted(RULES, key=list(_SCOPES).index):
+        lines += [f"\n## {_SCOPES[group]}\n", "| setting | why not | instead |", "|---|---|---|"]
+        for rule in RULES[group]:
             remedy = rule.remedy.replace("SUBJECT", "the schedule")
-            cells = f"{rule.flag} | {_SCOPES[group]} | {rule.reason} | {remedy}"
-            lines.append(f"| {reworded(cells, in_flags)} |")
+            lines.append(f"| {reworded(f'{rule.flag} | {rule.reason} | {remedy}', in_flags)} |")
     return HEAD + "\n".join(lines)
 
 
