@@ -251,9 +251,9 @@ def test_the_table_of_features_is_current() -> None:
 
 
 def test_the_page_of_refusals_is_current() -> None:
-    done = run_python(str(REPO / "website/recipe_tables.py"), "--refused")
+    done = run_python(str(REPO / "website/recipe_tables.py"), "refused")
     page = "docs/reference/refused.md"
-    remedy = f"run `python website/recipe_tables.py --refused > {page}`"
+    remedy = f"run `python website/recipe_tables.py refused > {page}`"
     assert text_of(REPO / page) == done.stdout, remedy
 
 

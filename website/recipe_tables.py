@@ -1,4 +1,4 @@
-"""Prints the table of docs/recipes.md, or with --refused docs/reference/refused.md."""
+"""Prints the table of docs/recipes.md, or with `refused` docs/reference/refused.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEAD = """# Settings that schedules refuse or drop
 
-<!-- Generated: python website/recipe_tables.py --refused > docs/reference/refused.md -->
+<!-- Generated: python website/recipe_tables.py refused > docs/reference/refused.md -->
 
 Every rule that a job is checked by before it starts. To apply them to your flags on any machine:
 `megatron-ext doctor --devices 64xh100 -- pretrain_gpt.py FLAGS`. [recipes.md](../recipes.md) has
@@ -151,4 +151,4 @@ def refused() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write((refused() if "--refused" in sys.argv else features()) + "\n")
+    sys.stdout.write((refused() if "refused" in sys.argv else features()) + "\n")
