@@ -34,7 +34,7 @@ for module in pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext."):
 for name in registered():
     generate(name, 4, 8)
 import pytest
-sys.exit(pytest.main(["-n", "0", "-q", "--short", "--short-s", "0.3", *tests]))
+sys.exit(pytest.main(["-n", "0", "-q", *tests]))
 """
 ONLY_FOR = {"lengths": "megatron_ext.tools.length_plan"}
 """Commands of a feature, by feature: they are imported when they run."""

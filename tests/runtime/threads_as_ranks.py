@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.feature_list import TABLES
 from megatron_ext.runtime.program import Peers
 from megatron_ext.schedules import Action, Schedule, generate, registered
 from megatron_ext.schedules.table.actions import Row
+from megatron_ext.schedules.table.table_change import in_use
 
 from . import fake
 
@@ -151,13 +153,14 @@ def chain(schedule: Schedule, start: float = 0.0) -> dict[Action, list[float]]:
 @st.composite
 def sized(draw: st.DrawFn) -> Schedule:
     """A schedule of 2 to 6 ranks of any generator, with or without pairs."""
-    name, pairs = draw(st.sampled_from(list(registered()))), draw(st.booleans())
+    name = draw(st.sampled_from(list(registered())))
+    pairs = draw(st.booleans()) and "pairs" in TABLES
     pp, count = draw(st.integers(2, 6)), draw(st.integers(1, 10))
     for ranks in (pp, pp + 1, 4):
         for number in range(count, count + 2 * ranks + 2):
             try:
                 chunks = 2 if registered()[name].free_chunks else None
-                return generate(name, ranks, number, chunks, pairs=pairs)
+                return generate(name, ranks, number, chunks, **in_use(pairs=pairs))
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
     raise AssertionError(f"{name} takes no size near pp {pp}, m {count}")

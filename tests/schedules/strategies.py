@@ -8,8 +8,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.feature_list import TABLES
 from megatron_ext.schedules import Costs, Schedule, generate, registered
 from megatron_ext.schedules.table.actions import Bypass
+from megatron_ext.schedules.table.table_change import in_use
 
 TIMES = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
 EQUAL = st.builds(lambda time: Costs(time, time, time), TIMES)
@@ -30,16 +32,16 @@ def schedules(
     count = draw(st.integers(1, largest))
     options = {key: draw(st.sampled_from(values)) for key, values in generator.options.items()}
     chunks = draw(st.integers(2, 4)) if generator.free_chunks else None
-    num_slices = draw(st.sampled_from([1, 1, 1, 2, 3])) if slices else 1
+    has_slices = slices and "slices" in TABLES
+    num_slices = draw(st.sampled_from([1, 1, 1, 2, 3])) if has_slices else 1
     costs = Costs(attention=draw(st.sampled_from([0.0, 0.4]))) if num_slices > 1 else Costs()
     count = -(-count // num_slices)
     # From there the next sizes that the generator takes.
     for ranks in (pp, pp + 1, 4):
         for number in range(count, count + 2 * ranks + 2):
             try:
-                return generate(
-                    generator.name, ranks, number, chunks, costs, slices=num_slices, **options
-                )
+                options |= in_use(slices=num_slices)
+                return generate(generator.name, ranks, number, chunks, costs, **options)
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
     raise AssertionError(f"{generator.name} takes no size near pp {pp}, m {count}, {options}")
