@@ -26,10 +26,11 @@ from megatron_ext.config.flags import requested_flags, split_words
 from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import ArgumentsError, DataError, line_of
 from megatron_ext.tools.compare import equality, outcome, run, steps
+from megatron_ext.tools.compare.page import page
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
-from megatron_ext.tools.trace import aggregate, survey
+from megatron_ext.tools.trace import aggregate, report, survey
 from megatron_ext.tracing.steps import FOLDER, LIMIT
 
 if TYPE_CHECKING:
@@ -187,11 +188,13 @@ class Comparison:
         has_results = any(contender.records for contender in self.contenders)
         if has_results:
             files.write_text(self.folder / "results.json", text + "\n")
+            files.write_text(self.folder / "compare.html", page(answer, self.contenders))
         if as_json:
             print(text)
         else:
             print(answer_text(answer))
-            print(f"Logs and results: {self.folder}")
+            if has_results:
+                print(f"Page: {self.folder / 'compare.html'}")
         if stopped_by is not None:
             say("stopped: the answer is of the runs that have ended")
             return 128 + stopped_by
@@ -262,20 +265,23 @@ class Comparison:
             counter.end(str(error))
             return
         contender.records.append(record)
-        if contender.bubble_ratio is None:
-            contender.bubble_ratio = _bubble_ratio(trace_folder)
+        if contender.timeline is None:
+            _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])
         duration = "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms a step"
         counter.end(f"{duration}, {len(record.steps)} steps")
 
 
-def _bubble_ratio(trace_folder: Path) -> float | None:
-    """Return the idle share of the pipeline's time in a traced run; None: it has no trace."""
+def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
+    """Give a contender the bubble and the picture of its traced steps."""
     try:
         traced = aggregate.read_run(trace_folder)
-    except DataError:
-        return None
-    return survey.figures(traced.surveys).bubble_ratio
+        median_step, *_ = report.measured_timelines(traced)
+    except DataError as error:
+        contender.notes.append(f"its steps are not drawn: {error}")
+        return
+    contender.bubble_ratio = survey.figures(traced.surveys).bubble_ratio
+    contender.timeline = median_step
 
 
 def _file_name(label: str) -> str:

@@ -34,6 +34,8 @@ class Contender:
     """By round."""
     bubble_ratio: float | None = None
     """Share of the pipeline's time in which ranks compute nothing; None: it was not measured."""
+    timeline: dict[str, Any] | None = None
+    """A traced step, as the page of a trace draws it; None: there is none."""
     failure: str = ""
     """Why a run of it failed; empty: none did."""
 

@@ -21,7 +21,7 @@ _MAX_LABEL = 40
 def answer_text(answer: Answer) -> str:
     """Return the table, what to know about its rows, the verdict, and the flags to keep."""
     reference = answer.rows[0]
-    lines = [aligned([HEADER, *(_cells(row, reference) for row in answer.rows)])]
+    lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:
         if row.judgement in ("close", "different", "failed", "not judged") and row.reason:
             lines.append(f"{row.label}: {row.reason}")
@@ -34,7 +34,8 @@ def answer_text(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row, reference: Row) -> list[str]:
+def cells(row: Row, reference: Row) -> list[str]:
+    """Return the columns of `HEADER` for a row."""
     label = row.label
     if len(label) > _MAX_LABEL:
         label = f"{label[: _MAX_LABEL - 3]}..."

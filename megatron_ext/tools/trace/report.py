@@ -55,7 +55,7 @@ _PEERS = {"on": "for", "to": "to", "from": "from"}
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes = list(run.notes)
-    timelines = _measured_timelines(run)
+    timelines = measured_timelines(run)
     # A missing table or forecast leaves a note, because the other parts of the page are still
     # useful.
     plan = None
@@ -211,7 +211,7 @@ def _planned_timeline(schedule: Schedule, plan: Timeline) -> dict[str, Any]:
     return _timeline(f"planned: {schedule.label}", labels, rows, plan.makespan)
 
 
-def _measured_timelines(run: Run) -> list[dict[str, Any]]:
+def measured_timelines(run: Run) -> list[dict[str, Any]]:
     """Return the timelines of the median and of the slowest step that all ranks have."""
     timelines = []
     for title, number in _chosen_steps(run).items():
