@@ -171,7 +171,9 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
     shapes = []
     for number, row in enumerate(rows):
         top = number * _ROW
-        shapes.append(f'<text x="4" y="{top + 13}">{escape(row["label"][:10])}</text>')
+        shapes.append(
+            f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
+        )
         for kind, begin, length, title in row["spans"]:
             if kind == "wait":
                 continue
