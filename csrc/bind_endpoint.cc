@@ -291,25 +291,25 @@ using EndpointHolder = std::unique_ptr<Endpoint, WithoutGil>;
 void bind_endpoint(py::module_& module) {
     const py::call_guard<py::gil_scoped_release> no_gil;
     py::class_<Message>(module, "Message", py::buffer_protocol(), py::is_final(),
-                        "A message that arrived: a writable buffer of its bytes, in shared memory "
-                        "or in memory that is used again afterwards.")
-        .def_property_readonly("dtype", &dtype_of, "DLPack's code, times 256, and bits.")
-        .def_property_readonly("shape", &shape_of, "As the sender gave it.")
-        .def("dlpack", &to_dlpack, "A DLPack capsule on the bytes, which keeps them.")
+                        "A message that has arrived: a writable buffer of its bytes, in shared "
+                        "memory or in memory that is reused afterwards.")
+        .def_property_readonly("dtype", &dtype_of, "DLPack's type code times 256, plus bits.")
+        .def_property_readonly("shape", &shape_of, "The shape that the sender passed.")
+        .def("dlpack", &to_dlpack, "Return a DLPack capsule that owns the bytes.")
         .def("__len__", [](const Message& self) { return self.info.num_bytes; })
         .def_buffer(&buffer_of);
 
-    py::class_<PeerReport>(module, "PeerReport", py::is_final(), "How a peer is.")
-        .def_readonly("rank", &PeerReport::rank, "Its rank.")
+    py::class_<PeerReport>(module, "PeerReport", py::is_final(), "State of a peer.")
+        .def_readonly("rank", &PeerReport::rank, "Rank of the peer.")
         .def_property_readonly("state", &state_name, "open, closed, died or aborted.")
         .def_readonly("wire", &PeerReport::wire, "shm, tcp or rdma.")
         .def_property_readonly("reason", &reason_of,
-                               "Why it gave up, or how its death was noticed.")
+                               "Why it gave up, or how its death was detected.")
         .def_readonly("num_arrived", &PeerReport::num_arrived,
                       "Messages from it that were not taken.")
         .def_property_readonly(
             "num_held", [](const PeerReport& self) { return self.counts.num_held; },
-            "Slots that messages of it are in, taken or not.")
+            "Slots that its messages occupy, taken or not.")
         .def_property_readonly(
             "num_queued", [](const PeerReport& self) { return self.counts.num_queued; },
             "Messages to it that wait for room.");
@@ -319,26 +319,26 @@ void bind_endpoint(py::module_& module) {
     py::class_<ShmLink, Link, std::shared_ptr<ShmLink>>(
         module, "ShmLink", py::is_final(), "The connection with a peer, through shared memory.")
         .def(py::init(&offer_shm), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
-             "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
+             "Pass the arena and the bell to a peer, over a connected SOCK_SEQPACKET socket.")
         .def_property_readonly(
             "slots", [](const ShmLink& self) { return slots_of(self.arena()); },
-            "Address and bytes of the peer's messages.")
+            "Address and bytes of the memory for the peer's messages.")
         .def_property_readonly(
             "peer_slots", [](const ShmLink& self) { return slots_of(self.peer_arena()); },
-            "Address and bytes of the messages to the peer.")
+            "Address and bytes of the memory for messages to the peer.")
         .def("accept", &accept_shm, py::arg("timeout_s") = py::none(),
-             "Wait for the same from the peer.");
+             "Wait until the peer has created its link.");
 
     py::class_<TcpLink, Link, std::shared_ptr<TcpLink>>(module, "TcpLink", py::is_final(),
                                                         "The connection with a peer, over TCP.")
         .def(py::init(&make_tcp), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
-             py::arg("silence_s") = 15.0, "Over a connected socket.");
+             py::arg("silence_s") = 15.0, "Use a connected socket.");
 
-    py::class_<EndpointCounts>(module, "EndpointCounts", py::is_final(), "What was done so far.")
+    py::class_<EndpointCounts>(module, "EndpointCounts", py::is_final(), "Totals so far.")
         .def_readonly("num_messages", &EndpointCounts::num_messages, "Messages sent.")
         .def_readonly("num_bytes", &EndpointCounts::num_bytes, "Bytes in them.")
-        .def_readonly("waited_s", &EndpointCounts::waited_s, "Time in waits.")
-        .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time in the last of them.");
+        .def_readonly("waited_s", &EndpointCounts::waited_s, "Time spent in waits.")
+        .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time spent in the last wait.");
 
     py::class_<Endpoint, EndpointHolder>(module, "Endpoint", py::is_final(),
                                          "One process of a job and its links to others.")
@@ -351,26 +351,26 @@ void bind_endpoint(py::module_& module) {
              "Use a connected link from now on.")
         .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
              py::arg("address"), py::arg("owner"),
-             "Send bytes; `owner` is kept until they are copied.")
+             "Send bytes; `owner` is kept alive until they are copied.")
         .def("reserve", &reserve, py::arg("peer"), py::arg("tag"), py::arg("dtype"),
-             py::arg("shape"), "A message to be filled and published; None: send it instead.")
+             py::arg("shape"), "Return a message to fill and publish; None: send it.")
         .def("publish", &Endpoint::publish, py::arg("peer"), py::arg("message"), no_gil,
-             "Send a message of reserve(), once its bytes are complete.")
+             "Send a message from reserve(), once its bytes are complete.")
         .def("add_buffers", &add_buffers, py::arg("num_slots"), no_gil,
-             "Memory at a fixed address for messages that do not stay where they arrived.")
+             "Allocate memory at a fixed address for messages that do not stay in place.")
         .def("take", &take, py::arg("source"), py::arg("tag"), py::arg("timeout_s") = py::none(),
              py::arg("capsule_dtype") = 0,
-             "Wait for a message and take it; None if it does not come.")
+             "Wait for a message and take it; None if it does not arrive.")
         .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
-             "Wait for messages that were not named before; (source, tag) of each.")
+             "Wait for messages that no earlier call returned; (source, tag) of each.")
         .def("flush", &flush, py::arg("timeout_s") = py::none(),
-             "Wait until all that was sent can be taken; False if it does not come to that.")
+             "Wait until all sent messages can be taken; False if that does not happen.")
         .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
              "Tell all peers to stop waiting.")
-        .def("close", &Endpoint::close, no_gil, "Say farewell and let go of everything.")
-        .def("peers", &Endpoint::peers, no_gil, "How the peers are.")
-        .def("set_spin", &set_spin, py::arg("seconds"), "Look for news so long before a sleep.")
-        .def("counts", &Endpoint::counts, no_gil, "What was done so far.");
+        .def("close", &Endpoint::close, no_gil, "Notify the peers and release everything.")
+        .def("peers", &Endpoint::peers, no_gil, "Return the states of the peers.")
+        .def("set_spin", &set_spin, py::arg("seconds"), "Spin for this long before a sleep.")
+        .def("counts", &Endpoint::counts, no_gil, "Return the totals so far.");
 }
 
 }  // namespace megatron_ext
