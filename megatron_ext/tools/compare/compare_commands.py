@@ -60,6 +60,12 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         help="train the recipe as it is twice: does it repeat itself to the last bit?",
     )
     add(
+        "--locate",
+        action="store_true",
+        help="if a candidate's numbers differ, train both again, record digests of their tensors, "
+        "and name the first tensor that differs",
+    )
+    add(
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
         default=20,

@@ -26,11 +26,13 @@ from megatron_ext.config.flags import requested_flags, split_words
 from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import ArgumentsError, DataError, line_of
 from megatron_ext.tools.compare import equality, outcome, run, steps
+from megatron_ext.tools.compare.locate import locate
 from megatron_ext.tools.compare.page import page
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
+from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
 from megatron_ext.tracing.steps import FOLDER, LIMIT
 
 if TYPE_CHECKING:
@@ -78,6 +80,10 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
     Raises:
         ArgumentsError: One of them is refused.
     """
+    if args.locate and args.speed_only:
+        raise ArgumentsError(
+            "--locate holds tensors of equal weights against each other; leave --speed-only out"
+        )
     if args.against_itself:
         if args.additions or args.reference:
             raise ArgumentsError(
@@ -102,7 +108,16 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
         notes = [*answer.changes, *answer.notices]
         runners.append(outcome.Contender(contender, promise, notes))
     num_rounds = 1 if args.against_itself else args.rounds
-    return Comparison(recipe, runners, options, args.steps, num_rounds, args.speed_only)
+    return Comparison(
+        recipe,
+        runners,
+        options,
+        num_steps=args.steps,
+        num_rounds=num_rounds,
+        speed_only=args.speed_only,
+        against_itself=args.against_itself,
+        locates=args.locate,
+    )
 
 
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
@@ -159,6 +174,9 @@ class Comparison:
     num_steps: int
     num_rounds: int
     speed_only: bool
+    against_itself: bool
+    locates: bool
+    """Whether to name the first tensor that differs."""
     folder: Path = Path()
 
     def train(self, stop: run.Stop) -> None:
@@ -179,10 +197,12 @@ class Comparison:
                         return
                     if not contender.failure:
                         self._train_one(contender, number, load, counter, stop)
+            if self.locates and stop.number is None:
+                self._locate(load, counter, stop)
 
     def report(self, *, as_json: bool, stopped_by: int | None) -> int:
         """Print the answer, write the results, and return the exit code."""
-        answer = outcome.judge(self.contenders, speed_only=self.speed_only)
+        answer = self._answer()
         content = outcome.as_json(answer, self.contenders)
         text = json.dumps(content, indent=1)
         has_results = any(contender.records for contender in self.contenders)
@@ -199,6 +219,47 @@ class Comparison:
             say("stopped: the answer is of the runs that have ended")
             return 128 + stopped_by
         return answer.code
+
+    def _answer(self) -> outcome.Answer:
+        return outcome.judge(
+            self.contenders, speed_only=self.speed_only, against_itself=self.against_itself
+        )
+
+    def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
+        """Train what differs once more, up to there, and name the first tensor that differs."""
+        reference = self.contenders[0]
+        for contender, row in zip(self.contenders, self._answer().rows, strict=True):
+            is_different = row.judgement == "different" and row.deviations is not None
+            if not is_different or stop.number is not None:
+                continue
+            first_step = reference.records[0].steps[0].iteration
+            last_step = row.deviations.first_iteration if row.deviations is not None else None
+            num_steps = (last_step or first_step) - first_step + 1
+            counter.add(2)
+            digests = []
+            for owner in (reference, contender):
+                name = f"{self.contenders.index(contender)}-{self.contenders.index(owner)}"
+                folder = self.folder / "digests" / name
+                command = self.recipe.command(owner.candidate, *load)
+                counter.begin(f"{owner.candidate.label}, {num_steps} steps with digests")
+                ended = run.launch(
+                    [*self.options, "--", *command],
+                    log_path=self.folder / f"digests-{name}.log",
+                    environment={
+                        DIGESTS: str(folder),
+                        FOLDER: str(self.folder / "steps" / f"digests-{name}"),
+                        LIMIT: str(num_steps),
+                    },
+                    stop=stop,
+                    progress=counter.tick,
+                )
+                counter.end(ended.reason or "recorded")
+                if ended.code:
+                    contender.located = f"no tensor was located: {ended.reason}"
+                    break
+                digests.append(folder)
+            if len(digests) == 2:
+                contender.located = _first_difference(*digests)
 
     @contextmanager
     def _weights(self) -> Iterator[Path]:
@@ -284,6 +345,17 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
     contender.timeline = median_step
 
 
+def _first_difference(reference: Path, candidate: Path) -> str:
+    """Return the first tensor that differs between two folders of digests, in a sentence."""
+    try:
+        difference = locate(reference, candidate)
+    except DataError as error:
+        return f"no tensor was located: {error}"
+    if difference is None:
+        return "no tensor differs in the runs that recorded digests; the difference did not recur"
+    return difference.sentence()
+
+
 def _file_name(label: str) -> str:
     """Return a label as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
@@ -302,6 +374,10 @@ class _Progress:
         self._number = 0
         self._label = ""
         self._shown = ""
+
+    def add(self, num_runs: int) -> None:
+        """Expect more runs."""
+        self._num_runs += num_runs
 
     def begin(self, label: str) -> None:
         """Note that the next run begins."""

@@ -38,6 +38,8 @@ class Contender:
     """A traced step, as the page of a trace draws it; None: there is none."""
     failure: str = ""
     """Why a run of it failed; empty: none did."""
+    located: str = ""
+    """The first tensor that differs from the reference; empty: nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Row:
     repeats: Deviations | None
     """Between two runs of the same contender; None: it ran once."""
     notes: list[str]
+    located: str
+    """The first tensor that differs; empty: nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,15 @@ class Answer:
     code: int
 
 
-def judge(contenders: Sequence[Contender], *, speed_only: bool) -> Answer:
+def judge(
+    contenders: Sequence[Contender], *, speed_only: bool = False, against_itself: bool = False
+) -> Answer:
     """Return the answer of a comparison, of which the first contender is the reference.
 
     Args:
         contenders: With the runs that have ended; a comparison that was stopped may lack some.
         speed_only: Whether each run drew its own weights, so that numbers say nothing.
+        against_itself: Whether the contenders are two runs of one recipe, as it is.
     """
     reference = contenders[0]
     rows = [_row(reference, reference, speed_only=speed_only)]
@@ -102,6 +109,8 @@ def judge(contenders: Sequence[Contender], *, speed_only: bool) -> Answer:
         code = FAILED
     if "different" in judgements:
         code = DIFFERENT
+    if against_itself:
+        return Answer(rows, _verdict_of_itself(rows), [], code)
     best = _best(rows)
     return Answer(rows, _verdict(rows, best), [] if best is None else best.flags, code)
 
@@ -147,6 +156,7 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
         deviations=difference,
         repeats=repeats,
         notes=contender.notes + [note for record in records for note in record.notes],
+        located=contender.located,
     )
 
 
@@ -255,6 +265,25 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
     return f"{'; '.join(parts) or 'no run has ended'}."
 
 
+def _verdict_of_itself(rows: Sequence[Row]) -> str:
+    """Return the sentence under the table of `--self`."""
+    first, second = rows
+    for row in rows:
+        if row.judgement == "failed":
+            return f"{row.label}, failed: {row.reason}."
+    if second.judgement == "equal":
+        return (
+            f"the recipe repeats itself: two runs have the same losses and gradient norms to the "
+            f"last bit over {first.num_steps} steps."
+        )
+    if second.deviations is None or second.deviations.first_iteration is None:
+        return f"whether the recipe repeats itself is not known: {second.reason}."
+    return (
+        "the recipe does not repeat itself: two runs differ from iteration "
+        f"{second.deviations.first_iteration} on."
+    )
+
+
 def is_noise(row: Row, reference: Row) -> bool:
     """Return whether a row's speed differs from the reference by less than rounds of one do."""
     assert row.speed is not None
@@ -312,6 +341,7 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
                 "gradient_norm_difference": _difference_json(row.deviations, "norm"),
                 "repeats": None if row.repeats is None else row.repeats.are_none,
                 "notes": row.notes,
+                "located": row.located,
                 "rounds": rounds,
             }
         )

@@ -32,7 +32,7 @@ def page(answer: Answer, contenders: Sequence[Contender]) -> str:
     title = f"{labels[0]} against {', '.join(labels[1:])}"
     notes = []
     for row in answer.rows:
-        for text in (row.reason, *row.notes):
+        for text in (row.reason, *row.notes, row.located):
             if text:
                 notes.append(f"<li>{escape(row.label)}: {escape(text)}</li>")
     keep = ""

@@ -28,6 +28,8 @@ def answer_text(answer: Answer) -> str:
         if row.repeats is not None and not row.repeats.are_none:
             lines.append(f"{row.label}: two runs with the same flags differ; see compare --self")
         lines += [f"{row.label}: {note}" for note in row.notes]
+        if row.located:
+            lines.append(f"{row.label}: {row.located}")
     lines += ["", answer.verdict]
     if answer.keep:
         lines.append(f"Flags to keep: {shlex.join(answer.keep)}")

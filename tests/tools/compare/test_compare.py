@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tools.compare import run
+from megatron_ext.tools.compare import comparison, run
 from megatron_ext.tools.compare.compare_commands import launch_words
-from megatron_ext.tracing.steps import FOLDER
+from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
+from megatron_ext.tracing.steps import FOLDER, LIMIT
 from tests.commands import run_package
 from tests.ranks import require_training
 from tests.tools.compare.records import LOSSES, write
@@ -71,6 +72,9 @@ class Launches:
 
     def __init__(self) -> None:
         self.words: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
+        self.changing_run = 0
+        """The run whose last loss is another one; 0: none."""
         self.losses: dict[str, Sequence[float]] = {}
         """By a word of the command: the losses of a run with it."""
         self.failing = ""
@@ -88,6 +92,7 @@ class Launches:
         progress: object,
     ) -> run.Ended:
         self.words.append(list(words))
+        self.environments.append(dict(environment))
         log_path.write_text("")
         if len(self.words) == self.stops_after:
             os.kill(os.getpid(), signal.SIGINT)
@@ -98,6 +103,8 @@ class Launches:
             Path(words[words.index("--save") + 1]).mkdir()
         if folder := environment.get(FOLDER):
             losses = next((self.losses[word] for word in words if word in self.losses), LOSSES)
+            if len(self.words) == self.changing_run:
+                losses = (*losses[:-1], losses[-1] + 1e-9)
             write(Path(folder), losses)
         return run.Ended(0, "")
 
@@ -191,7 +198,43 @@ def test_a_recipe_against_itself(
     assert compare(monkeypatch, "--self", "-o", "out", "--", *recipe) == 0
     assert all("zb-h1" in words for words in launches.words)
     assert len(launches.words) == 3
-    assert "to the last bit" in capsys.readouterr().out
+    assert "the recipe repeats itself" in capsys.readouterr().out
+
+
+def test_a_recipe_that_does_not_repeat_itself(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.changing_run = 3
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "--self", "-o", "out", "--", *recipe) == 3
+    verdict = "the recipe does not repeat itself: two runs differ from iteration 5 on."
+    assert verdict in capsys.readouterr().out
+
+
+def test_what_differs_is_located_by_two_short_runs(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.losses["zb-h1"] = (*LOSSES[:2], *(2 * loss for loss in LOSSES[2:]))
+    folders: list[tuple[Path, Path]] = []
+
+    class Found:
+        def sentence(self) -> str:
+            return "first difference: iteration 3"
+
+    def locate(reference: Path, candidate: Path) -> Found:
+        folders.append((reference, candidate))
+        return Found()
+
+    monkeypatch.setattr(comparison, "locate", locate)
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    words = ["--with", "gpipe", "--locate", "--rounds", "1", "-o", "out", "--", *recipe]
+    assert compare(monkeypatch, *words) == 3
+    own, candidate = launches.environments[-2:]
+    assert own[LIMIT] == candidate[LIMIT] == "3", "digests are recorded up to the difference"
+    assert folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]))]
+    assert len(launches.words) == 6, "gpipe is equal, so nothing of it is located"
+    assert "zb-h1: first difference: iteration 3" in capsys.readouterr().out
+    assert not Path("out/weights").exists()
 
 
 @pytest.mark.parametrize(
@@ -207,6 +250,10 @@ def test_a_recipe_against_itself(
         (
             ["--self", "--with=--use-dpp", "--", *RECIPE.split()],
             "leave --with and --reference out",
+        ),
+        (
+            ["--locate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
+            "leave --speed-only out",
         ),
     ],
 )  # fmt: skip
