@@ -14,16 +14,16 @@ namespace megatron_ext {
 ///     seen = bell.sequence();
 ///     while (!condition()) { bell.wait(seen, deadline); seen = bell.sequence(); }
 ///
-/// and whoever makes the condition true does so *before* ring(): the kernel compares the word with
-/// `seen` and goes to sleep in one step, so a ring between sequence() and wait() makes wait()
-/// return at once.
+/// and the thread that makes the condition true does so *before* it calls ring(): the kernel
+/// compares the word with `seen` and goes to sleep in one step, so a ring between sequence() and
+/// wait() makes wait() return at once.
 ///
 /// Ownership: the word is borrowed and must outlive the Doorbell; any number of Doorbells, in any
-/// number of processes, may stand on the same word. A fresh segment holds zeros, which is a valid
-/// initial word. Concurrency: every member may be called by any thread at any time. What a thread
-/// wrote before ring() is visible to a thread whose sequence() or wait() has seen that ring. Death
-/// of a process leaves no state behind: a ring either happened or did not, waiters are not counted.
-/// Exactly 2^32 rings between sequence() and wait() look like none.
+/// number of processes, may use the same word. A fresh segment contains zeros, which is a valid
+/// initial word. Concurrency: any thread may call every member at any time. Everything that a
+/// thread wrote before ring() is visible to a thread whose sequence() or wait() has seen that ring.
+/// The death of a process leaves no state behind: a ring either happened or did not, and waiters
+/// are not counted. Exactly 2^32 rings between sequence() and wait() look like no ring.
 class Doorbell {
   public:
     /// `word` points to 4 zeroed or shared bytes, aligned to 4; throws std::invalid_argument

@@ -1,4 +1,4 @@
-"""Patches that record what each training step gave, for `megatron-ext compare`."""
+"""Patches that record the results of each training step, for `megatron-ext compare`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.tracing import steps
 
 _TRAINING = "megatron.training.training"
-# Before the rows of a disaggregated job, whose forward ranks log nothing.
+# Act before the patches of a disaggregated job, whose forward ranks log nothing.
 PATCHES = PatchTable(feature="compare", of=steps.requested, order=-20)
 
 
 @PATCHES.row("steps.log", f"{_TRAINING}:training_log")
 def _log(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron logs rounded losses, in which runs that differ look alike."""
+    """Megatron logs rounded losses, which hide small differences between runs."""
     step = by_name(call, args, kwargs)
     skipped = bool(step["skipped_iter"])
     record.add(step["iteration"], step["loss_dict"], step["grad_norm"], skipped=skipped)
@@ -23,7 +23,9 @@ def _log(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwarg
 
 @PATCHES.row("steps.exit", f"{_TRAINING}:checkpoint_and_decide_exit")
 def _end(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron counts --exit-interval over resumed runs; `compare` trains some steps from any."""
+    """Megatron counts --exit-interval over resumed runs, but `compare` trains a number of steps
+    from any.
+    """
     should_exit = call(*args, **kwargs) or record.is_complete
-    record.begin()  # behind evaluations and saves, which are no part of a step
+    record.begin()  # start after evaluations and saves, which are not part of a step
     return should_exit

@@ -167,7 +167,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
-    """Add the flags that say how a job is started; return what adds another one to their group."""
+    """Add the flags that configure a job; return the function that adds flags to their group."""
     add = parser.add_argument_group("job").add_argument
     add(
         "--slurm",
