@@ -67,9 +67,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     _check_present(args, num_layers)
     _check_range(args)
     hidden, heads = args.hidden_size, args.num_attention_heads
-    query_groups = heads
-    if args.group_query_attention:
-        query_groups = args.num_query_groups or 1
+    query_groups = _query_groups(args)
     _check_divisions(args, query_groups)
     for argument, default in _DEFAULTS.items():
         if not getattr(args, argument):
@@ -119,6 +117,13 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         sequence=args.seq_length,
         flags=tuple(flags),
     )
+
+
+def _query_groups(args: argparse.Namespace) -> int:
+    """Return the groups of heads that share keys and values."""
+    if args.group_query_attention:
+        return int(args.num_query_groups or 1)
+    return int(args.num_attention_heads)
 
 
 def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:

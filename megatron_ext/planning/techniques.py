@@ -26,6 +26,7 @@ _VALUED = {
     "fp4": "--fp4-format",
 }
 """Names of Megatron's arguments -> flags with a value."""
+_EXPERT_KINDS = frozenset({"moe", "experts"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +75,9 @@ class Techniques:
             tensor: Number of tensor-parallel ranks.
             expert: Number of expert-parallel ranks.
         """
-        mixes = not {"moe", "experts"}.isdisjoint(kinds)
-        modules = {
-            "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
-            "mamba": "mamba" in kinds,
-            # Megatron rejects graphs of feed-forward networks if experts run in pairs.
-            "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
-            "moe_router moe_preprocess": mixes,
-        }
-        if self.graphs in ("router", "mamba"):
-            only = "mamba" if self.graphs == "mamba" else "moe_router moe_preprocess"
-            modules = {only: modules[only]}
-        graphs = ""
-        if self.graphs == "step":
-            graphs = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
-        elif self.graphs != "none" and any(modules.values()):
-            scope = " ".join(module for module, is_in_model in modules.items() if is_in_model)
-            graphs = f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}"
+        mixes = not _EXPERT_KINDS.isdisjoint(kinds)
         asked_by_flag = {
-            graphs: True,
+            self._graph_flags(kinds): True,
             "--moe-token-dispatcher-type flex": self.sends_once and mixes and expert > 1,
             "--use-transformer-engine-op-fuser": self.fuses_experts and mixes,
             "--tp-comm-overlap": self.overlaps_tensor and tensor > 1,
@@ -103,6 +88,26 @@ class Techniques:
             "--no-gradient-accumulation-fusion": not self.fuses_gradients,
         }
         return " ".join(flag for flag, is_asked in asked_by_flag.items() if flag and is_asked)
+
+    def _graph_flags(self, kinds: Collection[str]) -> str:
+        """Return the flags of CUDA graphs; empty if there are none for these kinds of layers."""
+        if self.graphs == "none":
+            return ""
+        if self.graphs == "step":
+            return "--cuda-graph-impl local --cuda-graph-scope full_iteration"
+        modules = {
+            "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
+            "mamba": "mamba" in kinds,
+            # Megatron rejects graphs of feed-forward networks if experts run in pairs.
+            "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
+            "moe_router moe_preprocess": not _EXPERT_KINDS.isdisjoint(kinds),
+        }
+        if self.graphs == "mamba":
+            modules = {"mamba": modules["mamba"]}
+        elif self.graphs == "router":
+            modules = {"moe_router moe_preprocess": modules["moe_router moe_preprocess"]}
+        scope = " ".join(module for module, is_in_model in modules.items() if is_in_model)
+        return f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}" if scope else ""
 
     @property
     def precision_flags(self) -> str:

@@ -24,7 +24,6 @@ from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
-    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.reader import Iteration, Span
 
 # Limits, so that the page of a run of any size opens in a browser.
@@ -55,21 +54,10 @@ _PEERS = {"on": "for", "to": "to", "from": "from"}
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes = list(run.notes)
-    timelines = measured_timelines(run)
     # A missing table or forecast leaves a note, because the other parts of the page are still
     # useful.
-    plan = None
-    try:
-        if (schedule := run.schedule) is not None:
-            plan = planned(run, schedule)
-            timelines.append(_planned_timeline(schedule, plan))
-    except DataError as error:
-        notes.append(f"no planned step: {error}")
-    forecast = Forecast([], 0.0, "", [])
-    try:
-        forecast = predict(run)
-    except (DataError, ScheduleError) as error:
-        notes.append(f"no forecast: {error}")
+    plan = _plan(run, notes)
+    forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
     if forecast.own is not None and forecast.own not in predictions:
         predictions.append(forecast.own)
@@ -80,7 +68,7 @@ def page(run: Run) -> str:
     longest = max((rank.steps for rank in run.surveys), key=len)
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     content = {
-        "title": _title(run, None if plan is None else plan.schedule),
+        "title": _title(run, plan),
         "folder": run.directory.resolve().name,
         "verdict": _verdict(total, forecast, slow_items),
         "flags": [prediction.flags for prediction in forecast.recommended],
@@ -91,7 +79,7 @@ def page(run: Run) -> str:
         "plan": plan and {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio},
         "legend": _LEGEND,
         "inks": _inks(),
-        "timelines": timelines,
+        "timelines": _timelines(run, plan),
         "ranks": [
             {"label": rank.header.label, **figures([rank])._asdict()} for rank in shown_ranks
         ],
@@ -102,6 +90,33 @@ def page(run: Run) -> str:
         "settings": _settings(run),
     }
     return _filled_template(content)
+
+
+def _plan(run: Run, notes: list[str]) -> Timeline | None:
+    """Return the table's step with the measured times; None: there is no table, or none to read."""
+    try:
+        schedule = run.schedule
+        return None if schedule is None else planned(run, schedule)
+    except DataError as error:
+        notes.append(f"no planned step: {error}")
+        return None
+
+
+def _forecast(run: Run, notes: list[str]) -> Forecast:
+    """Return the forecast for other schedules; an empty one if there is none."""
+    try:
+        return predict(run)
+    except (DataError, ScheduleError) as error:
+        notes.append(f"no forecast: {error}")
+        return Forecast([], 0.0, "", [])
+
+
+def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
+    """Return the timelines that the page shows: measured steps, and the planned one."""
+    timelines = measured_timelines(run)
+    if plan is not None:
+        timelines.append(_planned_timeline(plan))
+    return timelines
 
 
 def _filled_template(content: Mapping[str, Any]) -> str:
@@ -116,16 +131,16 @@ def _filled_template(content: Mapping[str, Any]) -> str:
     return template.replace("@DATA@", text)
 
 
-def _title(run: Run, schedule: Schedule | None) -> str:
+def _title(run: Run, plan: Timeline | None) -> str:
     """Return the heading: the schedule, the ranks and the size of a step."""
     title = str(run.settings.get("pipeline_schedule", "A run"))
     step_size = ""
-    if schedule is not None:
-        title = schedule.label
+    if plan is not None:
+        title = plan.schedule.label
         policy = run.settings.get("dpp_policy")
         if policy is not None:
             title += f" in dynamic order ({policy})"
-        step_size = f", {schedule.total_microbatches} micro-batches a step"
+        step_size = f", {plan.schedule.total_microbatches} micro-batches a step"
     return f"{title} on {len(run.surveys)} ranks{step_size}"
 
 
@@ -151,11 +166,10 @@ def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> lis
         "in the reduction of gradients and the optimizer": total.after_ns,
     }
     step_ns = sum(times_ns.values()) or 1
-    shares = [
-        f"{100 * time_ns / step_ns:.0f} % {activity}"
-        for activity, time_ns in times_ns.items()
-        if time_ns >= 0.005 * step_ns
-    ]
+    shares = []
+    for activity, time_ns in times_ns.items():
+        if time_ns >= 0.005 * step_ns:
+            shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
     answers = [("Where the time goes", f"Of its step, a rank spends {', '.join(shares)}.")]
     if forecast.predictions:
         answers.append(("What to run", forecast.advice))
@@ -165,8 +179,8 @@ def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> lis
         answers.append(("What to mistrust", answer))
     if slow_items:
         worst = [f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]]
-        others = " and others below" if len(slow_items) > 3 else ""
-        answers.append(("What is slow", f"{', '.join(worst)}{others}."))
+        more_below = " and others below" if len(slow_items) > 3 else ""
+        answers.append(("What is slow", f"{', '.join(worst)}{more_below}."))
     return answers
 
 
@@ -197,18 +211,17 @@ def _settings(run: Run) -> list[list[str]]:
     return rows[:_MAX_ROWS]
 
 
-def _planned_timeline(schedule: Schedule, plan: Timeline) -> dict[str, Any]:
+def _planned_timeline(plan: Timeline) -> dict[str, Any]:
     """Return the timeline of the table, simulated with the measured times."""
     rows = []
-    for bars in plan.bars[:_MAX_RANKS]:
-        rows.append(
-            [
-                [action.kind, 1e6 * begin_s, 1e6 * (end_s - begin_s), str(action.microbatch)]
-                for action, begin_s, end_s in bars
-            ]
-        )
+    for bars_of_rank in plan.bars[:_MAX_RANKS]:
+        row: list[Any] = []
+        for action, begin_s, end_s in bars_of_rank:
+            length_s = end_s - begin_s
+            row.append([action.kind, 1e6 * begin_s, 1e6 * length_s, str(action.microbatch)])
+        rows.append(row)
     labels = [f"pipeline rank {rank}" for rank in range(len(rows))]
-    return _timeline(f"planned: {schedule.label}", labels, rows, plan.makespan)
+    return _timeline(f"planned: {plan.schedule.label}", labels, rows, plan.makespan)
 
 
 def measured_timelines(run: Run) -> list[dict[str, Any]]:
@@ -220,19 +233,21 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             for iteration in rank.file.iterations(only=number):
                 # Keep the last one if Megatron's rerun state machine has repeated a step.
                 iterations[rank.header.label] = iteration
-        begin_ns = min(iteration.begin_ns for iteration in iterations.values())
-        end_ns = max(
-            iteration.begin_ns + iteration.duration_ns for iteration in iterations.values()
-        )
-        num_spans = sum(len(iteration.spans) for iteration in iterations.values())
+        begins_ns: list[int] = []
+        ends_ns: list[int] = []
+        num_spans = 0
+        for iteration in iterations.values():
+            begins_ns.append(iteration.begin_ns)
+            ends_ns.append(iteration.begin_ns + iteration.duration_ns)
+            num_spans += len(iteration.spans)
+        begin_ns, end_ns = min(begins_ns), max(ends_ns)
         # Merge spans that would be too thin to see in the picture.
         finest_ns = 0
         if num_spans > _MAX_SPANS:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
-        rows = [
-            _bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
-            for iteration in iterations.values()
-        ]
+        rows = []
+        for iteration in iterations.values():
+            rows.append(_bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns))
         length_s = (end_ns - begin_ns) / 1e9
         timelines.append(_timeline(f"{title} ({number})", iterations, rows, length_s))
     return timelines
