@@ -66,13 +66,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; the command's own parser reports arguments that are left over."""
-        found, left = self.parse_known_args(args, namespace)
-        if left:
-            command = getattr(found, "parser", self)
-            for word in _REMOVED.keys() & left:
+        parsed, unknown_words = self.parse_known_args(args, namespace)
+        if unknown_words:
+            command = getattr(parsed, "parser", self)
+            for word in _REMOVED.keys() & unknown_words:
                 command.error(f"{word} was removed; {_REMOVED[word]}")
-            command.error(f"unrecognized arguments: {' '.join(left)}")
-        return found
+            command.error(f"unrecognized arguments: {' '.join(unknown_words)}")
+        return parsed
 
 
 def _overview(commands: dict[str, str]) -> str:
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_to_plan(subparsers)
     plan_command.add_to_plan(subparsers)
     _add_upstream(subparsers)
-    helps = {one.dest: one.help for one in subparsers._choices_actions}
+    helps = {action.dest: action.help for action in subparsers._choices_actions}
     overview = _overview(helps)
     # argparse would list commands without groups and examples.
     parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]

@@ -309,8 +309,8 @@ class _Ladder:
             free_bytes = moment.free_bytes - num_extra * on_second
             moved_bytes = on_first - on_second
             if moved_bytes > 0:
-                most = math.floor(free_bytes / moved_bytes + _ROUNDING)
-                most_on_first = min(most_on_first, most)
+                max_kept = math.floor(free_bytes / moved_bytes + _ROUNDING)
+                most_on_first = min(most_on_first, max_kept)
             elif moved_bytes < 0:
                 fewest = math.ceil(free_bytes / moved_bytes - _ROUNDING)
                 fewest_on_first = max(fewest_on_first, fewest)

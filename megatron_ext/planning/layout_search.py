@@ -267,8 +267,10 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
             for cp in choices.context(tp, pp):
                 replicas = job.num_devices // (tp * pp * cp)
                 for micro_batch in choices.micro_batch():
-                    num_microbatches, rest = divmod(job.global_batch, replicas * micro_batch)
-                    if rest or not num_microbatches:
+                    num_microbatches, num_left_over = divmod(
+                        job.global_batch, replicas * micro_batch
+                    )
+                    if num_left_over or not num_microbatches:
                         continue
                     for ep in choices.expert(pp):
                         for mode in choices.recompute():
@@ -341,15 +343,15 @@ class _Choices:
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     """Return the question without and with pairs, as far as possible and requested."""
     job = with_graphs(job, sizes)
-    asked = job.fixed.get("pairs")
-    if asked is None and job.techniques.overlaps_experts:
-        asked = True
+    wants_pairs = job.fixed.get("pairs")
+    if wants_pairs is None and job.techniques.overlaps_experts:
+        wants_pairs = True
     without_pairs = _with_techniques(job, replace(job.techniques, overlaps_experts=False))
-    if not job.model.num_experts or sizes.ep == 1 or asked is False:
+    if not job.model.num_experts or sizes.ep == 1 or wants_pairs is False:
         return [without_pairs]
-    variants = [] if asked else [without_pairs]
+    variants = [] if wants_pairs else [without_pairs]
     is_short = sizes.pp <= _MAX_PAIRED_RANKS
-    if (asked or is_short) and not _refuses_pairs(job, sizes):
+    if (wants_pairs or is_short) and not _refuses_pairs(job, sizes):
         with_pairs = _with_techniques(job, replace(job.techniques, overlaps_experts=True))
         variants.append(with_pairs)
     return variants

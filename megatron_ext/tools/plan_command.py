@@ -314,8 +314,8 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
             raise ArgumentsError(f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}")
         if key in fixed:
             raise ArgumentsError(f"--fix {text} has {key} twice; keep one of the two")
-        read = _FIXED_READERS.get(key, _positive_number)
-        fixed[key] = read(model, value, assignment)
+        reader = _FIXED_READERS.get(key, _positive_number)
+        fixed[key] = reader(model, value, assignment)
     return fixed
 
 

@@ -46,7 +46,7 @@ class RankState(NamedTuple):
     """The current activity of a rank, as the rank reports it."""
 
     rank: int
-    what: str = OUTSIDE
+    activity: str = OUTSIDE
     """Completes `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
     """(global rank, awaited item) of each event that would end its wait; any of them is enough."""
@@ -62,9 +62,9 @@ class RankState(NamedTuple):
 
     def __str__(self) -> str:
         """Return the state in one line."""
-        doing = self.what
+        doing = self.activity
         if self.waits_for:
-            named = [f"{what} of rank {rank}" for rank, what in self.waits_for[:4]]
+            named = [f"{of_rank} of rank {rank}" for rank, of_rank in self.waits_for[:4]]
             named += [f"{len(self.waits_for) - 4} others"] * (len(self.waits_for) > 4)
             doing = f"waits for {' or '.join(named)}"
         return f"rank {self.rank} {doing} {self.lasting}"
@@ -129,14 +129,14 @@ def explain(
         # Follow silent ranks first, then those that wait too.
         steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
-            parts.append(f"{state.what} {state.lasting}")
+            parts.append(f"{state.activity} {state.lasting}")
             break
         fresh = [step for step in steps if step[0] not in path]
-        rank, what = (fresh or steps)[0]
+        rank, of_rank = (fresh or steps)[0]
         if state.in_collective:
-            parts.append(f"{state.what} and waits there for rank {rank}")
+            parts.append(f"{state.activity} and waits there for rank {rank}")
         else:
-            parts.append(f"waits for {what} of rank {rank}")
+            parts.append(f"waits for {of_rank} of rank {rank}")
         if not fresh:
             circle = path[path.index(rank) :]
             parts.append("was named before: their tables do not fit each other")
@@ -271,7 +271,7 @@ class Watchdog:
     def _lasts(self, limit_s: float) -> bool:
         """Return whether a training step has been in its current state for at least `limit_s`."""
         now = self._now()
-        return now.what != OUTSIDE and time.monotonic() - now.since_s >= limit_s
+        return now.activity != OUTSIDE and time.monotonic() - now.since_s >= limit_s
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
         """Publish the state of this rank, collect the others', and agree on the cause."""

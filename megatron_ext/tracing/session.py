@@ -275,18 +275,18 @@ class Session(Observer):
         self.arrived([message])
         self._now("goes on")
 
-    def begin_wait(self, what: WaitsFor) -> None:
+    def begin_wait(self, cause: WaitsFor) -> None:
         """Report the events that would end the wait."""
-        if what == "slot":
+        if cause == "slot":
             self._now("waits until what it sent is taken")
         else:
             waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
             self._now("waits", waits)
         self._begin("wait")
 
-    def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
+    def end_wait(self, cause: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait, and the message that ended it."""
-        attributes: dict[str, Any] = {"cause": what}
+        attributes: dict[str, Any] = {"cause": cause}
         if arrived and arrived[0] in self._outstanding:
             attributes["on"] = self._outstanding[arrived[0]]
             attributes |= _attributes_of(arrived[0])
@@ -300,18 +300,18 @@ class Session(Observer):
             self._outstanding.pop(message, None)
 
     def _now(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
+        self, activity: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
         # Evaluations and saves may take long, so only training steps are watched.
-        if self.state.what != OUTSIDE:
-            self._report(what, waits_for, in_collective)
+        if self.state.activity != OUTSIDE:
+            self._report(activity, waits_for, in_collective)
 
     def _report(
-        self, what: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
+        self, activity: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
     ) -> None:
         # Use a single assignment without a lock: the watchdog never sees half of a change.
         self.state = RankState(
-            -1, what, waits_for, in_collective, time.monotonic(), entered=self._entered
+            -1, activity, waits_for, in_collective, time.monotonic(), entered=self._entered
         )
 
     def _begin(self, span: str = "") -> None:

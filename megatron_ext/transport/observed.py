@@ -42,10 +42,10 @@ class TransportObserver:
         The transport spent `waited_s` of the time since `begin_receive` waiting.
         """
 
-    def begin_wait(self, what: WaitsFor) -> None:
+    def begin_wait(self, cause: WaitsFor) -> None:
         """The rank starts to wait."""
 
-    def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
+    def end_wait(self, cause: WaitsFor, arrived: Sequence[Message]) -> None:
         """The wait is over; these messages arrived during it."""
 
     def arrived(self, messages: Sequence[Message]) -> None:

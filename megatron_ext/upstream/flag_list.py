@@ -268,7 +268,7 @@ def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFla
         keywords["action"] = "store_true" if default is False else "store_false"
         if default is not False:
             names = [f"no_{name}", f"disable_{name}"]
-    flags = tuple(f"--{each.replace('_', '-')}" for each in names)
+    flags = tuple(f"--{spelling.replace('_', '-')}" for spelling in names)
     keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
     default = keywords.pop("default", default)
     keywords.pop("help", None)

@@ -83,14 +83,14 @@ def setting_names() -> frozenset[str]:
 @lru_cache(maxsize=2)
 def _names_below(root: Path) -> frozenset[str]:
     # Search the sources instead of importing them: this runs on machines without torch.
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in ("core/**/*config.py", "training/arguments.py", "training/config/*.py"):
         for path in root.glob(pattern):
             text = path.read_text(encoding="utf-8")
-            found.update(re.findall(r"^    (\w+)\s*:", text, re.M))
+            names.update(re.findall(r"^    (\w+)\s*:", text, re.M))
             flags = re.findall(r"[\"']--([\w-]+)", text)
-            found.update(flag.replace("-", "_") for flag in flags)
-    return frozenset(found)
+            names.update(flag.replace("-", "_") for flag in flags)
+    return frozenset(names)
 
 
 def require_tree() -> Path:

@@ -179,10 +179,10 @@ def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_devi
     session.recorder = Recorder(lambda: (Path(), None, None))  # type: ignore[arg-type, return-value]
     session._report("runs 0F0")
     session.recorder.active = True
-    session.recorder.end_iteration = lambda _: seen.append(session.state.what)  # type: ignore[method-assign]
+    session.recorder.end_iteration = lambda _: seen.append(session.state.activity)  # type: ignore[method-assign]
     session.end_iteration()
     assert seen == ["waits until its device has finished the step"]
-    assert session.state.what == OUTSIDE
+    assert session.state.activity == OUTSIDE
 
 
 def test_states_travel_as_text() -> None:
@@ -202,14 +202,14 @@ def test_messages_are_named_by_the_action_that_makes_them() -> None:
 def test_activity_outside_of_steps_is_not_watched() -> None:
     session = Session(Namespace(job=None, iteration=None))  # type: ignore[arg-type]
     session.begin_send(Message("F", 1, 0), 1)
-    assert session.state.what == OUTSIDE
+    assert session.state.activity == OUTSIDE
     session.begin_iteration(2)
     session.begin_send(Message("F", 1, 0), 1)
-    assert session.state.what == "sends 0F0 to rank 1"
+    assert session.state.activity == "sends 0F0 to rank 1"
     assert session.state.since_s > 0
     began_s = session.state.since_s
     session.end_iteration()
-    assert session.state.what == OUTSIDE
+    assert session.state.activity == OUTSIDE
     assert session.state.since_s >= began_s, "published if another rank raises an alarm"
 
 
@@ -219,16 +219,16 @@ def test_a_step_without_an_optimizer_of_megatrons_ends_with_its_schedule() -> No
     session.begin_iteration(2)
     session.begin_collective("reduce")
     session.end_collective("reduce")
-    assert session.state.what != OUTSIDE
+    assert session.state.activity != OUTSIDE
     session.end_schedule()
     session.begin_send(Message("F", 1, 0), 1)
     session.begin_collective("reduce")  # a program may reduce gradients itself
     session.end_collective("reduce")
-    assert session.state.what == OUTSIDE
+    assert session.state.activity == OUTSIDE
     session.begin_collective("optimizer")
-    assert session.state.what == "is in the optimizer step"
+    assert session.state.activity == "is in the optimizer step"
     session.end_collective("optimizer")
-    assert session.state.what == OUTSIDE
+    assert session.state.activity == OUTSIDE
 
 
 def test_the_process_of_a_silent_rank_is_looked_at() -> None:

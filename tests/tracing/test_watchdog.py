@@ -129,7 +129,7 @@ def note_evaluations(argv: list[str]) -> set[str]:
     def reporting(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any) -> Any:
             [session] = active.required().observers
-            reported.add(session.state.what)  # type: ignore[attr-defined]
+            reported.add(session.state.activity)  # type: ignore[attr-defined]
             return exchange(*args)
 
         return noting
