@@ -57,7 +57,8 @@ _HELP = f"""
     Print the table of patches on rank 0 before training.
 --pipeline-schedule schedule NAME
     Pipeline schedule: {", ".join(registered())}, or csv:FILE. `megatron-ext plan` compares them.
-    Without it Megatron's own 1F1B or interleaved schedule runs.
+    auto: the fastest by forecast that these flags accept and that fits; auto:DIR by the costs of
+    the traced run in DIR. Without it Megatron's own 1F1B or interleaved schedule runs.
 --enable-bitpipe-schedule
     The same as --pipeline-schedule bitpipe.
 {_OPTIONS}

@@ -39,6 +39,8 @@ from megatron_ext.upstream.tree import setting_names
 if TYPE_CHECKING:
     from megatron_ext.config.batches import Batches
     from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+    from megatron_ext.planning.choice import Candidate
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.rules import Rule
     from megatron_ext.schedules.table.actions import Schedule
 
@@ -75,6 +77,8 @@ def preflight(
     *,
     world_size: int | None = None,
     device: str | None = None,
+    device_kind: DeviceKind | None = None,
+    num_candidates: int = 2,
 ) -> Preflight:
     """Return what a configuration takes, changes and refuses; imports neither torch nor Megatron.
 
@@ -90,6 +94,9 @@ def preflight(
         world_size: Ranks of the job; None: `world_size` of the arguments, or one replica.
         device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`; None: that of the
             configuration or the arguments.
+        device_kind: The planner's description of the devices, for `--pipeline-schedule auto`; None:
+            it is not known.
+        num_candidates: How many schedules to check under `auto`, the best that are accepted.
     """
     line: CommandLine | None = None
     answer = Preflight()
@@ -117,7 +124,14 @@ def preflight(
     if line is not None and line.is_pretraining:
         script_defaults = line.defaults
     checked_args = Namespace(**settings)
-    answer = inspect(checked_args, config, in_job=False, script_defaults=script_defaults)
+    answer = inspect(
+        checked_args,
+        config,
+        in_job=False,
+        script_defaults=script_defaults,
+        device_kind=device_kind,
+        num_candidates=num_candidates,
+    )
     answer.checked_args = checked_args
     if line is not None:
         answer.suggestions = line.unknown
@@ -193,6 +207,8 @@ def inspect(
     *,
     in_job: bool = True,
     script_defaults: Mapping[str, Any] | None = None,
+    device_kind: DeviceKind | None = None,
+    num_candidates: int = 2,
 ) -> Preflight:
     """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
@@ -202,11 +218,22 @@ def inspect(
         in_job: Whether this is a process of the job, with its device and its software.
         script_defaults: Values of arguments that were not given, where these are all arguments of a
             training script; None: they may lack what Megatron needs.
+        device_kind: As in `preflight`; a process of the job knows its device.
+        num_candidates: As in `preflight`.
     """
     answer = Preflight()
     with answer.collecting("flags"):
         cut = UserCut.of(vars(args))
         config = requested or flags.pipeline_config(args)
+        if config.is_automatic:
+            return _choose(
+                args,
+                config,
+                in_job=in_job,
+                script_defaults=script_defaults,
+                device_kind=device_kind,
+                num_candidates=num_candidates,
+            )
         answer.config = config = completed(vars(args), cut, config)
     answer.refusals += missing_flags(args, script_defaults)
     # Without a configuration there is nothing to compare the rest with.
@@ -240,6 +267,48 @@ def inspect(
                 f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}"
             )
     return answer
+
+
+def _choose(
+    args: Namespace,
+    requested: PipelineConfig,
+    *,
+    in_job: bool,
+    script_defaults: Mapping[str, Any] | None,
+    device_kind: DeviceKind | None,
+    num_candidates: int,
+) -> Preflight:
+    """Check the best schedules that the planner names, and return the answer for the first.
+
+    Raises:
+        ArgumentsError: The planner cannot rank any.
+    """
+    # Only here: the planner takes time to import, and other trainings need it not at start.
+    from megatron_ext.config import automatic
+
+    if in_job:
+        device_kind = automatic.device_here()
+    ranking = automatic.ranking(args, requested, device_kind)
+    accepted: list[Candidate] = []
+    refused: list[str] = []
+    first = None
+    for candidate in ranking.candidates:
+        config = automatic.configured(requested, candidate)
+        answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
+        if not answer.accepted:
+            refused.append(candidate.schedule)
+            continue
+        first = first or answer
+        accepted.append(candidate)
+        if len(accepted) == num_candidates:
+            break
+    if first is None:
+        # What refuses all schedules refuses this one, too.
+        config = replace(requested, schedule=automatic.REFERENCE)
+        return inspect(args, config, in_job=in_job, script_defaults=script_defaults)
+    first.candidates = accepted
+    first.changes.insert(0, ranking.sentence(accepted[:2], refused))
+    return first
 
 
 def _add_pipeline(

@@ -34,6 +34,10 @@ ranks. shm, tcp, rdma: the native core over this wire only."""
 DevicePath = Literal["auto", "staged", "ipc"]
 """Ways of device tensors to other ranks: through pinned host memory, or directly by CUDA IPC."""
 
+AUTO = "auto"
+"""The schedule that the planner chooses (`automatic.py`), or `auto:FOLDER`, with the costs of a
+traced run."""
+
 Activations = Literal["recompute", "ship"]
 
 Balance = Literal["off", "order", "pack"]
@@ -127,8 +131,9 @@ class PipelineConfig:
     """
 
     schedule: str | None = None
-    """A name that `megatron-ext plan` lists, or `csv:FILE`. None: Megatron's own 1F1B or
-    interleaved schedule; with `dynamic`, the same table in dynamic order."""
+    """A name that `megatron-ext plan` lists, or `csv:FILE`. `auto`: the fastest by forecast that
+    fits; `auto:FOLDER`: by the costs of a traced run. None: Megatron's own 1F1B or interleaved
+    schedule; with `dynamic`, the same table in dynamic order."""
     chunks: int | None = None
     """Stages on each rank, if the schedule leaves their number open; None: its default, or one
     under Megatron's own schedules."""
@@ -209,7 +214,21 @@ class PipelineConfig:
     def generator(self) -> Generator | None:
         """The generator of the table; None: a file holds it, or no schedule is chosen yet."""
         name = self.schedule
-        return None if name is None or name.startswith(CSV_PREFIX) else get(name)
+        if name is None or name.startswith(CSV_PREFIX) or self.is_automatic:
+            return None
+        return get(name)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the planner chooses the schedule once the sizes of the job are known."""
+        return self.schedule is not None and self.schedule.partition(":")[0] == AUTO
+
+    @property
+    def trace_folder(self) -> Path | None:
+        """The folder of a traced run by whose costs the planner chooses; None: by forecast."""
+        if self.schedule is None or not self.schedule.startswith(f"{AUTO}:"):
+            return None
+        return Path(self.schedule.removeprefix(f"{AUTO}:"))
 
     @property
     def is_stock(self) -> bool:
@@ -342,12 +361,31 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     for field_name, is_set in of_tables.items():
         if c.is_stock and is_set:
             return f"{{{field_name}}} is for schedules of this package; add {{schedule:NAME}}"
+    if c.is_automatic:
+        return _mistake_of_auto(c)
     if c.schedule and c.generator is None and (c.chunks is not None or c.options):
         return "{schedule:{c.schedule}}: the file fixes chunks and options; leave them out"
     if c.generator is not None and not c.generator.listed:
         return (
             "{schedule:{c.schedule}} needs processes of two roles; use {disaggregation} instead, "
             "which chooses it"
+        )
+    return None
+
+
+def _mistake_of_auto(c: PipelineConfig) -> str | None:
+    """Return what cannot be chosen beside a schedule that the planner chooses."""
+    if c.schedule == f"{AUTO}:":
+        return "{schedule:auto:} names no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
+    if c.chunks is not None or c.options:
+        return (
+            "{schedule:{c.schedule}} chooses chunks and options with the schedule; leave them out, "
+            "or use {schedule:interleaved}"
+        )
+    if c.dynamic is not None:
+        return (
+            "{schedule:{c.schedule}} compares the orders of tables, which {dynamic} changes; use "
+            "{schedule:zb-h1} or another, or leave {dynamic} out"
         )
     return None
 

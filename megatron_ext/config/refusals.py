@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.roles import Job
+    from megatron_ext.planning.choice import Candidate
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Preflight:
     """The pipeline that runs; None: Megatron's own schedules run, or it is refused."""
     transport_only: Pipeline | None = None
     """Megatron's own schedule if its messages travel over our transport."""
+    candidates: Sequence[Candidate] = ()
+    """The best schedules that `auto` may take here, as many as were asked for."""
     job: Job | None = None
     """The disaggregated job, in a process of it."""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -176,6 +176,30 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
     return corrections
 
 
+def name_and_memory() -> tuple[str, float | None]:
+    """Return the name of this process's device and its GiB; None: it has no memory of its own."""
+    device = current()
+    if device.is_host:
+        return device.name, None
+    properties = device.runtime.get_device_properties(0)
+    return properties.name, properties.total_memory / 2**30
+
+
+def name_by_driver(directory: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
+    """Return the name of this machine's first accelerator; None: its driver does not show it.
+
+    It does without torch, for commands that only plan.
+    """
+    if os.environ.get(_VARIABLE) == "cpu":
+        return None
+    for path in sorted(directory.glob("*/information")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            label, _, name = line.partition(":")
+            if label == "Model":
+                return name.strip()
+    return None
+
+
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 """Environment variables that limit a process to the listed devices."""
 

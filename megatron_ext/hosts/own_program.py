@@ -217,6 +217,7 @@ def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
 
 def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> ModelBuild:
     """Check a configuration against the sizes, put it in force, and return the model's settings."""
+    requested = config
     arguments = _megatron_arguments(config, sizes)
     # One rank under Megatron's own schedule sends nothing, so there is no transport to check.
     preflight = Preflight()
@@ -224,6 +225,7 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
         preflight = inspect(arguments, config)
     try:
         preflight.raise_refusals(in_fields)
+        config = preflight.config or requested
         pipeline = preflight.pipeline or preflight.transport_only
         schedule = config.schedule or base_table(config.chunks)
         if pipeline is None:
@@ -238,7 +240,7 @@ def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> Mo
     except (ArgumentsError, ScheduleError) as error:
         kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
         raise kind(reworded(str(error), in_fields)) from None
-    put_in_force(preflight, config, seed)
+    put_in_force(preflight, requested, seed)
     if required().environment.local_rank == 0:
         lines = preflight.changes + preflight.notices
         log(*(reworded(line, in_fields) for line in lines))

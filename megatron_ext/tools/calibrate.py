@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, DataError
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.planning.calibration import Passes, computation, factors
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         num_experts=min(model.num_experts, _MOST_EXPERTS),
         top_k=min(model.top_k, _MOST_EXPERTS),
     )
-    name, memory_gib = device_here()
+    name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
     formula = {part: computation(model, part, sharding, described, frozenset()) for part in seconds}
@@ -113,17 +114,6 @@ def _report(seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence
     return aligned(rows)
 
 
-def device_here() -> tuple[str, float | None]:
-    """Return name and memory of this machine's device; None: it has no memory of its own."""
-    from megatron_ext import devices
-
-    device = devices.current()
-    if devices.on_cpu():
-        return device.name, None
-    properties = device.runtime.get_device_properties(0)
-    return properties.name, properties.total_memory / 2**30
-
-
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
     """Return the seconds of the passes of each part of a model, on this process's device.
 
@@ -163,8 +153,6 @@ class _Bench:
         self.model, self.sharding = model, sharding
 
     def __enter__(self) -> _Bench:
-        from megatron_ext import devices
-
         self.device = devices.current()  # before Megatron is imported
         import torch
         from megatron.core import parallel_state

@@ -11,16 +11,14 @@ import shutil
 import sys
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
+from megatron_ext.config import automatic
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.planning.hardware import DeviceKind, kind_of
-from megatron_ext.tools import calibrate
 from megatron_ext.tools.doctor.flight import Diagnosis
 from megatron_ext.tools.launch.agents import Agents
 from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES, SHARED_MEMORY
@@ -31,6 +29,7 @@ from megatron_ext.version import __version__, code_hash, installed
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.tools.launch.plan import JobPlan
 
 _MIN_LOCKED_BYTES = 1 << 30
@@ -197,13 +196,9 @@ def device_here() -> DeviceKind | None:
     None: there is no accelerator, or the planner has no description of it.
     """
     try:
-        name, memory_gib = calibrate.device_here()
+        return automatic.device_here()
     except MegatronExtError:
         return None  # `check_device` reports it
-    kind = kind_of(name)
-    if kind is None or memory_gib is None:
-        return None
-    return replace(kind, memory_gib=memory_gib)
 
 
 def check_native() -> Iterator[Diagnosis]:

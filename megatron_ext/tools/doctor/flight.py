@@ -21,6 +21,7 @@ from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.choice import NOT_FORECAST
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
 from megatron_ext.planning.model_flags import sizes_of_flags
@@ -93,20 +94,6 @@ KNOWN_HANGS = read_rules(f"""
 """)
 """Of Megatron's own schedules, except the last, which no schedule causes."""
 
-_NOT_PLANNED = read_rules("""
-    --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
-    recompute_method=block | recompute_num_layers>1
-        the planner would recompute each layer by itself
-    use_megatron_fsdp | use_custom_fsdp | use_torch_fsdp2
-        the planner would not shard the weights
-    cpu_offloading | fine_grained_activation_offloading | optimizer_cpu_offload
-        the planner would keep all on the device
-    the types of --use-precision-aware-optimizer: use_precision_aware_optimizer &
-    main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
-        the planner would count fp32
-""")
-"""What is no part of a forecast."""
-
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
     "--pipeline-costs --use-dpp --dpp-policy --dpp-extra-activations --context-parallel-size "
@@ -130,7 +117,7 @@ def check_training(
         count: Devices of the job; None: those of one replica.
         device: What they are; None: memory and time are not forecast.
     """
-    answer = preflight(words, world_size=count)
+    answer = preflight(words, world_size=count, device_kind=device)
     for refusal in answer.refusals:
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
     for line in (*answer.changes, *answer.notices):
@@ -226,7 +213,7 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
 def _unforeseen(answer: Preflight) -> str | None:
     """Return the first reason why the planner has no forecast for these flags, or None."""
     args, config = answer.checked_args, answer.config
-    for rule in _NOT_PLANNED:
+    for rule in NOT_FORECAST:
         if rule.refuses(args):
             return f"with {rule.flag} {rule.reason}"
     if not getattr(args, "padded_vocab_size", None) and not getattr(args, "vocab_size", None):

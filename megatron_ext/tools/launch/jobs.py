@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from megatron_ext.config.command_line import read_command_line
 from megatron_ext.config.flags import requested_flags
 from megatron_ext.config.hosting import preflight
-from megatron_ext.devices import count_devices, requested
+from megatron_ext.devices import count_devices, name_by_driver, requested
 from megatron_ext.errors import LaunchError
+from megatron_ext.planning.hardware import kind_of
 from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.attempts import shown_ranks, with_restarts
 from megatron_ext.tools.launch.display import say
@@ -110,10 +111,14 @@ def is_inside_allocation() -> bool:
 
 def preflight_of(plan: JobPlan) -> Preflight:
     """Return what preflight says of the training of a plan that knows its ranks."""
-    device = requested(plan.command)
-    if device == "auto" and all(host.local for host in plan.hosts) and count_devices() == 0:
-        device = "cpu"
-    return preflight(plan.command, world_size=plan.world_size, device=device)
+    device, device_kind = requested(plan.command), None
+    if all(host.local for host in plan.hosts):
+        device_kind = kind_of(name_by_driver() or "")
+        if device == "auto" and count_devices() == 0:
+            device = "cpu"
+    return preflight(
+        plan.command, world_size=plan.world_size, device=device, device_kind=device_kind
+    )
 
 
 def submit(

@@ -1,0 +1,220 @@
+"""`--pipeline-schedule auto`: puts a job to the planner, which ranks the schedules for it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_ext import devices
+from megatron_ext.config.batches import Batches, batches_of
+from megatron_ext.config.completion import completed
+from megatron_ext.config.cut import UserCut
+from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.stages import stage_arguments
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning import choice
+from megatron_ext.planning.hardware import DEVICES, kind_of
+from megatron_ext.planning.layer_costs import FULL
+from megatron_ext.planning.measured import MeasuredCosts
+from megatron_ext.planning.model_flags import sizes_of_arguments
+from megatron_ext.planning.question import ParallelSizes, Question
+from megatron_ext.planning.techniques import techniques_of_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.planning.choice import Candidate, Judge, Ranking, Training
+    from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.schedules.table.placement import Placement
+
+
+REFERENCE = choice.REFERENCE
+"""The schedule that runs with whatever any schedule runs with."""
+
+
+def ranking(args: Namespace, config: PipelineConfig, device: DeviceKind | None) -> Ranking:
+    """Return the schedules that a job may have, best first; see `asked`."""
+    return choice.rank(*asked(args, config, device))
+
+
+def asked(
+    args: Namespace, config: PipelineConfig, device: DeviceKind | None
+) -> tuple[Training, Judge]:
+    """Return what the planner is asked about a job, and what it compares schedules by.
+
+    Args:
+        args: Megatron's arguments before its validation, or the sizes that stand for them.
+        config: The configuration, whose schedule is `auto` or `auto:FOLDER`.
+        device: What the devices are; None: nobody knows.
+
+    Raises:
+        ArgumentsError: The sizes do not go together, or the folder is not of such a run.
+    """
+    cut = UserCut.of(vars(args))
+    pp = cut.sizes.pipeline_model_parallel_size
+    if pp < 2:
+        raise ArgumentsError(
+            f"--pipeline-schedule auto needs a pipeline, --pipeline-model-parallel-size {pp} makes "
+            "none; use --pipeline-model-parallel-size 2, or leave --pipeline-schedule out"
+        )
+    batches = _batches(args)
+    # What the sizes say of every schedule they say of this one.
+    reference = completed(vars(args), cut, replace(config, schedule=choice.REFERENCE))
+    # One stage on each rank is Megatron's way to say nothing about their number.
+    chunks = cut.chunks_if_even
+    training = choice.Training(
+        ranks=pp,
+        # As in a check without a batch: any number that fills the pipeline.
+        num_microbatches=2 * pp if batches is None else batches.num_microbatches,
+        cut=lambda schedule, placement: _layers_by_stage(args, cut, schedule, placement),
+        chunks=None if chunks == 1 else chunks,
+        num_layers=cut.num_layers if _has_layers(cut) else None,
+        costs=config.costs,
+        pairs=reference.pairs,
+        slices=config.slices,
+        stash_ratio=reference.stash_ratio,
+        weights_at_once=reference.weights_at_once,
+    )
+    return training, _judge(args, cut, config, device, batches, training)
+
+
+def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
+    """Return a configuration with the schedule of a candidate."""
+    costs = candidate.costs or config.costs
+    return replace(config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs)
+
+
+def device_here() -> DeviceKind | None:
+    """Return the description of this process's device, with its memory; None: there is none."""
+    name, memory_gib = devices.name_and_memory()
+    kind = kind_of(name)
+    if kind is None or memory_gib is None:
+        return None
+    return replace(kind, memory_gib=memory_gib)
+
+
+def _batches(args: Namespace) -> Batches | None:
+    """Return the batches of one pipeline; None: the arguments do not say them."""
+    has_batch = any(
+        getattr(args, size, None) for size in ("global_batch_size", "step_batch_size_schedule")
+    )
+    if not (has_batch and getattr(args, "micro_batch_size", None)):
+        return None
+    return batches_of(args, args.pipeline_model_parallel_size, 1)
+
+
+def _has_layers(cut: UserCut) -> bool:
+    """Return whether anybody said how many layers the model has."""
+    sizes = cut.sizes
+    return bool(cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
+
+
+def _layers_by_stage(
+    args: Namespace, cut: UserCut, schedule: str, placement: Placement
+) -> Sequence[int] | None:
+    """Return the layers of each stage as Megatron will build them; None: nobody knows their number.
+
+    Raises:
+        ArgumentsError: The user's flags contradict each other.
+        ScheduleError: The model cannot have these stages.
+    """
+    if not _has_layers(cut):
+        return None
+    built = stage_arguments(args, cut, placement, f"--pipeline-schedule {schedule}")
+    counts = UserCut.of(vars(args) | built.values).layers_by_stage(placement)
+    if counts is None:
+        raise ScheduleError(f"the layers do not divide into the stages of {schedule}")
+    return counts
+
+
+def _judge(
+    args: Namespace,
+    cut: UserCut,
+    config: PipelineConfig,
+    device: DeviceKind | None,
+    batches: Batches | None,
+    training: Training,
+) -> Judge:
+    """Return what the schedules of a job are compared by."""
+    folder = config.trace_folder
+    if folder is not None:
+        measured = MeasuredCosts.read(folder)
+        measured.check_sizes(vars(args), folder)
+        return choice.ByTable(
+            training=training, measured=measured, reason=f"the times that {folder} has of a run"
+        )
+    try:
+        return _forecast(args, cut, config, device, batches, training)
+    except (ArgumentsError, ScheduleError) as error:
+        problem = str(error).partition("; ")[0]
+        reason = f"tables alone ({problem})"
+        return choice.ByTable(training=training, measured=None, reason=reason)
+
+
+def _forecast(
+    args: Namespace,
+    cut: UserCut,
+    config: PipelineConfig,
+    device: DeviceKind | None,
+    batches: Batches | None,
+    training: Training,
+) -> choice.ByForecast:
+    """Return the planner's forecast of a job.
+
+    Raises:
+        ArgumentsError: A size is missing, or the planner does not know such a training.
+    """
+    for rule in choice.NOT_FORECAST:
+        if rule.refuses(args):
+            raise ArgumentsError(f"with {rule.flag} {rule.reason}")
+    if config.slices > 1:
+        raise ArgumentsError("the planner would count whole micro-batches, not slices")
+    if batches is None:
+        raise ArgumentsError("the batch is not known")
+    model = sizes_of_arguments(args)
+    if not model.sequence:
+        raise ArgumentsError("--seq-length is missing")
+    sizes = cut.sizes
+    pp, tp, cp = training.ranks, sizes.tensor_model_parallel_size, sizes.context_parallel_size
+    ep = sizes.expert_model_parallel_size
+    if sizes.ranks // pp % ep:
+        raise ArgumentsError(f"{ep} expert-parallel ranks do not divide those of a stage")
+    job = Question(
+        model=model,
+        device=device or DEVICES["h100"],
+        num_devices=sizes.ranks,
+        global_batch=list(batches.counts)[-1],
+        sequence=model.sequence,
+        pair_rules=RULES["pairs"],
+        techniques=replace(techniques_of_arguments(args), overlaps_experts=training.pairs),
+        fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
+        overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
+        shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
+    )
+    return choice.ByForecast(
+        training=training,
+        job=job,
+        sizes=ParallelSizes(
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep,
+            micro_batch=batches.micro_batch,
+            mode=_recomputed(args),
+            num_microbatches=batches.num_microbatches,
+            replicas=sizes.ranks // (tp * pp * cp),
+        ),
+        has_memory=device is not None,
+    )
+
+
+def _recomputed(args: Namespace) -> frozenset[str]:
+    """Return the modules that are recomputed, as the planner names them."""
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity == "full":
+        return FULL
+    if granularity == "selective" or getattr(args, "recompute_activations", None):
+        return frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+    return frozenset()
