@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the checks that need an NVIDIA GPU, in the Python environment that is active (or PYTHON), and
-# prints one table. Several ranks share the first GPU. A check that would be skipped fails.
+# prints one table. Several ranks share the first GPU. A check that would be skipped fails. Then
+# compare.sh measures pipelines of four ranks on it.
 #
 #     bash tests/gpu/run.sh [--emulated] [--wheels DIR] [ARGUMENTS OF PYTEST]
 #
@@ -51,4 +52,7 @@ if [[ $MEGATRON_EXT_GPU_CHECKS == cuda ]]; then
     "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
 fi
 # A case may wait for others that need the memory of the GPU alone.
-exec "$python" -m pytest tests/gpu -m gpu -v -p no:cacheprovider -o timeout=1200 "$@"
+code=0
+"$python" -m pytest tests/gpu -m gpu -v -p no:cacheprovider -o timeout=1200 "$@" || code=$?
+PYTHON=$python bash tests/gpu/compare.sh || code=$((code ? code : $?))
+exit "$code"
