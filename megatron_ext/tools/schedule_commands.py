@@ -31,7 +31,7 @@ from megatron_ext.schedules.generators.catalog import (
 )
 from megatron_ext.schedules.search.patience import gains, while_late
 from megatron_ext.schedules.table import table_files
-from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
@@ -317,6 +317,8 @@ def _run_plan(args: argparse.Namespace) -> int:
         _print_notes(timelines, costs_text=args.costs)
         if not args.pairs and args.slices == 1:
             _print_recommendation(timelines)
+            if args.schedule == ["all"] and args.pp > 1:
+                _print_automatic(args, costs)
         if args.use_dpp:
             _print_gains(timelines, costs)
     for reason in left_out:
@@ -381,6 +383,21 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
     for timeline in shown:
         label = timeline.schedule.label.ljust(width)
         print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
+
+
+def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
+    """Print what `--pipeline-schedule auto` takes where it knows these sizes alone."""
+    from megatron_ext.planning.choice import ByTable, Training, rank
+
+    training = Training(
+        ranks=args.pp,
+        num_microbatches=args.microbatches,
+        cut=lambda _schedule, _placement: None,
+        chunks=args.chunks,
+        costs=costs if costs != UNIT else None,
+    )
+    ranking = rank(training, ByTable(training=training, measured=None, reason="tables alone"))
+    print(f"\n{ranking.sentence(ranking.candidates[:2], [])}")
 
 
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:

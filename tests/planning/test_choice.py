@@ -25,6 +25,10 @@ from megatron_ext.planning.measured import COSTS_FILE, MeasuredCosts
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import activation_peaks
+from tests.config.test_schedule_flags import outcomes
+from tests.ranks import require_training, run_ranks
+from tests.runtime.capture import GPT, train
+from tests.runtime.test_equality import UNCLIPPED, assert_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -314,6 +318,32 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
 def test_a_configuration_refuses_what_flags_do(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         PipelineConfig(**{"schedule": "auto", **settings})
+
+
+# -- in Megatron's own parser, and in a training -------------------------------------------------
+
+TRAINED = f"{GPT}{UNCLIPPED}--num-layers 6 --pipeline-model-parallel-size 2 "
+
+
+def test_a_rank_chooses_as_preflight_does() -> None:
+    require_training()
+    flags = f"{TRAINED}--pipeline-schedule auto"
+    [[result]] = run_ranks(1, outcomes, [("gpt", flags, 2)])
+    assert isinstance(result, dict), result
+    answer = preflight(flags, world_size=2, device="cpu")
+    assert answer.pipeline is not None
+    assert result["log"][0] == answer.changes[0]
+    assert result["rows"] == answer.pipeline.full.rows
+
+
+def test_it_trains_as_the_schedule_by_name() -> None:
+    [best, *_] = preflight(
+        f"{TRAINED}--pipeline-schedule auto", world_size=2, device="cpu"
+    ).candidates
+    by_name = train(2, f"{TRAINED}{best.flags} ")
+    automatic_run = train(2, f"{TRAINED}--pipeline-schedule auto ")
+    assert automatic_run.tables == by_name.tables
+    assert_equal(automatic_run, by_name)
 
 
 # -- by the costs of a traced run ----------------------------------------------------------------

@@ -45,6 +45,8 @@ def test_plan_ranks_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[lines.index("") :].count("flags of the first three:") == 1
     advice = "recommended: bitpipe order=zb where 2 copies of the weights fit, else zb-v chunks=2"
     assert advice in lines
+    automatic = "--pipeline-schedule auto takes --pipeline-schedule zb-v: 51.5 forwards a step, "
+    assert any(line.startswith(automatic) for line in lines)
     assert flags[0].endswith("--enable-bitpipe-schedule")
 
 
