@@ -157,6 +157,8 @@ def _checked(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> 
 def _preflight(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
     command = recipe.command(candidate)
     plan = jobs.planned(args, command, str(Path.cwd()))
+    if all(host.local for host in plan.hosts):
+        jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
         return jobs.preflight_of(plan.completed())
     # Only the hosts know how many devices they have; the run itself checks that.
@@ -285,6 +287,7 @@ class Comparison:
         )
         if ended.code:
             reference.failure = ended.reason
+            reference.is_refused = ended.code == outcome.REFUSED
         counter.end(ended.reason or "saved")
         return not ended.code
 
@@ -317,6 +320,7 @@ class Comparison:
         )
         if ended.code:
             contender.failure = f"round {round_number}: {ended.reason}"
+            contender.is_refused = ended.code == outcome.REFUSED
             counter.end(ended.reason)
             return
         try:

@@ -38,6 +38,8 @@ class Contender:
     """A traced step, as the page of a trace draws it; None: there is none."""
     failure: str = ""
     """Why a run of it failed; empty: none did."""
+    is_refused: bool = False
+    """Whether it failed because a rank refused its flags, before it trained."""
     located: str = ""
     """The first tensor that differs from the reference; empty: nobody looked."""
 
@@ -105,8 +107,9 @@ def judge(
         rows.append(_row(contender, reference, speed_only=speed_only))
     judgements = [row.judgement for row in rows]
     code = EQUAL
-    if "failed" in judgements:
-        code = FAILED
+    failed = [contender for contender in contenders if contender.failure]
+    if failed:
+        code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
     if "different" in judgements:
         code = DIFFERENT
     if against_itself:

@@ -73,7 +73,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         complete = plan.completed()
         shown_ranks(args.show, complete.world_size)
     if not args.per_node and all(host.local for host in hosts):
-        _check_command_here(plan.command)
+        check_command_here(plan.command)
     if not args.dry_run:
         return with_restarts(plan, hosts, args)
     if uncounted:
@@ -84,7 +84,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     return _dry_run(complete)
 
 
-def _check_command_here(command: Sequence[str]) -> None:
+def check_command_here(command: Sequence[str]) -> None:
     """Reject a script or flags that this machine's Megatron lacks, before ranks import torch."""
     if megatron_flags():
         find_script(command[0])

@@ -79,6 +79,7 @@ class Launches:
         """By a word of the command: the losses of a run with it."""
         self.failing = ""
         """A word of the command of a run that fails."""
+        self.failing_code = 1
         self.stops_after = 0
         """Runs after which Ctrl-C comes; 0: it does not."""
 
@@ -98,7 +99,7 @@ class Launches:
             os.kill(os.getpid(), signal.SIGINT)
             return run.Ended(130, "interrupted")
         if self.failing and self.failing in words:
-            return run.Ended(1, "localhost: rank 1 was ended by SIGKILL")
+            return run.Ended(self.failing_code, "localhost: rank 1 was ended by SIGKILL")
         if "--save" in words:
             Path(words[words.index("--save") + 1]).mkdir()
         if folder := environment.get(FOLDER):
@@ -152,13 +153,18 @@ def test_other_numbers_end_with_exit_code_3(
     assert "2.3e-10 at 5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("code", [1, 2])
 def test_a_killed_rank_is_said_and_the_other_runs_go_on(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
 ) -> None:
-    launches.failing = "gpipe"
+    """With exit code 2 a rank has refused its flags, which only it could judge."""
+    launches.failing, launches.failing_code = "gpipe", code
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     words = ["--with", "--pipeline-schedule gpipe", "-o", "out", "--", *recipe]
-    assert compare(monkeypatch, *words) == 1
+    assert compare(monkeypatch, *words) == code
     assert len(launches.words) == 6, "a contender that has failed does not run again"
     shown = capsys.readouterr().out
     assert "gpipe: round 1: localhost: rank 1 was ended by SIGKILL" in shown
@@ -241,6 +247,7 @@ def test_what_differs_is_located_by_two_short_runs(
     ("words", "message"),
     [
         (["--", *RECIPE.split()], "nothing to compare with Megatron's own schedule; add"),
+        (["--with", "zb-h1", "--", "pretrain_gtp.py"], "pretrain_gtp.py"),
         (["--"], "nothing to compare; name a script after --"),
         (["--steps", "3", "--", *RECIPE.split()], "--steps"),
         (

@@ -40,6 +40,11 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_a_loss_that_replicas_do_not_average_is_the_last_ranks(tmp_path: Path) -> None:
+    record = read(write(tmp_path, changes={0: {"losses": {"lm loss": 9.0}}}))
+    assert record.steps[-1].losses == {"lm loss": LOSSES[-1]}
+
+
 def test_a_script_without_megatrons_loop_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no step was recorded; compare needs a script"):
         read(tmp_path)
