@@ -17,6 +17,8 @@
 `tracing`   the median difference between a traced step and the one before it, on stages that sleep,
             and the steps of all schedules as `plan --trace-dir` predicts them from the trace of
             1f1b alone; then the time and the bytes of an event.
+`digests`   processor time that `MEGATRON_EXT_DIGESTS` adds to a step of a GPT on two ranks: medians
+            of steps that record, and of those between, which do not.
 `traces`    time and memory of `aggregate` and `report` on the traces of simulated steps: an
             interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans on
             a rank. If the headless browser of the report's tests is installed, it then opens the
@@ -339,7 +341,47 @@ def traces(quick: bool) -> str:
     return markdown((run, "s", "s of processors", "of a process at most"), rows)
 
 
-_PARTS = {part.__name__: part for part in (imports, patches, executor, tables, tracing, traces)}
+def digests(quick: bool) -> str:
+    """Measure what recording digests adds to a step."""
+    hidden_size, num_steps = (64, 6) if quick else (1024, 12)
+    with tempfile.TemporaryDirectory() as folder:
+        by_rank = run_ranks(2, _steps_with_digests, folder, hidden_size, num_steps, timeout_s=1800)
+    rows = []
+    for rank, (recorded_s, plain_s) in enumerate(by_rank):
+        added = recorded_s / plain_s - 1
+        rows.append([str(rank), f"{plain_s * 1e3:.0f}", f"{recorded_s * 1e3:.0f}", f"{added:.1%}"])
+    head = ["rank", "step, ms of processor time", "with digests", "added"]
+    title = f"hidden size {hidden_size}, 4 layers, zb-h1, 4 micro-batches of 256 tokens"
+    return f"{title}\n\n{markdown(head, rows)}"
+
+
+def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[float, float]:
+    """Train as one rank; return the median processor time of steps with digests and without."""
+    from megatron_ext.config.active import required
+    from tests.tracing import recorded
+
+    recorded.SEQUENCE = 256
+    training = recorded.Training(
+        f"{folder}/digests", "zb-h1", hidden_size=hidden_size, settings={"message_timeout_s": 600}
+    )
+    times_s: dict[bool, list[float]] = {True: [], False: []}
+    with recorded.built(training) as (build, chunks):
+        recorded.step(training, build, chunks, 0)  # makes the table, the transport and the hooks
+        observers = required().observers
+        [recorder] = observers
+        for number in range(1, num_steps + 1):
+            records = number % 2 == 1
+            observers[:] = [recorder] if records else []
+            begin_s = time.process_time()
+            recorded.step(training, build, chunks, number)
+            times_s[records].append(time.process_time() - begin_s)
+        observers[:] = [recorder]
+    return statistics.median(times_s[True]), statistics.median(times_s[False])
+
+
+_PARTS = {
+    part.__name__: part for part in (imports, patches, executor, tables, tracing, digests, traces)
+}
 
 
 def main() -> None:

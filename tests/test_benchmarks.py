@@ -275,8 +275,9 @@ def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down() -> None:
         ("tables", ["interleaved", "1f1b", "zb-v"]),
         ("traces", ["aggregate", "report"]),
         ("tracing", ["megatron_ext, gloo: 1f1b"]),
+        ("digests", ["0", "1"]),
     ],
-    ids=["executor", "tables", "traces", "tracing"],
+    ids=["executor", "tables", "traces", "tracing", "digests"],
 )
 def test_overheads_are_measured(part: str, names: list[str]) -> None:
     done = run_python(str(ROOT / "benchmarks/overhead.py"), part, "--quick")

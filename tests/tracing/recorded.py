@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,23 +40,26 @@ class Training:
     seed: int | None = None
 
 
-Change = Callable[[list[Any]], None]
-"""Changes the chunks of a rank once they are built."""
+Change = Callable[[list[Any]], AbstractContextManager[Any]]
+"""Changes a rank's chunks, or the package, while the context lasts."""
 
 
-def train(training: Training, change: Change | None = None) -> list[float]:
+def unchanged(_chunks: list[Any]) -> AbstractContextManager[Any]:
+    """Change nothing."""
+    return nullcontext()
+
+
+def train(training: Training, change: Change = unchanged) -> list[float]:
     """Train as one rank; return the losses of the last step on ranks that have them."""
-    with _built(training) as (build, chunks):
-        if change is not None:
-            change(chunks)
+    with built(training) as (build, chunks), change(chunks):
         losses: list[float] = []
-        for step in range(training.num_steps):
-            losses = _step(training, build, chunks, step)
+        for number in range(training.num_steps):
+            losses = step(training, build, chunks, number)
         return losses
 
 
 @contextmanager
-def _built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
+def built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
     import torch
     from megatron.core import distributed, parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -112,13 +115,13 @@ def _built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
         os.environ.pop(VARIABLE)
 
 
-def _step(training: Training, build: Any, chunks: list[Any], step: int) -> list[float]:
+def step(training: Training, build: Any, chunks: list[Any], number: int) -> list[float]:
     from megatron.core import parallel_state, pipeline_parallel
 
     num_replicas = parallel_state.get_data_parallel_world_size()
     total = build.num_microbatches * num_replicas
-    first = step * total + parallel_state.get_data_parallel_rank()
-    samples = range(first, (step + 1) * total, num_replicas)
+    first = number * total + parallel_state.get_data_parallel_rank()
+    samples = range(first, (number + 1) * total, num_replicas)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(
@@ -131,8 +134,13 @@ def _step(training: Training, build: Any, chunks: list[Any], step: int) -> list[
     )
     for chunk in chunks:
         for weight in chunk.parameters():
-            weight.data -= 0.1 * weight.main_grad
+            update(weight, number)
     return list(losses)
+
+
+def update(weight: Any, _step: int) -> None:
+    """Add the gradient to a weight."""
+    weight.data -= 0.1 * weight.main_grad
 
 
 def sample(number: int) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.tools.compare.locate import locate
+from megatron_ext.tracing.digest_files import read_folder
 from tests.ranks import run_ranks
 from tests.tracing.recorded import Training, train
 
@@ -19,7 +24,84 @@ def _train_each(*trainings: Training) -> None:
 @pytest.mark.short_s(8)
 def test_schedules_with_the_same_bits_have_the_same_digests(tmp_path: Path) -> None:
     own = Training(str(tmp_path / "own"))
-    others = {name: Training(str(tmp_path / name), name) for name in ("zb-h1", "zb-v")}
-    run_ranks(2, _train_each, own, *others.values())
-    for name in others:
-        assert locate(tmp_path / "own", tmp_path / name) is None
+    zb_h1, zb_v = (replace(own, folder=str(tmp_path / n), schedule=n) for n in ("zb-h1", "zb-v"))
+    run_ranks(2, _train_each, own, zb_h1, zb_v)
+    for candidate in (zb_h1, zb_v):
+        assert locate(tmp_path / "own", Path(candidate.folder)) is None
+    # An action of each table, not of the other's: the two cuts were held against each other.
+    actions = {
+        record.action
+        for file in read_folder(Path(zb_v.folder))
+        for records in file.steps.values()
+        for record in records
+    }
+    assert {"3I2", "3W2", "0F3"} <= actions
+
+
+_FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bitpipe": ({"num_layers": 8}, {"schedule": "bitpipe", "pipeline_ranks": 4, "num_layers": 8,
+                                    "num_microbatches": 8}),
+    "overlapped reductions": ({"reduction": {"overlap_grad_reduce": True}},
+                              {"reduction": {"overlap_grad_reduce": True}, "schedule": "zb-v"}),
+    "one replica": ({}, {"pipeline_ranks": 4, "num_microbatches": 8, "schedule": "1f1b"}),
+    "tensor parallel": ({"tensor_ranks": 2}, {"tensor_ranks": 2, "schedule": "zb-v"}),
+}  # fmt: skip
+"""By name: what the reference has beside two stages, and what the candidate has."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _FOUR_RANKS)
+def test_four_ranks_in_other_shapes_have_the_same_digests(name: str, tmp_path: Path) -> None:
+    """With another number of replicas, sums over them may differ in their last bits."""
+    first, second = _FOUR_RANKS[name]
+    own = Training(str(tmp_path / "own"), world_size=4, **first)
+    other = Training(**{"folder": str(tmp_path / "other"), "world_size": 4, **second})
+    run_ranks(4, _train_each, own, other)
+    assert locate(tmp_path / "own", tmp_path / "other") is None
+
+
+def _noisy(chunks: list[Any]) -> AbstractContextManager[Any]:
+    from tests.mutations.silent_faults import at_output
+
+    noise = random.SystemRandom()
+    plant = at_output(2, "mlp", lambda output: output * (1 + 1e-6 * noise.random()), 1)
+    return plant(chunks)
+
+
+def _train_twice(first: Training, second: Training) -> None:
+    train(first, _noisy)
+    train(second, _noisy)
+
+
+@pytest.mark.short_s(6)
+def test_a_run_that_is_not_deterministic_differs_from_itself(tmp_path: Path) -> None:
+    first, second = (Training(str(tmp_path / name), "zb-v") for name in ("first", "second"))
+    run_ranks(2, _train_twice, first, second)
+    difference = locate(tmp_path / "first", tmp_path / "second")
+    assert difference is not None
+    assert (difference.iteration, difference.microbatches) == (1, (1,))
+    assert (difference.layer, difference.module) == (2, "mlp")
+    assert difference.candidate is not None
+    assert difference.candidate.action == "2F1"
+
+
+def _without_the_variable(training: Training) -> tuple[int, int]:
+    """Return the hooks of a chunk's modules, and the observers, of a step without recording."""
+    import os
+
+    from megatron_ext.config.active import required
+    from megatron_ext.tracing.digest_files import VARIABLE
+    from tests.tracing import recorded
+
+    with recorded.built(training) as (build, chunks):
+        del os.environ[VARIABLE]
+        recorded.step(training, build, chunks, 0)
+        num_hooks = sum(len(module._forward_hooks) for module in chunks[0].modules())
+        os.environ[VARIABLE] = ""
+        return num_hooks, len(required().observers)
+
+
+def test_without_the_variable_nothing_is_hooked(tmp_path: Path) -> None:
+    training = Training(str(tmp_path / "none"), "zb-h1")
+    assert run_ranks(2, _without_the_variable, training) == [(0, 0), (0, 0)]
+    assert not (tmp_path / "none").exists()

@@ -385,7 +385,9 @@ class _Comparison:
         first = min(mismatches, key=lambda mismatch: mismatch.place_in_step)
         kind, microbatch, name = first.key
         numbers: set[int] = set()
-        if microbatch != NO_MICROBATCH:
+        if kind == "weight gradient":
+            numbers = {microbatch}  # later sums contain this one
+        elif microbatch != NO_MICROBATCH:
             numbers = {m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)}
         match = _LAYER.fullmatch(name)
         layer, module = None, name

@@ -1,0 +1,244 @@
+"""The first tensor that differs between two recorded runs, on files made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.errors import DataError
+from megatron_ext.tools.compare.locate import Difference, locate
+from megatron_ext.tracing.digest_files import (
+    FILE_NAME,
+    KINDS,
+    NO_MICROBATCH,
+    Header,
+    Kind,
+    Record,
+    Writer,
+    read,
+)
+
+_NUM_LAYERS = 4
+_NUM_MICROBATCHES = 2
+_RANK_0 = Header(0, "a")
+
+
+def record(kind: Kind, microbatch: int, layer: int, **changes: object) -> Record:
+    """Return a record of a layer, one stage for each."""
+    letters = {"forward": "F", "backward": "B", "weight gradient": "B"}
+    action = f"{layer}{letters[kind]}{microbatch}" if kind in letters else ""
+    fields: dict[str, object] = {"part": "", "position": 0, "num_elements": 64}
+    fields |= {"bits": "0" * 32, "norm": 2.0, "projections": [1.0, -1.0, 2.0, 0.5]}
+    module = f"decoder.layers.{layer}"
+    whole = Record(kind, microbatch, module, stage=layer, action=action, **fields)  # type: ignore[arg-type]
+    return whole._replace(**changes)  # type: ignore[arg-type]
+
+
+def step_records() -> list[Record]:
+    """Return what one rank records in a step."""
+    records = []
+    for kind in KINDS:
+        numbers = range(_NUM_MICROBATCHES)
+        if kind in ("reduced gradient", "weights"):
+            numbers = range(NO_MICROBATCH, 0)
+        records += [record(kind, m, layer) for m in numbers for layer in range(_NUM_LAYERS)]
+    return records
+
+
+def write(folder: Path, *steps: Sequence[Record], header: Header = _RANK_0) -> Path:
+    """Write the file of a rank, and return the folder."""
+    writer = Writer(folder, header)
+    for number, records in enumerate(steps, 1):
+        writer.step(number, records)
+    writer.close()
+    return folder
+
+
+def changed(records: Sequence[Record], *places: tuple[Kind, int, int]) -> list[Record]:
+    """Return records of which some have other bits, by half of their norm."""
+    result = []
+    for item in records:
+        place = item.kind, item.microbatch, item.stage
+        if place in places:
+            item = item._replace(bits="1" * 32, projections=[2.0, 0.0, 3.0, -0.5])
+        result.append(item)
+    return result
+
+
+def compared(folder: Path, candidate: Sequence[Record]) -> Difference | None:
+    first = write(folder / "reference", step_records())
+    return locate(first, write(folder / "candidate", candidate, header=Header(3, "b")))
+
+
+def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
+    assert compared(tmp_path, step_records()) is None
+
+
+def test_it_says_all_that_the_issue_asks_for(tmp_path: Path) -> None:
+    difference = compared(tmp_path, changed(step_records(), ("backward", 1, 2)))
+    assert difference is not None
+    assert difference.sentence() == (
+        "first difference: iteration 1, micro-batch 1: the gradient of the input of layer 2 "
+        "differs by 0.5 of its norm: reference 2B1, rank 0 on a; candidate 2B1, rank 3 on b"
+    )
+
+
+def test_all_micro_batches_that_differ_at_the_place_are_named(tmp_path: Path) -> None:
+    places: list[tuple[Kind, int, int]] = [("forward", 0, 3), ("forward", 0, 1), ("forward", 1, 1)]
+    difference = compared(tmp_path, changed(step_records(), *places))
+    assert difference is not None
+    assert (difference.layer, difference.microbatches) == (1, (0, 1))
+    assert "all 2 micro-batches: the output of layer 1" in difference.sentence()
+
+
+_PLACES = st.tuples(
+    st.sampled_from(KINDS[:2]),
+    st.integers(0, _NUM_MICROBATCHES - 1),
+    st.integers(0, _NUM_LAYERS - 1),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(places=st.sets(_PLACES, min_size=1))
+def test_the_first_is_what_a_step_computes_first(
+    tmp_path_factory: pytest.TempPathFactory, places: set[tuple[Kind, int, int]]
+) -> None:
+    """Forwards go up the layers, backwards down."""
+
+    def order(place: tuple[Kind, int, int]) -> tuple[int, int]:
+        kind, _, layer = place
+        return (0, layer) if kind == "forward" else (1, -layer)
+
+    folder = tmp_path_factory.mktemp("runs")
+    difference = compared(folder, changed(step_records(), *places))
+    assert difference is not None
+    kind, _, layer = min(places, key=order)
+    assert (difference.kind, difference.layer) == (kind, layer)
+    assert set(difference.microbatches) == {m for k, m, at in places if (k, at) == (kind, layer)}
+
+
+def test_an_earlier_step_comes_before_an_earlier_layer(tmp_path: Path) -> None:
+    records = step_records()
+    first = write(tmp_path / "reference", records, records)
+    late = changed(records, ("forward", 0, 0))
+    early = changed(records, ("weights", NO_MICROBATCH, 3))
+    difference = locate(first, write(tmp_path / "candidate", early, late))
+    assert difference is not None
+    assert (difference.iteration, difference.kind) == (1, "weights")
+    assert "after iteration 1: the weight of layer 3" in difference.sentence()
+
+
+@pytest.mark.parametrize("is_reference", [True, False])
+def test_a_micro_batch_that_only_one_run_computed_is_a_difference(
+    tmp_path: Path, is_reference: bool
+) -> None:
+    records = step_records()
+    lacking = [r for r in records if (r.kind, r.microbatch) != ("forward", 1)]
+    whole, part = write(tmp_path / "whole", records), write(tmp_path / "part", lacking)
+    difference = locate(whole, part) if is_reference else locate(part, whole)
+    assert difference is not None
+    assert (difference.kind, difference.microbatches, difference.layer) == ("forward", (1,), 0)
+    assert "never computed" in difference.sentence()
+
+
+def test_a_module_that_only_one_run_records_is_no_difference(tmp_path: Path) -> None:
+    """Pairs of schedule plans, for one, call parts of layers and not the layers."""
+    only_here = [record("forward", m, 1, module="decoder.layers.1.mlp") for m in (0, 1)]
+    assert compared(tmp_path, [*step_records(), *only_here]) is None
+
+
+def test_a_killed_rank_leaves_its_complete_steps(tmp_path: Path) -> None:
+    records = step_records()
+    first = write(tmp_path / "reference", records, changed(records, ("forward", 0, 0)))
+    second = write(tmp_path / "candidate", records, records)
+    path = second / FILE_NAME.format(0)
+    path.write_text(path.read_text()[:-20])
+    assert read(path).is_cut
+    assert locate(first, second) is None
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", step_records())
+    path = folder / FILE_NAME.format(0)
+    path.write_text(path.read_text().replace("2.0,", "3.0,", 1))
+    with pytest.raises(DataError, match="line 2: no digests: its checksum is wrong"):
+        read(path)
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", step_records())
+    with pytest.raises(DataError, match="name a new folder for each"):
+        Writer(folder, Header(0))
+
+
+def test_a_folder_without_digests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="MEGATRON_EXT_DIGESTS="):
+        locate(tmp_path, tmp_path)
+
+
+def test_micro_batches_that_are_numbered_by_length_are_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "reference", step_records())
+    balanced = replace(Header(0), balance="pack")
+    second = write(tmp_path / "candidate", step_records(), header=balanced)
+    with pytest.raises(DataError, match="--pipeline-balance"):
+        locate(first, second)
+
+
+# Other orders of the same sums.
+
+
+def _slightly(records: Sequence[Record], kind: Kind, by: float) -> list[Record]:
+    result = []
+    for item in records:
+        if item.kind == kind:
+            near = [projection + by for projection in item.projections]
+            item = item._replace(bits="2" * 32, projections=near)
+        result.append(item)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "by", "is_allowed"),
+    [("reduced gradient", 1e-6, True), ("reduced gradient", 1e-2, False), ("forward", 1e-6, False)],
+)
+def test_other_numbers_of_replicas_may_differ_where_they_add_up(
+    tmp_path: Path, kind: Kind, by: float, is_allowed: bool
+) -> None:
+    """The first forwards still have the same bits: no sum over replicas comes before them."""
+    first = write(tmp_path / "reference", step_records())
+    candidate = _slightly(step_records(), kind, by)
+    second = write(tmp_path / "candidate", candidate, header=Header(0, data_size=2))
+    difference = locate(first, second)
+    assert (difference is None) == is_allowed
+
+
+@pytest.mark.parametrize(("by", "is_allowed"), [(2e-3, True), (2e-2, False)])
+def test_what_another_order_changes_can_be_learned(
+    tmp_path: Path, by: float, is_allowed: bool
+) -> None:
+    first = write(tmp_path / "reference", step_records())
+    other = write(tmp_path / "other", _slightly(step_records(), "reduced gradient", 1e-3))
+    second = write(tmp_path / "candidate", _slightly(step_records(), "reduced gradient", by))
+    assert (locate(first, second, another_order=other) is None) == is_allowed
+    assert locate(first, second) is not None  # equal sizes promise equal bits
+
+
+def test_parts_that_are_cut_differently_are_held_against_each_other_by_norm(
+    tmp_path: Path,
+) -> None:
+    whole = [record("weights", NO_MICROBATCH, 0, num_elements=50, norm=5.0)]
+    parts = [
+        record("weights", NO_MICROBATCH, 0, part="d0", num_elements=25, norm=3.0),
+        record("weights", NO_MICROBATCH, 0, part="d1", num_elements=25, norm=4.0),
+    ]
+    first = write(tmp_path / "reference", whole)
+    assert locate(first, write(tmp_path / "candidate", parts)) is None
+    parts[1] = parts[1]._replace(norm=4.5)
+    difference = locate(first, write(tmp_path / "changed", parts))
+    assert difference is not None
+    assert "differs in its norm, where" in difference.sentence()
