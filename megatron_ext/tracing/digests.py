@@ -124,6 +124,7 @@ class _Chunk:
     """A model chunk of this rank."""
 
     model: torch.nn.Module
+    stage: int
     weights: list[_Weight]
     handles: list[Any] = field(default_factory=list)
 
@@ -172,8 +173,12 @@ class DigestRecorder(Observer):
         """Whether the schedule has ended but the step's new weights are not recorded yet."""
         self._num_optimizers = 0
         """Nesting depth of the optimizers in progress."""
-        self._tensor, self._data = _part_of("t", _tensor_place()), _part_of("d", _data_place())
         self._replica, self._num_replicas = _data_place()
+        # Forward ranks of a disaggregated job keep copies of weights, and no gradients.
+        job = configuration.job
+        self._has_weights = job is None or job.role != "forward"
+        self._activation_parts = [_part_of("t", _tensor_place()), _part_of("c", _context_place())]
+        self._weight_parts = [*self._activation_parts, _part_of("d", _data_place())]
 
     # Steps.
 
@@ -183,8 +188,9 @@ class DigestRecorder(Observer):
             return
         self._remove_hooks()
         seen: set[int] = set()
-        for model in models:
-            chunk = _Chunk(model, list(_weights_of(model, seen)))
+        for index, model in enumerate(models):
+            # Here, because a program may end its process groups before its last weights are read.
+            chunk = _Chunk(model, self._stage_of(index), list(_weights_of(model, seen)))
             root = unwrap_model(model)
             for name, module in _watched_modules(root):
                 chunk.handles += [
@@ -217,11 +223,11 @@ class DigestRecorder(Observer):
     def end_schedule(self) -> None:
         """Record the reduced gradients."""
         self._is_training = False
-        for stage, chunk in self._by_stage():
+        for chunk in self._chunks:
             for position, weight in enumerate(chunk.weights):
                 gradient = _gradient_of(weight.parameter)
                 if gradient is not None:
-                    self._add_of_weight("reduced gradient", stage, position, weight, gradient)
+                    self._add_of_weight("reduced gradient", chunk.stage, position, weight, gradient)
         self._awaits_weights = True
 
     def end_iteration(self) -> None:
@@ -257,9 +263,9 @@ class DigestRecorder(Observer):
         self._write(self._number)
 
     def _record_weights(self) -> None:
-        for stage, chunk in self._by_stage():
+        for chunk in self._chunks:
             for position, weight in enumerate(chunk.weights):
-                self._add_of_weight("weights", stage, position, weight, weight.parameter)
+                self._add_of_weight("weights", chunk.stage, position, weight, weight.parameter)
 
     def _write(self, number: int) -> None:
         """Read the results from the device, between two steps, and write them."""
@@ -337,18 +343,13 @@ class DigestRecorder(Observer):
         # Megatron's own schedules distribute chunks round-robin.
         return int(stage // groups.get_pipeline_model_parallel_world_size())
 
-    def _by_stage(self) -> Iterator[tuple[int, _Chunk]]:
-        """Yield the stage of each chunk, and the chunk."""
-        pipeline, job = self._configuration.pipeline, self._configuration.job
-        if job is not None and job.role == "forward":
-            return  # they have the weights of backward ranks, and no gradients
+    def _stage_of(self, index: int) -> int:
+        """Return the stage of a chunk of this rank."""
         rank = groups.get_pipeline_model_parallel_rank()
-        size = groups.get_pipeline_model_parallel_world_size()
-        for index, chunk in enumerate(self._chunks):
-            stage = index * size + rank
-            if pipeline is not None:
-                stage = pipeline.placement.stages_of[rank][index]
-            yield stage, chunk
+        pipeline = self._configuration.pipeline
+        if pipeline is not None:
+            return pipeline.placement.stages_of[rank][index]
+        return int(index * groups.get_pipeline_model_parallel_world_size() + rank)
 
     # Modules.
 
@@ -418,7 +419,7 @@ class DigestRecorder(Observer):
             position, self._position = self._position, self._position + 1
         if microbatch is None:
             microbatch = action.microbatch
-        parts = [self._tensor, _context_part()]
+        parts = list(self._activation_parts)
         if action.slice:
             parts.append(f"s{action.slice}")
         number = self._number_in_batch(action.stage, microbatch)
@@ -429,8 +430,8 @@ class DigestRecorder(Observer):
     ) -> None:
         if weight.shard is not None:
             tensor = tensor.reshape(-1)[weight.shard]
-        if tensor.numel():
-            parts = [self._tensor, _context_part(), self._data]
+        if tensor.numel() and self._has_weights:
+            parts = self._weight_parts
             self._append(kind, NO_MICROBATCH, weight.name, parts, stage, position, "", tensor)
 
     def _append(
@@ -476,9 +477,8 @@ def _data_place() -> tuple[int, int]:
     return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
 
 
-def _context_part() -> str:
-    rank, size = groups.get_context_parallel_rank(), groups.get_context_parallel_world_size()
-    return _part_of("c", (rank, size))
+def _context_place() -> tuple[int, int]:
+    return groups.get_context_parallel_rank(), groups.get_context_parallel_world_size()
 
 
 def _part_of(letter: str, place: tuple[int, int]) -> str:

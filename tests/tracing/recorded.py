@@ -118,10 +118,13 @@ def built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
 def step(training: Training, build: Any, chunks: list[Any], number: int) -> list[float]:
     from megatron.core import parallel_state, pipeline_parallel
 
+    import megatron_ext
+
     num_replicas = parallel_state.get_data_parallel_world_size()
     total = build.num_microbatches * num_replicas
     first = number * total + parallel_state.get_data_parallel_rank()
     samples = range(first, (number + 1) * total, num_replicas)
+    megatron_ext.begin_iteration(number)  # for random numbers by micro-batch
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.tools.compare.locate import locate
-from megatron_ext.tracing.digest_files import read_folder
-from tests.ranks import run_ranks
+from megatron_ext.tracing.digest_files import KINDS, VARIABLE, read_folder
+from tests.ranks import run_ranks, run_script
+from tests.runtime.capture import PP2
 from tests.tracing.recorded import Training, train
+from tests.training.helpers import MOCK, NO_DROPOUT
 
 
 def _train_each(*trainings: Training) -> None:
@@ -60,6 +62,29 @@ def test_four_ranks_in_other_shapes_have_the_same_digests(name: str, tmp_path: P
     assert locate(tmp_path / "own", tmp_path / "other") is None
 
 
+SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
+
+
+@pytest.mark.short_s(20)
+@pytest.mark.usefixtures("a_training_loop")
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [(2, ""), pytest.param(4, SHARDED, marks=pytest.mark.slow)],
+    ids=["two stages", "sharded"],
+)
+def test_megatrons_own_loop_is_recorded(num_ranks: int, flags: str, tmp_path: Path) -> None:
+    """Its optimizer ends a step; evaluations between steps are not recorded."""
+    flags += f"{MOCK}{NO_DROPOUT}{PP2}--clip-grad 0 --train-iters 2 --eval-interval 1 "
+    for name, schedule in (("own", ""), ("ours", "--pipeline-schedule zb-h1")):
+        environment = {VARIABLE: str(tmp_path / name)}
+        run_script(num_ranks, "pretrain_gpt.py", f"{flags}{schedule}".split(), env=environment)
+    assert locate(tmp_path / "own", tmp_path / "ours") is None
+    for file in read_folder(tmp_path / "ours"):
+        assert sorted(file.steps) == [0, 1, 2]
+        assert {record.kind for record in file.steps[2]} == set(KINDS)
+        assert file.header.schedule == "zb-h1"
+
+
 def _noisy(chunks: list[Any]) -> AbstractContextManager[Any]:
     from tests.mutations.silent_faults import at_output
 
@@ -90,7 +115,6 @@ def _without_the_variable(training: Training) -> tuple[int, int]:
     import os
 
     from megatron_ext.config.active import required
-    from megatron_ext.tracing.digest_files import VARIABLE
     from tests.tracing import recorded
 
     with recorded.built(training) as (build, chunks):
