@@ -374,6 +374,9 @@ class _Comparison:
         for name in ("tensor_size", "context_size", "expert_size", "slices"):
             if getattr(first, name) != getattr(second, name):
                 return True
+        # Experts of both twins then add up over tokens in the order of one of them.
+        if first.routing != second.routing and first.expert_size > 1:
+            return True
         # Replicas add up gradients of weights, and all that follows from them.
         if first.data_size == second.data_size:
             return False
