@@ -655,7 +655,8 @@ FAULTS = (
           "reduced gradient", 1, _FC2),
     # Mutants of the package.
     Fault("gradients are reduced one action too early", "overlap",
-          text("gradients are reduced one action too early"), "reduced gradient"),
+          text("gradients are reduced one action too early"),
+          "weight gradient", None, "output_layer", "1W2"),
     Fault("a gradient of another use is lost", "zb-h1",
           together(with_other_use(1, _FC1), text("a gradient of another use is lost")),
           "weight gradient", 1, _FC1, "0W0", reference=with_other_use(1, _FC1)),
