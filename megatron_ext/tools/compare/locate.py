@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from megatron_ext.errors import DataError
@@ -173,6 +174,15 @@ class _Tensor:
     ranks: Mapping[str, Header]
     """Of the rank that recorded each part."""
 
+    def scaled(self, factor: float) -> _Tensor:
+        """Return the tensor times a factor, whose bits are then not known."""
+        parts = {}
+        for part, record in self.parts.items():
+            projections = [factor * projection for projection in record.projections]
+            scaled_record = record._replace(norm=factor * record.norm, projections=projections)
+            parts[part] = scaled_record
+        return _Tensor(parts, self.ranks)
+
     @property
     def any_part(self) -> str:
         """The first part by name."""
@@ -216,6 +226,15 @@ class _Run:
             notes.append(f"{folder}: not all ranks completed step {min(longest - common)}")
         steps = {number: _tensors(files, number) for number in sorted(common)}
         return cls(files, steps, notes)
+
+    @cached_property
+    def first_step(self) -> int:
+        """The first training step; before it stand the weights that it begins with."""
+        trained = []
+        for number, tensors in self.steps.items():
+            if any(kind == "forward" for kind, _, _ in tensors):
+                trained.append(number)
+        return min(trained, default=0)
 
     @property
     def header(self) -> Header:
@@ -320,6 +339,12 @@ class _Comparison:
         self, step: int, key: _Key, reference: _Tensor, candidate: _Tensor
     ) -> Iterator[_Mismatch]:
         """Yield the mismatch of one tensor, if it differs."""
+        kind = key[0]
+        if self._replicas_differ:
+            if kind == "weight gradient":
+                return  # a replica adds up other micro-batches
+            if kind == "backward":
+                candidate = candidate.scaled(self._gradient_scale(step))
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
             relative = _difference_of_norms(reference, candidate)
@@ -338,6 +363,25 @@ class _Comparison:
                     key, reference.order, reference, candidate, part, relative, tolerance
                 )
                 return
+
+    @property
+    def _replicas_differ(self) -> bool:
+        return self.reference.header.data_size != self.candidate.header.data_size
+
+    def _gradient_scale(self, step: int) -> float:
+        """Return what the candidate's gradients of micro-batches are too small or large by.
+
+        Megatron divides the loss of a micro-batch by their number in a replica, unless it divides
+        by tokens at the end of the step.
+        """
+        scale = self.reference.header.data_size / self.candidate.header.data_size
+        key: _Key = ("backward", 0, "model")
+        first = self.reference.steps[step].get(key)
+        second = self.candidate.steps[step].get(key)
+        if first is None or second is None:
+            return scale
+        ratio = _norm_of_parts(first) / (_norm_of_parts(second) or 1.0)
+        return min((scale, 1.0), key=lambda factor: abs(ratio - factor))
 
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
@@ -366,7 +410,7 @@ class _Comparison:
             return _LEARNED_MARGIN * self.learned.get((kind, module), 0.0)
         if not self._may_differ(step, kind):
             return 0.0
-        return STATED_TOLERANCE * _GROWTH ** max(step - 1, 0)
+        return STATED_TOLERANCE * _GROWTH ** max(step - self.reference.first_step, 0)
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
         """Return whether the two runs add up in another order what a tensor is computed from."""
@@ -377,11 +421,12 @@ class _Comparison:
         # Experts of both twins then add up over tokens in the order of one of them.
         if first.routing != second.routing and first.expert_size > 1:
             return True
-        # Replicas add up gradients of weights, and all that follows from them.
-        if first.data_size == second.data_size:
+        if not self._replicas_differ:
             return False
-        first_step = min(self.reference.steps) or 1
-        return step > first_step or kind in ("weight gradient", "reduced gradient", "weights")
+        # What comes before any sum over replicas has the same bits, but gradients another scale.
+        first_step = self.reference.first_step
+        is_before_sums = step < first_step or (step == first_step and kind == "forward")
+        return not is_before_sums
 
     def _chosen(self, step: int, mismatches: Sequence[_Mismatch]) -> Difference:
         """Return the first of the mismatches of a step."""

@@ -217,6 +217,24 @@ def test_other_numbers_of_replicas_may_differ_where_they_add_up(
     assert (difference is None) == is_allowed
 
 
+@pytest.mark.parametrize(("scale", "is_allowed"), [(2.0, True), (3.0, False)])
+def test_gradients_of_fewer_micro_batches_are_larger(
+    tmp_path: Path, scale: float, is_allowed: bool
+) -> None:
+    """A replica divides the loss of each by their number; and adds up others."""
+    whole = [*step_records(), record("backward", 0, 0, module="model")]
+    larger = []
+    for item in whole:
+        if item.kind in ("backward", "weight gradient"):
+            factor = 2.0 if item.module == "model" else scale
+            projections = [factor * projection for projection in item.projections]
+            item = item._replace(bits="3" * 32, norm=factor * item.norm, projections=projections)
+        larger.append(item)
+    first = write(tmp_path / "reference", whole)
+    second = write(tmp_path / "candidate", larger, header=Header(0, data_size=2))
+    assert (locate(first, second) is None) == is_allowed
+
+
 @pytest.mark.parametrize(("by", "is_allowed"), [(2e-3, True), (2e-2, False)])
 def test_what_another_order_changes_can_be_learned(
     tmp_path: Path, by: float, is_allowed: bool
