@@ -348,7 +348,8 @@ class DigestRecorder(Observer):
         rank = groups.get_pipeline_model_parallel_rank()
         pipeline = self._configuration.pipeline
         if pipeline is not None:
-            return pipeline.placement.stages_of[rank][index]
+            stage: int = pipeline.placement.stages_of[rank][index]
+            return stage
         return int(index * groups.get_pipeline_model_parallel_world_size() + rank)
 
     # Modules.

@@ -351,7 +351,7 @@ def with_other_use(number: int, name: str) -> Change:
         if layer is None:
             return nullcontext()
         weight = layer.get_parameter(name)
-        return at_output(number, "", lambda output: output + weight.sum())(chunks)
+        return at_output(number, "", lambda output: output + weight.sum(0))(chunks)
 
     return plant
 
