@@ -47,6 +47,19 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "this package (one flag alone as --with=FLAG); may be repeated",
     )
     add(
+        "--best",
+        type=whole_number(1, 100),
+        default=0,
+        metavar="N",
+        help="the N schedules that the planner expects to be fastest, as --pipeline-schedule auto "
+        "ranks them",
+    )
+    add(
+        "--trace-dir",
+        metavar="DIR",
+        help="with --best: rank them by the times of this traced run",
+    )
+    add(
         "--reference",
         default="",
         metavar="SCHEDULE|'FLAGS'",

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import files
+from megatron_ext.config import automatic
 from megatron_ext.config.flags import requested_flags, split_words
 from megatron_ext.config.hosting import preflight
+from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.errors import ArgumentsError, DataError, line_of
 from megatron_ext.tools.compare import equality, outcome, run, steps
 from megatron_ext.tools.compare.locate import locate
@@ -96,6 +98,7 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
     else:
         additions = [_pipeline_flags(text, "--with") for text in args.additions]
         reference = _pipeline_flags(args.reference, "--reference")
+        additions += _best(args, recipe)
         contenders = candidates(recipe, reference, additions)
         recipe = _with_equal_masks(args, recipe, contenders[0])
     answers = [_checked(args, recipe, contender) for contender in contenders]
@@ -118,6 +121,36 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
         against_itself=args.against_itself,
         locates=args.locate,
     )
+
+
+def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
+    """Return the flags of the schedules that `--best` takes, the fastest first.
+
+    Raises:
+        ArgumentsError: None of them can run, or `--trace-dir` has nothing to rank.
+    """
+    if args.trace_dir is not None and not args.best:
+        raise ArgumentsError("--trace-dir ranks the schedules of --best; add --best 3")
+    if not args.best:
+        return []
+    schedule = "auto" if args.trace_dir is None else f"auto:{args.trace_dir}"
+    own = Candidate(REFERENCE, ())
+    settings = _checked(args, recipe, own).checked_args
+    ranking = automatic.ranking(settings, PipelineConfig(schedule=schedule), None)
+    chosen: list[tuple[str, ...]] = []
+    for ranked in ranking.candidates:
+        flags = split_words(ranked.flags, "--best")
+        # Ours by that name is the reference's table, which Megatron's own schedule runs.
+        is_reference = ranked.schedule == automatic.REFERENCE
+        if is_reference or not ranked.fits or len(chosen) == args.best:
+            continue
+        if _preflight(args, recipe, Candidate(ranked.schedule, flags)).accepted:
+            chosen.append(flags)
+    if not chosen:
+        raise ArgumentsError(
+            f"--best {args.best} finds no schedule that runs with these flags; name one with --with"
+        )
+    return chosen
 
 
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:

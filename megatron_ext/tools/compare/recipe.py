@@ -145,7 +145,7 @@ def candidates(
     if len(runs) == 1:
         raise ArgumentsError(
             "nothing to compare with Megatron's own schedule; add --pipeline-schedule NAME to the "
-            "script's flags, or --with NAME before the --"
+            "script's flags, or --with NAME or --best 3 before the --"
         )
     return runs
 

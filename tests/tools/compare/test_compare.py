@@ -258,6 +258,7 @@ def test_what_differs_is_located_by_two_short_runs(
             ["--self", "--with=--use-dpp", "--", *RECIPE.split()],
             "leave --with and --reference out",
         ),
+        (["--trace-dir", "x", "--", *RECIPE.split()], "add --best 3"),
         (
             ["--locate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
             "leave --speed-only out",
@@ -299,6 +300,18 @@ def test_flags_of_the_environment_are_the_recipes_too(
     monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-h1")
     assert compare(monkeypatch, "-o", "out", "--", *RECIPE.split()) == 0
     assert sum("zb-h1" in words for words in launches.words) == 2
+
+
+def test_the_best_of_the_planner_are_compared(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--best", "2", "--rounds", "1", "--speed-only", "-o", "out", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 0
+    own, first, second = launches.words
+    assert "--pipeline-schedule" not in own
+    schedules = {words[words.index("--pipeline-schedule") + 1] for words in (first, second)}
+    assert len(schedules) == 2
+    assert "1f1b" not in schedules, "which Megatron's own schedule is"
 
 
 def test_options_of_launch_pass_through() -> None:
