@@ -193,8 +193,6 @@ BOUNDARIES = (
     "patches/drift.py",
     "tools/schedule_commands.py",  # NO_COLOR
     "tracing/digest_files.py",  # MEGATRON_EXT_DIGESTS, around any training
-    "tools/compare/run.py",  # of the jobs that it starts
-    "tracing/steps.py",  # `compare` asks for the numbers of steps
     "tracing/scalars.py",  # the view of a training log shows them
     "tracing/steps.py",  # `compare` sets it around a job
     "tools/compare/run.py",  # it starts jobs, which get its environment
