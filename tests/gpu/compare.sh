@@ -49,7 +49,7 @@ for name, value in {**environment(devices=1), **queued()}.items(): print(f"expor
     size=(--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         --max-position-embeddings 32 --vocab-size 127)
     layers=(--transformer-impl local)
-    steps=(--steps 5 --rounds 1)
+    steps=(--steps 4 --rounds 1)
     limit_s=600
 else
     for program in "$(command -v nvidia-cuda-mps-control || true)" \

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from megatron_ext import devices
 from megatron_ext.config import automatic
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.hosting import preflight
@@ -318,6 +319,19 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
 def test_a_configuration_refuses_what_flags_do(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         PipelineConfig(**{"schedule": "auto", **settings})
+
+
+def test_the_driver_names_the_device_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_EXT_DEVICE", raising=False)
+    gpu = tmp_path / "0000:0f:00.0"
+    gpu.mkdir()
+    (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 42\n")
+    assert devices.name_by_driver(tmp_path) == "NVIDIA H100 80GB HBM3"
+    assert devices.name_by_driver(tmp_path / "none") is None
+    monkeypatch.setenv("MEGATRON_EXT_DEVICE", "cpu")
+    assert devices.name_by_driver(tmp_path) is None
 
 
 # -- in Megatron's own parser, and in a training -------------------------------------------------
