@@ -177,7 +177,7 @@ def text(name: str) -> Change:
         codes = _functions(compile(source.replace(mutant.text, mutant.instead), "mutant", "exec"))
         functions = [(function, function.__code__) for function in _live(module)]
         for function, code in functions:
-            function.__code__ = codes.get(code.co_qualname, code)
+            function.__code__ = codes.get(function.__qualname__, code)
         try:
             yield
         finally:
@@ -187,13 +187,16 @@ def text(name: str) -> Change:
     return plant
 
 
-def _functions(code: CodeType) -> dict[str, CodeType]:
+def _functions(code: CodeType, prefix: str = "") -> dict[str, CodeType]:
     """Return the functions of a module and its classes, by qualified name."""
     functions = {}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            functions[constant.co_qualname] = constant
-            functions |= _functions(constant)
+            name = prefix + constant.co_name
+            functions[name] = constant
+            is_class = not constant.co_flags & inspect.CO_OPTIMIZED
+            if is_class:
+                functions |= _functions(constant, f"{name}.")
     return functions
 
 
