@@ -194,7 +194,7 @@ BOUNDARIES = (
     "tools/schedule_commands.py",  # NO_COLOR
     "tracing/digest_files.py",  # MEGATRON_EXT_DIGESTS, around any training
     "tracing/scalars.py",  # the view of a training log shows them
-    "tracing/steps.py",  # `compare` sets it around a job
+    "tracing/step_records.py",  # `compare` sets it around a job
     "tools/compare/run.py",  # it starts jobs, which get its environment
     "upstream/cause.py",  # torchrun names its file there
     "upstream/failure.py",

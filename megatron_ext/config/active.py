@@ -240,7 +240,7 @@ class Active:
     host: Closing | None = None
     """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
     steps: Closing | None = None
-    """The file of `megatron-ext compare` that records each step (`tracing/steps.py`)."""
+    """The file of `megatron-ext compare` that records each step (`tracing/step_records.py`)."""
     checked_steps: int = 0
     """Training steps whose effects were checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False

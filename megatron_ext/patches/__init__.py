@@ -29,7 +29,7 @@ TABLES = (
     "off_cuda",
     "split_backward",
     "schedules",
-    "steps",
+    "recorded_steps",
     "trace",
     "without_te",
 )

@@ -119,7 +119,7 @@ def launch_words(words: Sequence[str]) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.compare.comparison import compare
+    from megatron_ext.tools.compare.rounds import compare
 
     words = sys.argv[1:]
     # Behind the subcommand, and before the command whose words argparse has left over.

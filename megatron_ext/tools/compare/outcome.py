@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_ext.tools.compare.steps import Deviation, Deviations, RunRecord, deviations
+from megatron_ext.tools.compare.run_records import Deviation, Deviations, RunRecord, deviations
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.equality import Promise

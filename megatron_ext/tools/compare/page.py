@@ -15,7 +15,7 @@ from megatron_ext.tools.compare.text import HEADER, cells
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.outcome import Answer, Contender
-    from megatron_ext.tools.compare.steps import Step
+    from megatron_ext.tools.compare.run_records import Step
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
 """Variables of the palette, for the lines of contenders; the reference has the first."""

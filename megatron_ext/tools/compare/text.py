@@ -9,7 +9,7 @@ from megatron_ext.tools.compare.outcome import Answer, Row, is_noise
 from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.compare.steps import Deviation, Deviations
+    from megatron_ext.tools.compare.run_records import Deviation, Deviations
 
 HEADER = (
     "", "step ms", "80 % of steps", "speed", "tokens/s", "memory GiB", "bubble %", "losses",

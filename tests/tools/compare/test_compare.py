@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tools.compare import comparison, run
+from megatron_ext.tools.compare import rounds, run
 from megatron_ext.tools.compare.compare_commands import launch_words
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
-from megatron_ext.tracing.steps import FOLDER, LIMIT
+from megatron_ext.tracing.step_records import FOLDER, LIMIT
 from tests.commands import run_package
 from tests.ranks import require_training
 from tests.tools.compare.records import LOSSES, write
@@ -231,7 +231,7 @@ def test_what_differs_is_located_by_two_short_runs(
         folders.append((reference, candidate))
         return Found()
 
-    monkeypatch.setattr(comparison, "locate", locate)
+    monkeypatch.setattr(rounds, "locate", locate)
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     words = ["--with", "gpipe", "--locate", "--rounds", "1", "-o", "out", "--", *recipe]
     assert compare(monkeypatch, *words) == 3

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.tools.compare.equality import Promise
 from megatron_ext.tools.compare.outcome import DIFFERENT, EQUAL, FAILED, Contender, as_json, judge
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate
-from megatron_ext.tools.compare.steps import read
+from megatron_ext.tools.compare.run_records import read
 from megatron_ext.tools.compare.text import answer_text
 from tests.tools.compare.records import LOSSES, write
 

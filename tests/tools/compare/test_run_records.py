@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.compare.steps import RunRecord, Step, deviations, read
+from megatron_ext.tools.compare.run_records import RunRecord, Step, deviations, read
 from tests.tools.compare.records import LOSSES, write
 
 

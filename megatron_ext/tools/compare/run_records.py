@@ -1,4 +1,4 @@
-"""Reads what the ranks of a run recorded (`megatron_ext/tracing/steps.py`)."""
+"""Reads what the ranks of a run recorded (`megatron_ext/tracing/step_records.py`)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from megatron_ext.config.flags import requested_flags, split_words
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.errors import ArgumentsError, DataError, line_of
-from megatron_ext.tools.compare import equality, outcome, run, steps
+from megatron_ext.tools.compare import equality, outcome, run, run_records
 from megatron_ext.tools.compare.locate import locate
 from megatron_ext.tools.compare.page import page
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
@@ -35,7 +35,7 @@ from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
-from megatron_ext.tracing.steps import FOLDER, LIMIT
+from megatron_ext.tracing.step_records import FOLDER, LIMIT
 
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
@@ -357,7 +357,7 @@ class Comparison:
             counter.end(ended.reason)
             return
         try:
-            record = steps.read(record_folder)
+            record = run_records.read(record_folder)
         except DataError as error:
             contender.failure = f"round {round_number}: {error}"
             counter.end(str(error))

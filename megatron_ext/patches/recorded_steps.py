@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
-from megatron_ext.tracing import steps
+from megatron_ext.tracing import step_records
 
 _TRAINING = "megatron.training.training"
 # Act before the patches of a disaggregated job, whose forward ranks log nothing.
-PATCHES = PatchTable(feature="compare", of=steps.requested, order=-20)
+PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 
 @PATCHES.row("steps.log", f"{_TRAINING}:training_log")
-def _log(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _log(
+    record: step_records.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron logs rounded losses, which hide small differences between runs."""
     step = by_name(call, args, kwargs)
     skipped = bool(step["skipped_iter"])
@@ -22,7 +24,9 @@ def _log(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwarg
 
 
 @PATCHES.row("steps.exit", f"{_TRAINING}:checkpoint_and_decide_exit")
-def _end(record: steps.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
+def _end(
+    record: step_records.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> bool:
     """Megatron counts --exit-interval over resumed runs, but `compare` trains a number of steps
     from any.
     """
