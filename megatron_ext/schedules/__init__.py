@@ -1,8 +1,8 @@
 """Pipeline schedules as data: generated, validated, simulated and drawn.
 
-A `Schedule` holds a list of actions for each rank. `generate` makes one by name, `validate` proves
-it correct, `simulate` computes its time and memory, `render` and `svg` draw it. All of this imports
-the standard library only.
+A `Schedule` holds a list of actions for each rank. `generate` builds one by name, `validate` proves
+it correct, `simulate` computes its time and memory, and `render` and `svg` draw it. The whole
+package imports only the standard library.
 
 Terms: a *rank* is a process of the pipeline. The model is split into *stages*; a rank holds one or
 more, its *chunks*. A step runs every *micro-batch* through all stages, forward and backward. With

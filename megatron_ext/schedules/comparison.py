@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A schedule to compare, with what distinguishes it from others of its name."""
+    """A schedule to compare, with the options that tell it apart from its other variants."""
 
     name: str
     options: Mapping[str, Any]
-    """Options of its generator, and `chunks` where it leaves their number open."""
+    """Options for its generator, and `chunks` if the generator accepts different numbers of
+    them."""
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -49,16 +50,18 @@ def compare(
 
     Args:
         name: A registered schedule, `csv:FILE`, or `all`.
-        pp: Ranks of the pipeline world.
-        num_microbatches: Micro-batches of that world in one step.
+        pp: Number of ranks in the pipeline world.
+        num_microbatches: Micro-batches that those ranks run in one step.
         costs: Durations of actions and latencies of links.
-        chunks: Stages on each rank; with `all`, for schedules that leave their number open.
-        options: Further options by the name of the schedule.
+        chunks: Stages on each rank; with `all`, applies only to schedules that accept different
+            numbers.
+        options: Additional options, keyed by schedule name.
         pairs: Whether forwards and backwards run as pairs.
         slices: Slices of each micro-batch.
 
     Returns:
-        The simulations, shortest first, and with `all` the reasons why others are left out.
+        The simulations, shortest first; with `all`, also the reasons why other schedules are left
+    out.
 
     Raises:
         ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
@@ -86,7 +89,7 @@ def compare(
 
 
 def _choices(chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]) -> list[Choice]:
-    """Return the variants of all schedules, with the user's options in place of their own."""
+    """Return the variants of all schedules, with the user's options overriding theirs."""
     choices: list[Choice] = []
     for generator in registered().values():
         fixed = dict(user_options.get(generator.name, {}))
@@ -94,7 +97,7 @@ def _choices(chunks: int | None, user_options: Mapping[str, Mapping[str, Option]
             fixed["chunks"] = chunks
         for variant in generator.variants:
             choice = Choice(generator.name, {**variant, **fixed})
-            # Variants that differ in what the user has fixed are now alike.
+            # Variants that differed only in an option that the user fixed are now identical.
             if choice not in choices:
                 choices.append(choice)
     return choices
@@ -109,7 +112,7 @@ def possible_tables(
     pairs: bool = False,
     slices: int = 1,
 ) -> tuple[list[Schedule], list[str]]:
-    """Return the tables that the sizes allow, and the reasons against the others, each once."""
+    """Return the tables that the sizes allow, and the distinct reasons why the others fail."""
     schedules: list[Schedule] = []
     reasons: list[str] = []
     for choice in choices:
@@ -122,8 +125,8 @@ def possible_tables(
                 **in_use(pairs=pairs, slices=slices),
                 **choice.options,
             )
-        except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
-            # Variants of one schedule are refused for the same reason.
+        except ScheduleError as error:  # noqa: PERF203 - bad sizes raise
+            # Variants of one schedule usually fail for the same reason.
             if str(error) not in reasons:
                 reasons.append(str(error))
         else:
@@ -132,7 +135,7 @@ def possible_tables(
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of a simulation under the keys of `plan --json`.
+    """Return the figures of a simulation, keyed as in the output of `plan --json`.
 
     Times are in the unit of the costs, activations in Ma (`table/memory.py`).
     """
@@ -160,7 +163,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Return a number without rounding errors of sums, a whole one as an integer."""
+    """Round away summation errors, and return whole numbers as integers."""
     rounded = round(value, 9)
     if rounded == int(rounded):
         return int(rounded)
@@ -168,7 +171,7 @@ def _number(value: float) -> float | int:
 
 
 def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
-    """Return the training flags of a schedule for some costs."""
+    """Return the flags that train with this schedule and these costs."""
     # A disaggregated job has a forward and a backward rank for each of Megatron's pipeline ranks.
     size = schedule.num_stages if schedule.disaggregated else schedule.pp
     flags = [f"--pipeline-model-parallel-size {size}"]
@@ -185,7 +188,7 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
                 flags.append(f"{generator.flag(key)} {value}")
     if schedule.num_slices > 1:
         flags.append(f"--pipeline-slices {schedule.num_slices}")
-    # Shares of attention and of all-to-all are not in this text: they serve the simulation alone.
+    # This text omits the shares of attention and all-to-all, which only the simulation uses.
     if str(costs) != str(UNIT):
         flags.append(f"--pipeline-costs {costs}")
     if schedule.pairs:

@@ -1,7 +1,8 @@
-"""The colours of every picture: `plot` in files and terminals, the report on a trace, the site.
+"""The colours of every picture: `plot` in files and terminals, the trace report, the website.
 
-Any two of them differ for people with any kind of colour blindness (a test computes how much), and
-each has an ink for text on it. Odd chunks of a rank have the pale colour of a pair.
+Any two colours are distinguishable with any kind of colour blindness (a test computes how well),
+and each has a matching text colour. Even chunks of a rank use the strong shade, odd chunks the pale
+one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ KINDS = {
     "W": ("#8f3c4e", "#e390b4"),
     "R": ("#4f4a1c", "#d0bfa0"),
 }
-"""By kind of action: the colour of even chunks and that of odd ones."""
+"""By kind of action: the colours of even and of odd chunks."""
 
 SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
 """Spans of a trace beside actions: messages, and the work after the pipeline."""
@@ -40,7 +41,7 @@ _DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
 
 
 def variables(theme: str) -> str:
-    """Return the colours of a theme, `light` or `dark`, as CSS variables in one line."""
+    """Return the colours of a theme, `light` or `dark`, as CSS variables on one line."""
     colours = {**_PAGES[theme], **SPANS}
     for kind, (even, odd) in KINDS.items():
         colours |= {kind: even, f"{kind}-odd": odd}
@@ -48,7 +49,7 @@ def variables(theme: str) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return the colour of text on a colour: dark or light, whichever has more contrast."""
+    """Return the text colour for a background: dark or light, whichever has more contrast."""
     return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
 
 
@@ -65,7 +66,7 @@ def _luminance(colour: str) -> float:
 
 
 def _linear(value: float) -> float:
-    """Return the linear value of a component of sRGB, both from 0 to 1."""
+    """Return the linear value of an sRGB component, both from 0 to 1."""
     if value <= 0.04045:
         return value / 12.92
     linear: float = ((value + 0.055) / 1.055) ** 2.4
@@ -73,7 +74,7 @@ def _linear(value: float) -> float:
 
 
 def ansi(text: str, colour: str) -> str:
-    """Return text for a terminal, on a colour."""
+    """Return text for a terminal, with a background colour."""
     background, foreground = _ansi_rgb(colour), _ansi_rgb(ink(colour))
     return f"\x1b[48;2;{background};38;2;{foreground}m{text}\x1b[0m"
 

@@ -3,9 +3,9 @@
     0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
 
 `F0` is the forward of micro-batch 0, `B0---` takes the time of two forwards, `.` is idle. Lower
-case is the rank's second chunk; with more than two chunks cells name the stage, as in `5F0`. A
-schedule with twins is shown with both directions, the micro-batches of the second numbered after
-those of the first.
+case marks the rank's second chunk; with more than two chunks, cells name the stage, as in `5F0`. A
+schedule with twins is shown with both directions; the micro-batches of the second direction are
+numbered after those of the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> 
 
 
 def _painted(cell: re.Match[str]) -> str:
-    """Return a cell in the colour of its kind, pale if its letter is lower case."""
+    """Return a cell in the colour of its kind, in the pale shade if its letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
     return ansi(cell[0], odd if kind.islower() else even)
@@ -60,7 +60,7 @@ def check_drawable(timeline: Timeline) -> None:
     """Check that a picture has a reasonable number of columns.
 
     Raises:
-        ScheduleError: It is too large.
+        ScheduleError: It has too many columns.
     """
     pp, slot = timeline.schedule.pp, slot_time(timeline)
     columns = timeline.makespan / slot
@@ -74,7 +74,7 @@ def check_drawable(timeline: Timeline) -> None:
 
 def _legend(timeline: Timeline) -> str:
     kinds = {action.kind for row in timeline.schedule.rows for action in row}
-    if timeline.schedule.ships_activations:  # it takes no time and is invisible
+    if timeline.schedule.ships_activations:  # R takes no time and is not drawn
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
@@ -90,14 +90,14 @@ def _legend(timeline: Timeline) -> str:
 
 
 def unit_of_time(timeline: Timeline) -> str:
-    """Return what 1 on an axis of time is."""
+    """Return what 1 on the time axis stands for."""
     if timeline.costs.forward == 1:
         return "1 = forward of one micro-batch on 1/pp of the model"
     return "in the unit of --costs"
 
 
 def slot_time(timeline: Timeline) -> float:
-    """Return the duration of one column: that of the shortest action."""
+    """Return the duration of one column, which is the duration of the shortest action."""
     return min(end - start for row in timeline.bars for _, start, end in row if end > start)
 
 
@@ -120,7 +120,7 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
     num_columns, cell_width = len(rows[0]), len(rows[0][0])
-    # A terminal would break long lines in the middle of the grid.
+    # A terminal would wrap long lines in the middle of the grid.
     columns_per_block = num_columns
     if rank_width + num_columns * cell_width > width:  # the last character is a space
         columns_per_block = max(1, (width - rank_width - 1) // cell_width)
@@ -139,9 +139,9 @@ class _Bar(NamedTuple):
 
     label: str
     first: int
-    """Its first column."""
+    """The first column."""
     end: int
-    """The column behind its last."""
+    """The column after the last."""
 
 
 def _cells(timeline: Timeline) -> list[list[str]]:
@@ -153,7 +153,7 @@ def _cells(timeline: Timeline) -> list[list[str]]:
     for rank, row in enumerate(timeline.bars):
         labels = [cell_label(schedule, action) for action, _, _ in row]
         cell_width = max([cell_width, *(len(label) + 1 for label in labels)])
-        # A pair is one bar, in the place of its forward.
+        # A pair is drawn as one bar in the place of its forward.
         for index in schedule.pairs_of(table_rank(schedule, rank)):
             _, start, end = row[index]
             labels[index] += f"+{labels[index + 1]}"
@@ -165,16 +165,16 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             if label:
                 bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
         bars_by_rank.append(bars)
-    # The last action may end between two columns: the grid is rounded as its bars are.
+    # The last action may end between two columns, so round the grid in the same way as the bars.
     num_columns = _column(timeline.makespan, slot)
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 
 
 def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
-    """Return the text of each cell of a rank; a label goes on through the columns of its bar."""
+    """Return the text of each cell of a rank; a label extends across the columns of its bar."""
     cells = [".".ljust(cell_width)] * num_columns
     for bar in bars:
-        # The last character is a space, which keeps bars apart.
+        # The last character is a space, which separates the bars.
         length = (bar.end - bar.first) * cell_width - 1
         text = bar.label[:length].ljust(length, "-") + " "
         for column in range(bar.first, bar.end):

@@ -1,4 +1,4 @@
-"""Draws simulated schedules as SVG, on a light or a dark page as its reader prefers."""
+"""Draws simulated schedules as SVG that follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
-# Below the lanes of a schedule: ticks, numbers and what they count.
+# Height of the axis below a schedule's lanes: ticks, numbers and the name of the unit.
 _AXIS = 44
-# Of the longest schedule, unless its numbers need more.
+# Width of the longest schedule, unless its labels need more.
 _WIDTH = 1000
-# Pixels of a digit of 10px: the reader's font is not known, so a little more than most have.
+# Width in pixels of a digit at 10px. The reader's font is unknown, so allow slightly more than most
+# fonts need.
 _DIGIT = 5.8
 
 _STYLE = f"""\
@@ -38,16 +39,17 @@ text {{ font: 11px sans-serif; fill: var(--text) }}
 def draw(
     *timelines: Timeline, unit: str = "", memory_gib: Sequence[float] = (), limit_gib: float = 0.0
 ) -> str:
-    """Return an SVG: a lane for each rank over an axis of time.
+    """Return an SVG with one lane per rank above a time axis.
 
-    Odd chunks are pale, and the second direction is framed. Several schedules are drawn below each
-    other on the same time scale. The picture grows with the table: every number can be read.
+    Odd chunks are pale, and the second direction is framed. Several schedules are drawn one below
+    the other on the same time scale. The picture grows with the table so that every number is
+    legible.
 
     Args:
         timelines: The schedules, from top to bottom.
-        unit: Meaning of 1 on the axis; empty: `unit_of_time` says it.
+        unit: Meaning of 1 on the axis; empty: take it from `unit_of_time`.
         memory_gib: Memory of each rank, drawn below; none if empty.
-        limit_gib: Memory that a rank may hold: the length of its lane.
+        limit_gib: Memory limit of a rank, which is the length of its lane.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -80,7 +82,7 @@ def draw(
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
-    """Return the pixels of a unit of time, with which every number can be read."""
+    """Return the pixels per unit of time at which every number is legible."""
     legible = shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
@@ -91,12 +93,12 @@ def _scale(timelines: Sequence[Timeline]) -> float:
                     # 30 pixels for the shortest action are enough.
                     shortest_scale = max(shortest_scale, 30 / (end - start))
     longest = max(timeline.makespan for timeline in timelines)
-    # Short tables are not stretched to the width.
+    # Do not stretch short tables to the full width.
     return max(min(_WIDTH / longest, shortest_scale), legible)
 
 
 def _fills(timelines: Sequence[Timeline]) -> str:
-    """Return the colours of the kinds of action that are drawn, as CSS."""
+    """Return CSS with the colours of all kinds of action drawn."""
     present: set[str] = set()
     for timeline in timelines:
         for row in timeline.schedule.rows:
@@ -112,7 +114,7 @@ def _fills(timelines: Sequence[Timeline]) -> str:
 
 
 def _memory(memory_gib: Sequence[float], limit_gib: float, width: int, y: int) -> Iterator[str]:
-    """Yield a lane for the memory of each rank, whose length is the limit."""
+    """Yield a memory lane for each rank; the length of the lane is the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
     for rank, rank_gib in enumerate(memory_gib):
@@ -138,10 +140,10 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
     pairs = schedule.pairs_of(table_rank(schedule, rank))
     for index, (action, start, end) in enumerate(timeline.bars[rank]):
-        if start == end:  # an R that ships activations
+        if start == end:  # the R of shipped activations
             continue
         x, width = _LEFT + start * scale, (end - start) * scale
-        # A pair shares its time: the forward above, the backward below.
+        # The actions of a pair overlap in time: draw the forward above and the backward below.
         top, height, line = y, _BAR, 14
         if index in pairs or index - 1 in pairs:
             height, line = _BAR // 2, 9
@@ -160,7 +162,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 
 
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
-    """Yield a line with numbers at round times, and what they count."""
+    """Yield an axis with numbers at round times, and the name of its unit."""
     end = _LEFT + timeline.makespan * scale
     # The smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))
@@ -174,7 +176,7 @@ def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
 
 
 def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
-    """Return the legend, and how wide it is."""
+    """Return the legend and its width."""
     schedules = [timeline.schedule for timeline in timelines]
     x = _LEFT
     parts = []
@@ -195,12 +197,12 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
 
 
 def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
-    """Return (CSS classes, name) of everything that is drawn as a rectangle."""
+    """Return (CSS classes, name) for everything that is drawn as a rectangle."""
     kinds: set[str] = set()
     for schedule in schedules:
         present = {action.kind for row in schedule.rows for action in row}
         if schedule.ships_activations:
-            present.discard("R")  # it takes no time there, and is not drawn
+            present.discard("R")  # it takes no time here, so it is not drawn
         kinds |= present
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     entries.append(("lane", "idle"))
@@ -217,5 +219,5 @@ def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
 
 
 def _n(number: float) -> str:
-    """Return a length in pixels, as short as it gets with one decimal."""
+    """Format a length in pixels with at most one decimal."""
     return f"{number:.1f}".removesuffix(".0")

@@ -1,1 +1,1 @@
-"""One module for each schedule; `catalog.py` finds them."""
+"""One module per schedule; `catalog.py` imports them all."""

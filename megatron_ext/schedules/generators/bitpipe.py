@@ -2,11 +2,12 @@
 
 One pipeline goes down the ranks and back up through 2pp stages, the other starts at the last rank.
 While one fills, the other works. Ranks r and pp-1-r hold the same four stages (weights are stored
-twice), so this is one table on pp/2 ranks in W placement with half of the micro-batches, run twice,
-mirrored; the twins are data-parallel peers. With `routing=twin` activations cross to the twin at
-the inner folds, as the paper's do; with `local` they stay, which saves messages.
+twice), so the table covers pp/2 ranks in W placement with half of the micro-batches, and runs
+twice, the second time mirrored. The twins are data-parallel peers. With `routing=twin` activations
+cross to the twin at the inner folds, as in the paper; with `local` they stay on their rank, which
+saves messages.
 
-`order=paper` is the published code's order. Its bubble grows with every pp micro-batches.
+`order=paper` is the order of the published code. Its bubble grows with every pp micro-batches.
 
 Paper: Wu et al., BitPipe, 2024 (arXiv 2410.19367); code: wuhouming/BitPipe.
 
@@ -18,8 +19,9 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
-`order=zb` splits backwards and searches for an order (greedy.py) with the same activations and for
-given costs: a table made for equal times and free links is much longer under other costs.
+`order=zb` splits backwards and searches for an order (greedy.py) that keeps no more activations.
+The search uses the actual costs, because a table made for equal times and free links takes much
+longer under other costs.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -28,15 +30,15 @@ bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 3|F2 F3 .  F0 f0 F1 f1 f2 i2 f3 i3 i0 I0 i1 I1 I2 W2 I3 W3 W0 W1 w0 w1 w2 w3
 
 Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 40. No table
-of this placement has less: the middle ranks cannot start earlier. Any even m is legal; fewer than
-pp, or few more, leave a larger bubble, and so do unequal costs, where from pp = 16 on it also grows
-slowly with m.
+with this placement has a smaller bubble: the middle ranks cannot start earlier. Any even m is
+legal. The bubble is larger if m is below pp or slightly above it, and if costs are unequal; with
+unequal costs and pp >= 16 it also grows slowly with m.
 
 Activations: min(pp, m) at most. Each direction sums its gradients in the order of its
-micro-batches; then the twins are reduced, as data-parallel ranks are. So losses and gradients are
-those of Megatron's pipeline of pp/2 ranks, bit for bit but for one case: with `routing=twin` and
-experts spread over the twins, experts of the stages between the inner folds see the tokens of the
-twins in the other order; losses then agree to 1e-6 (`routing=local`: bit for bit).
+micro-batches; then the twins' gradients are reduced, as between data-parallel ranks. So losses and
+gradients equal those of Megatron's pipeline on pp/2 ranks, bit for bit, with one exception: with
+`routing=twin` and experts spread over the twins, the experts in stages between the inner folds see
+the twins' tokens in the opposite order. Losses then agree to 1e-6 (`routing=local`: bit for bit).
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def bitpipe(
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published order of one of the two pipelines."""
     num_ranks = pp // 2
-    # It fills whole units of one micro-batch for each rank; what the last unit lacks is dropped.
+    # The published order needs whole units of one micro-batch per rank, so generate one unit too
+    # many and drop the surplus.
     published = math.ceil(num_microbatches / num_ranks) * num_ranks
     rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
     if published == num_microbatches:
@@ -122,8 +125,8 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
 
 
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
-    """Return a pass over one unit of micro-batches, one for each rank of a direction."""
-    # Ranks further down begin with fewer micro-batches before the first one comes back up.
+    """Return the actions of one kind for one unit: one micro-batch per rank of a direction."""
+    # Ranks further down run fewer micro-batches before the first one comes back up.
     head, tail = unit[: len(unit) - rank], unit[len(unit) - rank :]
     early, late = unit[:rank], unit[rank:]
     row = [Action(stages.first_down, kind, i) for i in head]
@@ -139,10 +142,10 @@ def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
 def _weave(
     forwards: list[Action], backwards: list[Action], num_units: int, pp: int, num_pairs: int
 ) -> list[Action]:
-    """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
+    """Return the warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - num_pairs
     remaining_forwards, remaining_backwards = iter(forwards), iter(backwards)
-    # One of each in turn; it takes them from the same iterators.
+    # Forwards and backwards in turn. It consumes the same two iterators as the slices below.
     alternating = chain.from_iterable(zip(remaining_forwards, remaining_backwards, strict=False))
     row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):

@@ -1,9 +1,9 @@
 """Schedules by name.
 
 A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
-`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is a third
-argument, with `needs_costs` the costs are the last. Plan, plot and the tests of all schedules find
-it here; no other registration is needed. See docs/adding-a-schedule.md.
+`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is the third
+argument, and with `needs_costs` the costs are the last one. `plan`, `plot` and the tests that cover
+all schedules look it up here; no other registration is needed. See docs/adding-a-schedule.md.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from megatron_ext.schedules.table.table_change import table_changes
 CSV_PREFIX = "csv:"
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
-"""Largest number of forwards in one table: it takes about ten seconds and 1 GB."""
+"""Largest number of forwards in one table. Such a table takes about ten seconds and 1 GB."""
 MAX_SEARCHED_PASSES = 1 << 18
-"""Largest number of forwards in a table that a search makes."""
+"""Largest number of forwards in a table produced by a search."""
 
 Build = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A registered schedule: the function that makes its tables, and their properties."""
+    """A registered schedule: the function that builds its tables, and their properties."""
 
     name: str
     build: Build
     num_chunks: int = 1
     """Default number of stages on each rank."""
     free_chunks: bool = False
-    """Whether the user may choose another number, at least 2."""
+    """Whether the user may choose a different number of chunks, at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
     """Values of each additional option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) for each of its rows in a comparison of all schedules."""
+    """Options (and `chunks`) for each row it gets when all schedules are compared."""
     twins: int = 1
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     pairs: bool = False
-    """Whether the order is made for pairs, which are then only marked."""
+    """Whether the generated order already suits pairs, so that pairs only have to be marked."""
     needs_costs: bool = False
-    """Whether the table depends on costs, which are then the generator's last argument."""
+    """Whether the table depends on costs; if so, they are the generator's last argument."""
     listed: bool = True
     """Whether `--pipeline-schedule` accepts it and comparisons of all schedules show it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
-    """(ranks, micro-batches): whether a search makes the table."""
+    """Takes (ranks, micro-batches) and returns whether a search produces the table."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
@@ -87,7 +87,7 @@ class Generator:
         return f"--{self.name}-{key}"
 
 
-# By name. Modules register here at import, those of this package and those of users.
+# By name. Modules of this package and of users register here when they are imported.
 _GENERATORS: dict[str, Generator] = {}
 
 
@@ -108,7 +108,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
 @cache
 def _load_generators() -> None:
-    # When a name is first looked up: the modules of generators import this one.
+    # Imported at the first look-up, because the generator modules import this module.
     from megatron_ext.schedules import generators as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -118,7 +118,7 @@ def _load_generators() -> None:
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     """Return the generators by name, in alphabetical order.
 
-    `unlisted` includes those that `--pipeline-schedule` does not accept.
+    `unlisted` includes the generators that `--pipeline-schedule` does not accept.
     """
     _load_generators()
     # Sorted, because plug-ins register in the order of their imports, which differs from program to
@@ -134,7 +134,7 @@ def get(name: str) -> Generator:
     """Return a generator by name.
 
     Raises:
-        ScheduleError: It does not exist; the message lists those that do.
+        ScheduleError: There is no such schedule; the message lists the existing ones.
     """
     generators = registered(unlisted=True)
     if name not in generators:
@@ -165,12 +165,13 @@ def generate(
 
     Args:
         name: A registered name, or `csv:` and a path.
-        pp: Ranks of the pipeline world. A file has its own number, which must equal this.
-        num_microbatches: Micro-batches of that world in one step; equal to a file's own number.
-        chunks: Stages on each rank, if the schedule leaves their number open.
-        costs: Durations that a generator with `needs_costs` optimises for, and features.
-        options: Options of the generator, and of features (`feature_list.TABLES`): `slices=4` or
-            `pairs=True`.
+        pp: Ranks of the pipeline world. For a file, it must equal the number of rows.
+        num_microbatches: Micro-batches that those ranks run in one step. For a file, it must equal
+            the number in the file.
+        chunks: Stages on each rank, if the schedule accepts different numbers.
+        costs: Durations that generators with `needs_costs` and features optimise for.
+        options: Options for the generator and for features (`feature_list.TABLES`), such as
+            `slices=4` or `pairs=True`.
 
     Raises:
         ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
@@ -204,7 +205,7 @@ def generate(
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # Every action is therefore that many times too long, so scale the latency likewise.
+        # Each action is therefore costed that many times too long, so scale the latency likewise.
         arguments.append(replace(costs, latency=passes_per_microbatch * costs.latency))
     if generator.searches(pp, num_passes):
         schedule = _searched(generator.build, tuple(arguments), tuple(complete_options.items()))
@@ -215,8 +216,8 @@ def generate(
     return schedule
 
 
-# A choice among schedules searches for a table that is then searched for again, to run. No more are
-# kept, since a table may have 100 MB.
+# Choosing a schedule searches for a table, and running it would repeat the same search. The cache
+# is small because a table may take 100 MB.
 @lru_cache(maxsize=2)
 def _searched(
     build: Build, arguments: tuple[int | Costs, ...], options: tuple[tuple[str, Option], ...]
@@ -237,7 +238,7 @@ def _check_size(name: str, number: int) -> None:
 
 
 def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
-    """Check the sizes of two mirrored pipelines; `config/stages.py` has the same rule, in flags.
+    """Check the sizes of two mirrored pipelines; `config/stages.py` checks them for flags.
 
     Raises:
         ScheduleError: A number is odd, or there are fewer than four ranks.

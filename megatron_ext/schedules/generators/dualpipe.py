@@ -1,7 +1,7 @@
 """DualPipe: two pipelines in opposite directions on the same ranks, each with half of the step.
 
 Ranks r and pp-1-r hold the same two stages: the weights are stored twice, and the step ends with a
-reduction over these twins. The table is that of DualPipeV on pp/2 ranks, run twice, mirrored.
+reduction over these twins. The table is DualPipeV's for pp/2 ranks, run twice: once mirrored.
 
 Paper: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -13,7 +13,7 @@ dualpipe overlap=False: pp 4, m 8, makespan 25, bubble 1 (4.0 %), peak 5
 
 Bubble: (pp/2 - 1)Tf for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1 on every rank.
 Needs even pp and even m. Each direction sums its gradients in the order of its
-micro-batches; then the twins are reduced, as data-parallel ranks are.
+micro-batches; then the twins' gradients are reduced, as between data-parallel ranks.
 """
 
 from __future__ import annotations

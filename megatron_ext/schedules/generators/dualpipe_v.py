@@ -1,8 +1,9 @@
 """DualPipeV: DualPipe folded into a V, so that weights are stored once.
 
 Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
-the communication of each with the computation of the other. Backwards are split in the transitions
-only. Here a forward and a backward are two actions, each with its result at its end.
+the communication of each with the computation of the other. Backwards are split only while the
+pipeline fills and drains. This table treats a forward and a backward as two actions, and each
+delivers its result when it ends.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -18,7 +19,7 @@ dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %),
 3|f7 B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
 
 Bubble: (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1/2 on every rank.
-With fewer than 2pp micro-batches it is the table of 2pp without those that are not there.
+With fewer than 2pp micro-batches, the table for 2pp is generated and the surplus ones removed.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
 

@@ -2,12 +2,13 @@
 
 Forward ranks 0 to p/2-1 hold the p/2 stages and keep no activations. Each sends its output to the
 next forward rank and to the backward rank of the next stage. Backward ranks p/2 to p-1 hold the
-stages in reverse. There R runs the forward again, with a graph, and B the backward, so activations
-of one micro-batch are alive. Nobody needs the last stage's output, so the last forward rank idles.
+stages in reverse. There R repeats the forward, this time recording an autograd graph, and B runs
+the backward, so only one micro-batch's activations are alive. The last stage's output is not
+needed, so the last forward rank idles.
 
 With `activations=ship` a forward rank sends the saved input of each layer, and B recomputes each
 layer just before its backward; R takes no time. Then all forward ranks work, and a backward rank
-keeps the activations of one layer instead of a stage.
+keeps the activations of one layer instead of a whole stage.
 
 Idea: the forward/backward disaggregating of MegatronApp.
 
@@ -18,8 +19,8 @@ fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
 3|R0 .  .  .  B0--- R1 B1--- R2 B2--- R3 B3---
 
 Bubble: (pp - 2)(Tf + Tb + Tw), and pp Tf more with `ship`. Activations: 2 (one stage is 2/pp of the
-model), with `ship` before counting that layers are recomputed one by one.
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+model). With `ship` this is an upper bound, because layers are recomputed one by one. Gradients are
+summed in the order of the micro-batches, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
     stages, microbatches = range(pp // 2), range(num_microbatches)
     rows: list[Row] = []
     for stage in stages:
-        # Where backward ranks recompute, nobody needs the output of the last stage.
+        # If backward ranks recompute, the output of the last stage is not needed.
         works = activations == "ship" or stage < stages[-1]
         rows.append(tuple(Action(stage, "F", m) for m in microbatches if works))
     for stage in reversed(stages):

@@ -11,8 +11,8 @@ gpipe: pp 4, m 4, makespan 21, bubble 9 (42.9 %), peak 4
 2|.  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .  .  .
 3|.  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
-Bubble: (pp - 1)(Tf + Tb + Tw), as 1F1B's. Activations: m on every rank.
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+Bubble: (pp - 1)(Tf + Tb + Tw), the same as for 1F1B. Activations: m on every rank. Gradients are
+summed in the order of the micro-batches, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # In ascending order, as 1F1B's: so gradients are summed as without a pipeline.
+        # In ascending order, as in 1F1B, so gradients are summed in the same order as without a #
+        # pipeline.
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

@@ -12,8 +12,8 @@ interleaved chunks=2: pp 4, m 4, makespan 16.5, bubble 4.5 (27.3 %), peak 4
 2|.  .  F0 F1 F2 F3 f0 f1 f2 .  b0--- f3 b1--- .  b2--- .  b3--- B0--- B1--- B2--- B3--- .  .  .  .
 3|.  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
-If pp does not divide m, the last group is smaller: the table is that of whole groups without the
-micro-batches that are not there.
+If pp does not divide m, the table is generated for whole groups and the surplus micro-batches are
+removed from the last one.
 
 Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.
 Activations: min(m, (2(pp - 1) + (v - 1)pp + 1) / v) on rank 0.
@@ -65,7 +65,7 @@ def _row(rank: int, pp: int, num_microbatches: int, num_chunks: int) -> tuple[Ac
             forwards += [Action(stage, "F", i) for i in group]
         for stage in reversed(stages):
             backwards += [Action(stage, "B", i) for i in group]
-    # A round of forwards for each chunk before the last, and two more for each rank below: one on
-    # the way down, one until the first gradient is back. Tables of one round have fewer.
+    # A round of pp forwards for each chunk except the last, plus two forwards for each rank below:
+    # one while the last chunk's first micro-batch travels down, one while its gradient comes back.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
     return alternate(forwards, backwards, min(warm_up, len(forwards)))

@@ -1,8 +1,8 @@
 """1F1B: each micro-batch starts its backward as early as possible, which frees its activations.
 
 Rank r runs pp - 1 - r forwards ahead, then alternates one forward and one backward. The bubble is
-that of GPipe, but the depth of the pipeline bounds the activations. This is Megatron's schedule
-without interleaving.
+the same as GPipe's, but the depth of the pipeline bounds the activations. This is Megatron's
+schedule without interleaving.
 
 Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (arXiv 2006.09503).
 
@@ -31,7 +31,7 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # As many forwards as there are ranks below: then the first gradient is on its way.
+        # One forward for each rank below: by then the first gradient is on its way back.
         warm_up = min(pp - 1 - rank, num_microbatches)
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then forwards and backwards alternating, then the rest."""
+    """Return `warm_up` forwards, then alternate forwards and backwards until both have run out."""
     row = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += (forward, backward)
@@ -24,10 +24,11 @@ def alternate(
 
 
 def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
-    """Return the rows of a longer table with its first micro-batches only.
+    """Return the rows of a longer table, limited to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank. So
-    what is left of a table that ends still ends, in the same order and with no more activations.
+    if the longer table completes, the shortened one does too, in the same order and with no more
+    activations.
     """
     shorter = []
     for row in rows:
@@ -44,9 +45,9 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             the W of the oldest pending I, of either chunk.
         stages: The stage of each chunk.
     """
-    # By the name in a step: the micro-batches that ran.
+    # How many micro-batches each step name has run so far.
     counts: Counter[str] = Counter()
-    # The W of each I, in the order of the I.
+    # The W of each I that has run, oldest first.
     weights: deque[Action] = deque()
     row: list[Action] = []
     for steps, repeats in phases:
@@ -65,17 +66,17 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
     return tuple(row)
 
 
-# A plain tuple: `expand` unpacks one for each of millions of actions, which is
-# slower with a named one.
+# A plain tuple, because `expand` unpacks one for each of millions of actions, and a named tuple is
+# # slower.
 _Step = tuple["Kind", int, str]
-"""(kind, stage, name of the count of its micro-batches): steps with one count run them in turn."""
+"""(kind, stage, counter): steps that share a counter take the micro-batches in turn."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
-    """Parse the step of a phase; None: it is the oldest pending W."""
+    """Parse one step of a phase; None stands for the oldest pending W."""
     if step == "W":
         return None
     kind, chunk = step[0], int(step[1:])
-    # B and I of a chunk share the micro-batches: each has one of the two.
+    # B and I share one counter, because each micro-batch of a chunk runs either B or I.
     counter = step.replace("I", "B")
     return kind, stages[chunk], counter  # type: ignore[return-value]

@@ -1,7 +1,8 @@
-"""ZB-H1: only the gradient of the input is urgent; that of the weights fills the bubble.
+"""ZB-H1: only input gradients are urgent; weight gradients fill the bubble.
 
-1F1B with its backward split into I, which the previous stage waits for, and W, which nobody waits
-for. The order is 1F1B's; W runs when memory requires it, and at the end, where 1F1B idles.
+This is 1F1B with its backward split into I, which the previous stage waits for, and W, which no
+rank waits for. F and I keep 1F1B's order. W runs when memory requires it, and at the end, where
+1F1B would idle.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
 
@@ -31,7 +32,7 @@ def zb_h1(pp: int, num_microbatches: int) -> Schedule:
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return 1F1B's order, with a W after an I if memory requires it or no forward remains."""
+    """Return 1F1B's order, plus a W after an I when memory requires it or all forwards have run."""
     forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
     inputs = [Action(rank, "I", i) for i in range(num_microbatches)]
     row: list[Action] = []
@@ -40,10 +41,10 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         row.append(action)
         if action.kind == "F":
             num_forwards += 1
-        # A stage keeps at most pp micro-batches; behind the last forward nothing is urgent.
+        # A stage keeps at most pp micro-batches. After the last forward, W delays nothing urgent.
         elif num_forwards - num_weights >= pp or num_forwards == num_microbatches:
             row.append(Action(rank, "W", num_weights))
             num_weights += 1
-    # The others fill the end of the step, where 1F1B idles.
+    # The remaining W fill the end of the step, where 1F1B idles.
     row += (Action(rank, "W", i) for i in range(num_weights, num_microbatches))
     return tuple(row)

@@ -3,8 +3,8 @@
 The model goes down the ranks and back up, so rank 0 holds the first and the last stage, and the
 turn at the last rank needs no message. Every rank keeps the same activations, and for m >= 2pp each
 rank works without a gap from its first to its last action: the bubble is the skewed start alone.
-With few micro-batches the published order has gaps; then the shorter of it and a searched table
-(greedy.py) is used.
+With few micro-batches the published order has gaps. In that case a search (greedy.py) runs as well,
+and the shorter of the two tables is used.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -14,10 +14,9 @@ zb-v chunks=2: pp 4, m 4, makespan 13.5, bubble 1.5 (11.1 %), peak 4
 2|.  .  F0 F1 F2 f0 F3 f1 .  f2 i0 f3 i1 I0 i2 I1 i3 I2 W0 I3 W1 W2 W3 w0 w1 w2 w3
 3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 I0 i1 I1 i2 I2 i3 I3 W0 W1 W2 W3 w0 w1 w2 w3
 
-Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m >= pp. No table of this placement has less: the last
-rank cannot start earlier.
-Activations: min(pp, m) on every rank.
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m >= pp. No table with this placement has a smaller
+bubble: the last rank cannot start earlier. Activations: min(pp, m) on every rank. Gradients are
+summed in the order of the micro-batches, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
     variants = [Variant()]
     if num_microbatches > pp:
-        # The cap allows most micro-batches of the step, but not all (greedy.py).
+        # The cap admits most of the step's micro-batches but not all, where I before F leaves a gap
+        # # at the end (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
     for limit in spread(pp // 2 + 1, pp):
         variants.append(Variant(limit))
@@ -56,7 +56,7 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     if num_microbatches <= pp:
         return searched
     published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    # Costs that differ, or latencies, may favour either.
+    # With unequal costs or latencies, either one may be shorter.
     return min(searched, published, key=lambda table: simulate(table, costs).makespan)
 
 
@@ -66,7 +66,7 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
     """Return the published order of all ranks."""
-    # Its phases need 2pp - 1 micro-batches; a table of fewer is cut out of that one.
+    # The phases need at least 2pp - 1 micro-batches, so a shorter table is cut out of that one.
     published = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, published) for rank in range(pp))
     if published == num_microbatches:
@@ -85,7 +85,7 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         # Steady: no rank ever waits.
         ("F0 I0 W0 F1 I1 W1", num_microbatches - 2 * pp + rank + 1),
         ("I0 W0 F1 I1 W1", below),
-        # Cool-down: the I that others wait for first, the remaining W last.
+        # Cool-down: first the I that other ranks wait for, then the remaining W.
         ("I0 I1", rank),
         ("I0 W0", below + 1),
         ("W1", rank),

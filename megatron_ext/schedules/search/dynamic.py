@@ -1,7 +1,7 @@
-"""A step in dynamic order, simulated event by event.
+"""Simulates a step in dynamic order, event by event.
 
-The counterpart of `simulate.py`, with the same costs: there the order is given and the times
-follow; here policies choose the order as time advances.
+This is the counterpart of `simulate.py`, with the same costs. There the table fixes the order; here
+policies choose it as time advances.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _RankEvent(NamedTuple):
 
     time: float
     chooses: bool
-    """Whether the rank chooses an action; else a message arrives."""
+    """Whether the rank chooses an action; otherwise a message arrives."""
     rank: int
     arrival: Message | None = None
     """A tensor (F or B, stage that needs it, micro-batch), or the notice of its launch."""
@@ -39,12 +39,12 @@ def simulate_dynamic(
     """Return the timeline of a step in which each rank's policy chooses the order.
 
     Args:
-        schedule: The table, whose actions run.
-        policies: Makes the policy of a rank, for one step.
+        schedule: The table with the actions to run.
+        policies: Creates the policy of a rank for one step.
         costs: Durations of actions and latencies of links.
 
     Returns:
-        A timeline; its schedule has the rows in the order in which they ran.
+        The timeline. The rows of its schedule are in the order in which the actions ran.
 
     Raises:
         ScheduleError: The policies stopped before all actions had run.
@@ -55,12 +55,12 @@ def simulate_dynamic(
 
 
 class _DynamicStep:
-    """One simulated step: the ranks, their policies, and the events between them.
+    """One simulated step: the ranks, their policies, and the pending events.
 
     If launches take time, a device runs behind its host. As in `runtime/ordering.py`, the host then
-    chooses the next action while the last one still runs if the policy looks ahead, and otherwise
-    after it has ended. The next rank is notified of a launch immediately, as between devices of one
-    host (`transport/direct.py`).
+    chooses the next action while the last one is still running if the policy looks ahead, and
+    otherwise after it has ended. The next rank is notified of a launch immediately, as between
+    devices on the same host (`transport/direct.py`).
     """
 
     def __init__(self, schedule: Schedule, policies: Sequence[Policy], costs: Costs) -> None:
@@ -71,11 +71,11 @@ class _DynamicStep:
         ranks = range(len(schedule.rows))
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: positions in its table row of the action, or pair, that runs.
+        # By rank: positions in its table row of the action or pair that is running.
         self._running: list[Sequence[int]] = [() for _ in ranks]
         # By rank: the time at which its host may choose again.
         self._host_free = [0.0 for _ in ranks]
-        # By tensor: the time at which it arrives, or has arrived.
+        # By tensor: its arrival time, past or future.
         self._arrivals: dict[Message, float] = {}
         self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
         for policy in policies:
@@ -92,7 +92,8 @@ class _DynamicStep:
             if chooses:
                 self._wake(rank, now)
             else:
-                # Arrivals come before choices, so a rank knows everything that has arrived by now.
+                # Process arrivals before choices, so that a rank knows everything that has arrived
+                # by now.
                 self._push(now, rank)
 
     def timeline(self) -> Timeline:
@@ -112,17 +113,17 @@ class _DynamicStep:
         return Timeline(table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends))
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
-        """Add the arrival of a message, or without one a time at which a rank may choose."""
+        """Queue the arrival of a message, or, without one, a time at which a rank may choose."""
         heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
 
     def _wake(self, rank: int, now: float) -> None:
-        """Let a rank choose, if its policy does not wait, and start what it chooses."""
+        """Let a rank choose and start an action, unless its policy still waits."""
         policy = self._policies[rank]
         ends = self._clock.ends[rank]
         device_free = ends[-1] if ends else 0.0
         for position in self._running[rank]:
             policy.progress.finished(position)
-            # Its host is free again when the action before it has ended.
+            # The host becomes free when the previous action ends, which is when this one begins.
             policy.progress.began()
         self._running[rank] = ()
         patient_until = device_free + policy.wait()
@@ -142,7 +143,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # A tensor that is not in there arrived before the rank chose.
+                # A missing entry means that the tensor arrived before the rank chose.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:
@@ -150,12 +151,12 @@ class _DynamicStep:
         self._rows[rank] += actions
         for action in actions:
             self._send(action, rank, launched, end)
-        # Behind the host one more may be launched once what ran before it has ended.
+        # With launch times, the host may launch one more action once the one before this has ended.
         self._host_free[rank] = max(launched, device_free if self._costs.launch else end)
         self._push(self._host_free[rank], rank)
 
     def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
-        """Let the results of an action arrive where others need them."""
+        """Queue the arrival of an action's results at the ranks that need them."""
         targets = [
             target
             for target in self._schedule.feeds(action)
@@ -167,7 +168,7 @@ class _DynamicStep:
             noticed = arrival
             if self._costs.launch:
                 if target_rank == rank:
-                    # On its rank it is there for everything launched later.
+                    # On the same rank, everything launched later can use it.
                     noticed = launched
                 else:
                     self._arrivals[message] = arrival

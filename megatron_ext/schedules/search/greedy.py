@@ -1,12 +1,12 @@
 """A greedy list scheduler for split backwards under a cap on activations.
 
-The scheduler fills the timeline from the front. An idle rank starts the action of highest priority
-among those whose inputs have arrived: I before F before W, so that W fills gaps and otherwise runs
-only when the cap allows nothing else.
+The scheduler fills the timeline from the front. An idle rank starts the action with the highest
+priority among those whose inputs have arrived: I before F before W, so that W fills gaps and
+otherwise runs only when the cap allows nothing else.
 
-If the cap allows most micro-batches of a step, but not all, this order delays the last few until no
-I remains, which leaves a gap at the end. In that case `Variant.forwards_first` runs F before I, and
-if the cap forbids F, it first runs the W that makes room.
+If the cap admits most micro-batches of a step, but not all, this order delays the last few until no
+I remains, which leaves a gap at the end. For that case `Variant.forwards_first` runs F before I; if
+the cap forbids an F, it first runs the W that makes room.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
-# Actions that one search may place while it compares variants: about 20 seconds.
+# Actions that one search may place while comparing variants, which takes about 20 seconds.
 _MAX_PLACED = 2_000_000
-# Micro-batches per rank that suffice to judge a limit for longer tables.
+# Micro-batches per rank that are enough to judge a limit for longer tables.
 _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """Backwards before F before W; of the forwards the deepest stage, of the others the first."""
+    """Order backwards before F before W; deepest stage first for F, shallowest for the others."""
     stage, kind, microbatch, slice_index = action
-    # The deepest forward is nearest to its backward, which frees memory.
+    # The deepest forward is closest to its backward, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
     return (2 if kind == "W" else 0), stage, microbatch, -slice_index
 
 
-# Ticks per unit of time; times are whole ticks, so sums are exact.
+# Ticks per unit of time. Times are whole ticks, so that sums are exact.
 _TICKS = 10**6
 
 
@@ -62,7 +62,7 @@ class Problem:
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
     backwards: tuple[Kind, ...] = ("I", "W")
-    """The kinds of action that make up a backward; none in an evaluation."""
+    """The kinds of action that make up a backward; empty for evaluation."""
 
     @property
     def durations(self) -> dict[Kind, list[int]]:
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """A makespan that no table can beat: the last rank starts late and does all of its work."""
+        """A lower bound on the makespan: the last rank's late start plus all of its work."""
         num_ranks, durations = self.placement.num_ranks, self.durations
         start = durations["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
         work = sum(sum(durations[kind]) for kind in ("F", *self.backwards))
@@ -99,14 +99,14 @@ class Variant(NamedTuple):
     """The parameters of one greedy run."""
 
     limit: int | None = None
-    """Upper bound on the slices (whole micro-batches without any) between their first F and their
+    """Upper bound on the slices (or whole micro-batches) that are between their first F and their
     last I or B; None: unlimited."""
     forwards_first: bool = False
-    """Whether F runs before I, and W at the cap as soon as some F needs the room."""
+    """Whether F runs before I, and at the cap W runs as soon as an F needs the room."""
 
 
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
-    """Return the shortest table that the greedy scheduler finds.
+    """Return the shortest table found by the greedy scheduler.
 
     The first variant that reaches the lower bound ends the search.
 
@@ -117,8 +117,8 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
     if surplus:
-        # Trying all variants on the long table would take the time of all of them. The pipeline
-        # reaches its steady state long before its end, so the best limit stays the best.
+        # Compare the variants on a short table, because trying them all on the long one would take
+        # too long. The pipeline reaches its steady state early, so the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
         best_of_pilot = _best(pilot, variants)
         if best_of_pilot is not None:
@@ -134,28 +134,28 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return the table of evaluation: F of each stage and micro-batch, ascending on each stage.
+    """Return the evaluation table: F of each stage and micro-batch, ascending on each stage.
 
-    The table depends on the placement only, so it exists for any number of micro-batches, even if
-    the training schedule restricts them. Each rank runs the deepest stage that has an input, so
-    micro-batches in flight finish first and few activations are alive.
+    The table depends only on the placement, so it exists for any number of micro-batches, even if
+    the training schedule restricts that number. Each rank runs the deepest stage that has an input,
+    so micro-batches in flight finish first and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
     return Schedule("forward-only", placement, num_microbatches, search(problem, [Variant()]))
 
 
 def slots_for_forward(schedule: Schedule) -> int:
-    """Return the number of slots on each edge with which a forward-only table ends, at least 2.
+    """Return how many slots per edge a forward-only table needs to complete, at least 2.
 
-    Evaluation keeps no activations that would bound the messages in flight, so senders wait for
-    receivers. The slots that the simulated run needs are enough to keep any other run from
+    Evaluation keeps no activations, which would otherwise bound the messages in flight, so senders
+    wait for receivers. The number of slots used by the simulated run is enough to keep any run from
     deadlocking.
     """
     # By stage: the link to the rank that receives its output; None: the output stays on the rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
         link_of.append(outputs[0].link if outputs else None)
-    # Deep stages first: they free a slot before one before them fills it at the same time.
+    # Deep stages first: at equal times, they free a slot before an earlier stage fills it.
     completions: list[tuple[float, int]] = []
     for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
         for action, end in zip(row, ends, strict=True):
@@ -178,44 +178,44 @@ def slots_for_forward(schedule: Schedule) -> int:
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
-    # The variants differ in their limit on micro-batches in flight. Which is best follows from no
-    # formula, so several are tried; of long tables fewer, so that a search ends.
+    # The variants differ in their limit on micro-batches in flight. No formula gives the best
+    # limit, so try several, but fewer for long tables, to bound the time of the search.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
-        # No table can be shorter, so the search ends here.
+        # No table can be shorter, so stop here.
         if best is not None and best.makespan <= problem.bound:
             break
     return best
 
 
 def spread(first: int, last: int) -> list[int]:
-    """Return the numbers from first to last, thinned out to about ten if there are more."""
+    """Return the integers from first to last, thinned out to about ten if there are more."""
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
 Candidate = tuple[Key, Action]
-"""(priority, action): heaps have the best on top."""
+"""(priority, action); heaps have the best candidate on top."""
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action): the earliest start, or once chosen the actual start."""
+"""(time, priority, action): the earliest start, or the actual start once it is chosen."""
 
 
 @dataclass
 class _Rank:
     """The timeline of one rank so far, and its candidates.
 
-    Actions that became ready while the rank was busy wait in heaps by priority; `future` holds the
-    few that become ready after the rank is free.
+    Actions that became ready while the rank was busy wait in heaps by priority. `future` holds the
+    few that become ready after the rank becomes free.
     """
 
     free: int = 0
-    """Tick at which it may start another action."""
+    """Tick at which the rank may start another action."""
     live: float = 0
-    """Activations of one stage and micro-batch each that it keeps."""
+    """Activations alive on the rank, in units of one stage and micro-batch."""
     future: list[Choice] = field(default_factory=list)
     inputs: list[Candidate] = field(default_factory=list)
     """B and I."""
@@ -253,7 +253,7 @@ class _Attempt:
         self._durations = problem.durations
         self._delays = problem.delays
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
-        # Heap of (tick, rank) at which a rank starts what it chose.
+        # Heap of (tick, rank): when each rank starts the action that it chose.
         self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
 
@@ -263,7 +263,7 @@ class _Attempt:
         return max(rank.free for rank in self._ranks)
 
     def run(self) -> bool:
-        """Place all actions; return False if the cap makes that impossible."""
+        """Place all actions, and return False if the cap makes that impossible."""
         problem = self._problem
         kinds = 1 + len(problem.backwards)
         forwards = problem.placement.num_stages * problem.num_microbatches * self._num_slices
@@ -276,8 +276,8 @@ class _Attempt:
                 start, number = heappop(self._starts)
                 rank = self._ranks[number]
                 choice = rank.choice
-                # A rank that chose again left its old entry here, which is cheaper than to find and
-                # remove it.
+                # A rank that chose again has left its old entry here: skipping such entries is
+                # cheaper than finding and removing them.
                 if choice is not None and choice[0] == start:
                     break
             action = choice[2]
@@ -290,7 +290,7 @@ class _Attempt:
         return True
 
     def _account(self, rank: _Rank, action: Action) -> None:
-        """Count the activations of an action's rank, and the slices in flight."""
+        """Update the rank's live activations and the number of slices in flight."""
         stage, kind, _, slice_index = action
         if kind == "F":
             rank.live += self._problem.slices[slice_index]
@@ -301,11 +301,10 @@ class _Attempt:
             self._in_flight -= stage == 0 and kind != "W"
 
     def _follow(self, number: int, action: Action) -> None:
-        """Release the actions that an action of a rank enables.
+        """Release the actions that become possible after an action of a rank.
 
-        The rule is that of `Schedule.feeds`, in the order of a greedy run: a rank runs the slices
-        and micro-batches of a stage one after the other, so an action that has several inputs is
-        released by the one that comes last.
+        This follows `Schedule.feeds`. In a greedy run a rank runs the slices and micro-batches of a
+        stage in order, so an action with several inputs is released by the last one to arrive.
         """
         stage, kind, microbatch, slice_index = action
         if kind == "W":
@@ -316,9 +315,9 @@ class _Attempt:
         if target is not None:
             arrival = now + self._delays[min(stage, target)]
             receiver = self._release(arrival, Action(target, kind, microbatch, slice_index))
-            if receiver != number:  # the rank of the action chooses once it has all
+            if receiver != number:  # this rank chooses once at the end
                 self._choose(receiver)
-        # Slices reach all other stages in order, and their gradients in reverse.
+        # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
             is_last_slice = slice_index + 1 == self._num_slices
             if target is None and is_last_slice and backwards:
@@ -332,7 +331,7 @@ class _Attempt:
             self._release(now, Action(stage, kind, microbatch, slice_index - 1))
 
     def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
-        """Release the forward of the first stage that follows another: the next slice."""
+        """Release the first stage's next forward: the one for the next slice."""
         slice_index += 1
         if slice_index == self._num_slices:
             microbatch, slice_index = microbatch + 1, 0
@@ -340,7 +339,7 @@ class _Attempt:
             self._release(now, Action(0, "F", microbatch, slice_index))
 
     def _release(self, time: int, action: Action) -> int:
-        """Make an action a candidate of its rank, and return the rank."""
+        """Make an action a candidate on its rank, and return the rank."""
         number = self._problem.placement.rank_of[action.stage]
         self._ranks[number].future.append((time, _priority(action), action))
         return number

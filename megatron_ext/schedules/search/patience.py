@@ -1,12 +1,12 @@
-"""How long a rank waits for the head of its table before it runs a later action.
+"""Decides how long a rank waits for the head of its table before it runs a later action.
 
-If a rank runs a later action while the input of the head is in flight, and that input arrives
-first, the head is late. Tables made for quiet links, such as zb-v, have only short waits, often of
-one message latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss:
-W fills the waits, or a rank waits as long as in the table. Simulation picks, among the strategies
-that lose nothing, the one that is fastest when durations vary a little.
+If a rank runs a later action while the head's input is in flight, and the input arrives before that
+action ends, the head is delayed. Tables made for quiet links, such as zb-v, have only short waits,
+often of one message latency, so jumping ahead immediately makes them slower. Two strategies avoid
+that loss: fill the waits with W only, or wait as long as the table does. Among the strategies that
+lose nothing, a simulation picks the one that is fastest when durations vary a little.
 
-With pairs, a rank whose head only lacks its partner waits for the partner, but no longer than the
+With pairs, a rank whose head lacks only its partner waits for the partner, but no longer than the
 pair would save.
 """
 
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 # Latency of a message on a quiet link, in forwards.
 _QUIET_LATENCY = 0.05
-# Delay beyond the simulated arrival from which a message counts as late, in forwards.
+# Delay after the simulated arrival beyond which a message counts as late, in forwards.
 _MARGIN = 0.05
 # Sigma of the variation of durations.
 _JITTER = 0.1
-# Seeds of random times that are simulated.
+# Number of random seeds to simulate.
 _DRAWS = 4
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the costs without jitter; latencies stay."""
+    """Return the costs without jitter but with their latencies."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
 def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
-    """Let a factory make the policy of each rank once, and that of each step as a copy of it."""
+    """Build each rank's policy once with a factory, and copy it for each step."""
     # Building a policy takes 0.2 ms for 96 actions, at the start of a step; a copy takes 0.01 ms.
     originals = cache(make)
 
@@ -73,19 +73,19 @@ def policies(
     costs: Costs = UNIT,
     stash_ratio: float = 1.0,
 ) -> Callable[[int], Policy]:
-    """Return the factory of a rank's policy, for one step.
+    """Return a factory that creates the policy of a rank for one step.
 
     Args:
         name: The kind of policy.
         schedule: The table.
         extra_activations: As for `activation_cap`.
-        weights_fill: Whether W has no fixed place in the table and fills gaps.
-        costs: Those that the table is simulated with.
+        weights_fill: Whether W may leave its place in the table to fill gaps.
+        costs: The costs to simulate the table with.
         stash_ratio: As for `activation_cap`.
 
     Raises:
-        ScheduleError: The table sums gradients in another order than policies (`progress.py`), or
-            runs forwards and backwards on different ranks.
+        ScheduleError: The table sums gradients in an order that policies do not keep
+            (`progress.py`), or runs forwards and backwards on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
@@ -119,13 +119,13 @@ def policies(
 def _best_hint(
     schedule: Schedule, hint: Callable[..., Hint], costs: Costs, *, weights_fill: bool
 ) -> Callable[[int], Policy]:
-    """Return the factory of the fastest strategy that loses nothing on quiet links."""
+    """Return a factory for the fastest strategy that loses nothing on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
     static = simulate(schedule, calm)
-    # A rank waits as long as in the simulated static order, plus a small margin. Then it never
-    # jumps ahead while nothing is late, and the step takes the time of the table. The total wait of
-    # a rank is its bubble in the table, plus the margin for each action.
+    # A rank waits as long as in the simulated static order, plus a small margin. So it never jumps
+    # ahead unless a message is late, and the step takes as long as in the table's order. A rank's
+    # total wait is at most its bubble in the table plus one margin per action.
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
@@ -133,12 +133,12 @@ def _best_hint(
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
-    # W has no fixed place and runs when nothing else can. For some tables (v-half, bitpipe) that
-    # gains more than the jumps lose.
+    # W may leave its place and run when nothing else can. For some tables (v-half, bitpipe) that
+    # gains more than jumping ahead loses.
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
-        # The same durations are summed in another order.
+        # The tolerance covers rounding, because durations are summed in a different order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (1 + 1e-9)
 
     def time_with_jitter(policy: Callable[[int], Policy]) -> float:
@@ -153,7 +153,7 @@ def _best_hint(
 
 
 def waits_of(static: Timeline, rank: int) -> Patience:
-    """Return the waits of a rank in the static order, each with a small margin."""
+    """Return how long a rank waits for each action in the static order, plus a small margin."""
     starts, ends = static.starts[rank], static.ends[rank]
     margin = _MARGIN * static.costs.forward
     row, pairs = static.schedule.rows[rank], static.schedule.pairs_of(rank)
@@ -178,14 +178,14 @@ NOTABLE = 0.005
 
 
 class Gains(NamedTuple):
-    """Makespan of the static order over that of the dynamic order; above 1, dynamic is faster."""
+    """Ratio of static to dynamic makespan, per kind of link; above 1, dynamic is faster."""
 
     quiet: float
     late: float
 
     @property
     def advice(self) -> str:
-        """The better of the two orders, as advice."""
+        """Advice in words: which of the two orders to use."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
@@ -194,7 +194,7 @@ class Gains(NamedTuple):
 def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
     """Compare `--use-dpp` with the static order of a table, on quiet and on late links.
 
-    A latency in the costs applies to quiet links.
+    A latency in the costs applies to the quiet links.
     """
     simulate_hint = _hint_simulator(schedule, costs)
 
@@ -206,7 +206,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Return the steps in the table's order and in dynamic order while messages are late."""
+    """Return the timelines in the table's order and in dynamic order when messages are late."""
     schedule, costs = timeline.schedule, _late(timeline.costs, 0)
     static = simulate(schedule, costs)
     dynamic = _hint_simulator(schedule, timeline.costs)(costs)
@@ -219,7 +219,7 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
-    """Return a function that simulates a table in the order of `--use-dpp` for these costs."""
+    """Return a function that simulates a table under `--use-dpp`, planned for these costs."""
     split = split_backwards(schedule)
     hints = policies(
         "hint",

@@ -1,17 +1,17 @@
-"""Dynamic schedules: which of the ready actions a rank runs next.
+"""Dynamic schedules: policies that choose which ready action a rank runs next.
 
-A static table fixes the order in advance, so a late message stalls its rank. A policy chooses the
-next action each time the rank is idle, from the messages that have arrived. Policies perform no
-I/O: the simulator and the executor drive the same object through `Progress.arrived`, `choose` and
-`finished`.
+A static table fixes the order in advance, so a late message stalls its rank. A policy instead
+chooses the next action each time the rank is idle, based on the messages that have arrived.
+Policies perform no I/O: the simulator and the executor drive the same object through
+`Progress.arrived`, `choose` and `finished`.
 
-`hint` follows a static table as long as possible. If the head of the table waits, it runs the first
-later action that is ready and keeps the activation curve of the remaining table below a cap, which
-is the same on all ranks; `patience.py` decides how long a rank waits for the head first.
-`breadth-first` and `depth-first` need neither a table nor a cap, and serve as a baseline.
+`hint` follows a static table as long as possible. If the head of the table must wait, it runs the
+first later action that is ready and that keeps the activation curve of the remaining table below a
+cap, which is the same on all ranks; `patience.py` decides how long a rank first waits for the head.
+`breadth-first` and `depth-first` use neither the table's order nor a cap, and serve as baselines.
 
-Idea of dynamic pipelines: MegatronApp's DPP (breadth-first). The table as a hint that bounds memory
-is ours; RRFP (arXiv 2605.18750) has a similar idea.
+The idea of dynamic pipelines is from MegatronApp's DPP (breadth-first). Using the table as a hint
+that bounds memory is ours; RRFP (arXiv 2605.18750) is similar.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ class Patience:
     """How long a rank waits for the head of its table, in the unit of the table's costs."""
 
     waits: Sequence[float]
-    """By position of the head: time from when the rank is idle until it may skip the head."""
+    """By position of the head: how long the rank must be idle before it may skip the head."""
     durations: Sequence[float]
-    """By position: duration of the action by these costs; calibrates the unit."""
+    """By position: the action's duration under these costs, used to calibrate the unit of time."""
     gains: Sequence[float] = ()
-    """By position of the head: what it saves in the table's pair, alone 0. Empty: no pairs."""
+    """By position of the head: the time that running it in its pair saves; 0 if it runs alone.
+    Empty: no pairs."""
 
 
 class Policy(ABC):
     """Chooses the actions of one rank, for one step.
 
-    The positions that it chooses are those of the rank's row in `schedule`.
+    Chosen positions refer to the rank's row in `schedule`.
     """
 
     patience: Patience | None = None
-    """None: it never waits for the head."""
+    """None: the policy never waits for the head."""
 
     def __init__(self, schedule: Schedule, rank: int, *, pairs: bool) -> None:
         self.progress = Progress(schedule, rank)
         self._runs_pairs = pairs
 
     def again(self) -> Policy:
-        """Return a copy for another step; only before this one has chosen anything."""
+        """Return a copy for another step; call it only before this policy has chosen anything."""
         policy = copy(self)
         policy.progress = self.progress.again()
         return policy
@@ -76,15 +77,15 @@ class Policy(ABC):
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action still runs on the device.
 
-        Only if nothing that may arrive until then would change the choice.
+        True only if nothing that may arrive until then would change the choice.
         """
 
     @abstractmethod
     def choose(self) -> int | None:
-        """Choose the next action: its position in the rank's row, or None if none may run."""
+        """Choose the next action and return its position in the row, or None if none may run."""
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the action that was just chosen, and with pairs its partner, the forward first.
+        """Return the action just chosen and, with pairs, its partner; the forward comes first.
 
         The partner is the first ready action of the other direction.
         """
@@ -97,7 +98,7 @@ class Policy(ABC):
         return (partner, index)
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action may be the partner of another; None if none may."""
+        """Return the heap whose first action may be paired with this one; None if there is none."""
         action, progress = self.progress.row[index], self.progress
         if not self._runs_pairs or action.kind == "W":
             return None
@@ -110,9 +111,9 @@ class Policy(ABC):
 class Curve:
     """Changes of a count by position, and the maximum of their running sum.
 
-    An action that runs early removes its change, which shifts the rest of the curve. Both
-    operations are O(log n): each node of a tree keeps the sum of the changes below it and the
-    maximum of their running sum, at least 0.
+    An action that runs early removes its change, which shifts the curve behind it. Both operations
+    take O(log n): each node of a tree stores the sum of the changes below it and the maximum of
+    their running sum, at least 0.
     """
 
     def __init__(self, changes: Sequence[float]) -> None:
@@ -161,16 +162,16 @@ class Curve:
 
 
 class Hint(Policy):
-    """The order of the static table; runs later actions while the head waits.
+    """Follows the order of the static table; runs later actions while the head waits.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        cap: Upper bound on the activations (of one stage each) that the rank may keep, at least the
-            table's own peak there.
-        weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
+        cap: Upper bound on the activations (of one stage each) that the rank may keep; at least the
+            table's peak on that rank.
+        weights_fill: Whether W may leave its place in the table and run when nothing else can.
         patience: See `patience.py`; None: never wait for the head.
-        stash_ratio: Activations that a weight stash counts as (`table/memory.py`), at least 1.
+        stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Hint(Policy):
     ) -> None:
         self._pairs = schedule.pairs_of(rank)
         super().__init__(schedule, rank, pairs=bool(self._pairs))
-        # I replaces the activations by a weight stash, which may be larger than they are.
+        # I replaces the activations with a weight stash, which may be larger.
         self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
         self._slices = schedule.slices
         self._remaining = Curve([self._change(action) for action in self.progress.row])
@@ -194,18 +195,18 @@ class Hint(Policy):
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
-        # Whether the last chosen action follows its input.
+        # Whether the last chosen action was launched behind its input, before that input existed.
         self._follows = False
 
     def again(self) -> Hint:
         """Return the policy of another step."""
         policy = copy(self)
-        # Everything else is a number, or never changes during a step and is shared.
+        # Everything else is a number or constant during a step, and can be shared.
         policy.progress, policy._remaining = self.progress.again(), self._remaining.again()
         return policy
 
     def wait(self) -> float:
-        """Return how long to wait for the head of the table; 0 if it can run or follow."""
+        """Return how long to wait for the head; 0 if it can run or follow its input."""
         if self.patience is None:
             return 0.0
         self._advance()
@@ -213,18 +214,19 @@ class Hint(Policy):
             return 0.0
         if not self._runs_head():
             return self.patience.waits[self._head]
-        # It could run alone; a pair may gain more than its wait costs.
+        # The head could run alone, but a pair may gain more than waiting for it costs.
         if not self._lacks_partner():
             return 0.0
         return self.patience.gains[self._head]
 
     def looks_ahead(self) -> bool:
-        """Return whether the head can run or follow, or another action can and nothing is due."""
+        """Return whether the choice is already certain while the last action still runs."""
         self._advance()
         if not self.progress.left:
             return False
-        # A device runs behind its host, so a launch costs no time while the last action still runs.
-        # But an input may come in time for a better choice, so only what follows is certain.
+        # A device runs behind its host, so launching early costs no time while the last action
+        # still runs. But an input may arrive in time for a better choice, so only the head, or an
+        # action behind its launched input, is certain.
         if self._runs_head():
             return not self._lacks_partner()
         if self.patience is not None:
@@ -234,7 +236,7 @@ class Hint(Policy):
         return not self.progress.expects()
 
     def choose(self) -> int | None:
-        """Choose the first ready and admissible action, else one that can follow its input."""
+        """Choose the first ready and admissible action, or else one that can follow its input."""
         self._advance()
         heap = self._first()
         self._follows = heap is None
@@ -251,22 +253,22 @@ class Hint(Policy):
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action, and its partner unless it follows its input."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The change of the chosen action is taken already, and counts 0.
+        # The chosen action's change was already taken, so it counts as 0 here.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action can be the partner of another; None if none can."""
+        """Return the heap whose first action can be paired with this one; None if there is none."""
         partners = super()._partners(index)
         if partners is None or not self._is_admissible(partners[0]):
             return None
-        # The forward of a pair runs first: a backward chosen for it has freed nothing by then.
+        # The forward of a pair runs first, before its backward has freed anything.
         row = self.progress.row
         peak = self.live - self._change(row[index]) + self._change(row[partners[0]])
         return partners if peak <= self.cap else None
 
     def _lacks_partner(self) -> bool:
-        """Return whether the table pairs the head with an action that has not run, and none can."""
+        """Return whether the head's partner in the table is pending and no partner is ready."""
         head = self._head
         return head in self._pairs and not self.progress.done[head + 1] and not self._partners(head)
 
@@ -274,18 +276,18 @@ class Hint(Policy):
         return self._changes[action.kind] * self._slices[action.slice]
 
     def _runs_head(self) -> bool:
-        """Return whether the head is ready, or follows what is launched: nothing else is ready."""
+        """Return whether the head is ready, or can follow its input while nothing is ready."""
         if self.progress.is_ready(self._head):
             return True
         return self._follower() == self._head and self._first() is None
 
     def _follower(self) -> int | None:
-        """Return an admissible action that needs nothing but what is launched."""
-        # Once its sender's device has launched its input, an action can be launched right after it:
-        # that hides its launch where the pipeline fills and drains. This holds for the head, and
-        # for others if the head waits for the same sender, whose device makes the head's input
-        # later anyway. The step ends, because an action follows only what was launched before it,
-        # and each device runs its actions in the order of their launches.
+        """Return an admissible action whose missing inputs have all been launched."""
+        # Once the sender has launched an action's input, the action can be launched right behind
+        # it, which hides its launch time while the pipeline fills and drains. This is safe for the
+        # head, and for another action if the head waits for the same sender, whose device computes
+        # the head's input later anyway. It cannot deadlock, because an action follows only what was
+        # launched before it, and each device runs its actions in the order of their launches.
         index = self.progress.follower(self._head)
         if index is None or not self._is_admissible(index):
             return None
@@ -297,28 +299,29 @@ class Hint(Policy):
             self._head += 1
 
     def _first(self) -> list[int] | None:
-        """Return the heap whose first action is to run; None if none is ready and admissible."""
+        """Return the heap whose first action should run; None if none is ready and admissible."""
         progress = self.progress
         best, weights, forwards = progress.backwards, progress.weights, progress.forwards
         if best and not self._is_admissible(best[0]):
             best = []
-        # W that our own splitting made have no place in the table: they run when nothing else can.
+        # A W that results from splitting a B has no place in the table, so it runs when nothing
+        # else can.
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
-        # Last, because forwards always need a query of the curve.
+        # Forwards come last, because they always need a query of the curve.
         if forwards and (not best or forwards[0] < best[0]) and self._is_admissible(forwards[0]):
             best = forwards
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
-        """Return whether an action may run now: the curve before it, as much higher, must fit.
+        """Return whether an action may run now without pushing the curve above the cap.
 
-        Behind its position the curve is unchanged. So if the first ready forward does not fit, no
-        later one does.
+        Beyond its position the curve does not change. So if the first ready forward does not fit,
+        no later one does.
         """
-        # The head is always admissible, so every step ends: take the first unfinished action in an
-        # order of all actions that respects data and table. All before it are done, so it is the
-        # head of its rank, and its input exists.
+        # The head is always admissible, so every step completes: consider the first unfinished
+        # action in a global order that respects data dependencies and the table. Everything before
+        # it has run, so it is the head of its rank, and its input exists.
         change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
@@ -328,18 +331,19 @@ class Hint(Policy):
 class Greedy(Policy):
     """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
 
-    It may keep up to m activations. Only the actions of the table matter, not their order.
+    A rank may keep up to m activations. Only the table's actions matter, not their order.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        depth_first: Whether the deepest forward comes first, instead of the first chunk's.
+        depth_first: Whether the deepest forward comes first, instead of the forward of the first
+            chunk.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
 
         def preference(action: Action) -> tuple[int, int, int]:
-            # Backwards traverse the chunks in reverse, so the preference is reversed too.
+            # Backwards traverse the chunks in reverse, so the preference is reversed as well.
             forward = action.kind == "F"
             deep = -action.stage if forward == depth_first else action.stage
             return deep, action.microbatch, action.slice if forward else -action.slice
@@ -351,12 +355,12 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether the direction that did not run last is ready."""
+        """Return whether an action in the direction that did not run last is ready."""
         progress = self.progress
         return bool(progress.backwards if self._backward_next else progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the direction that did not run last if it has a ready action."""
+        """Choose the direction that did not run last, if it has a ready action."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -375,31 +379,34 @@ def activation_cap(
 
     Args:
         schedule: The table.
-        extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
-        stash_ratio: Activations that a weight stash counts as.
+        extra_activations: Micro-batches allowed beyond the table's peak, each counted on all stages
+            of a rank.
+        stash_ratio: Size of a weight stash, in activations.
     """
-    # Caps that differ by rank would save no memory that counts: every rank needs as much as the
-    # worst one. And 1F1B and interleaved tables keep far less on the last ranks than on the first,
-    # so the last ranks could never run ahead.
+    # A separate cap per rank would save nothing useful: devices are equal, so the rank with the
+    # highest peak decides how much memory the job needs. And 1F1B and interleaved tables keep far
+    # less on the last ranks than on the first, so with their own caps the last ranks could never
+    # run ahead.
     slices = schedule.slices
     peak = max(most_alive(row, stash_ratio, slices) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
-_MAX_SLOTS = 1024  # of an arena (csrc/core/arena.h)
+_MAX_SLOTS = 1024  # the limit of an arena (csrc/core/arena.h)
 
 
 def arena_slots(
     table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
 ) -> int:
-    """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
+    """Return the slots for a pair of ranks: twice their peak of messages in flight, both ways.
 
-    At most as many as an arena can have. The second half holds messages that have arrived and are
-    not consumed yet.
+    The result is at most the limit of an arena. The second half holds messages that have arrived
+    but have not been consumed.
 
-    `extra_activations` are those of a dynamic order, None in the table's. Each edge gets slots for
-    what a policy keeps beyond the table's peak. A greedy policy may keep all activations: a message
-    without a slot waits in its sender's memory.
+    `extra_activations` is the allowance of a dynamic order, or None for the table's order. Each
+    edge gets slots for what a policy may keep beyond the table's peak. A greedy policy may exceed
+    that, since it may keep all activations; a message without a slot then waits in its sender's
+    memory.
     """
     extra_slots = 0
     if extra_activations is not None:

@@ -1,8 +1,8 @@
-"""The bookkeeping under every dynamic policy: which actions may run next on a rank.
+"""Tracks which actions may run next on a rank, for every dynamic policy.
 
-An action is *ready* when its inputs exist (`Schedule.needs`) and everything has run that must run
-before it for the sake of equal bits. On a device an action can *follow* its inputs once they are
-launched: it runs behind them.
+An action is *ready* when its inputs exist (`Schedule.needs`) and everything that must run before it
+to keep results bit-identical has run. On a device an action can *follow* its inputs once they are
+launched, because the device runs it after them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Progress:
     """The ready actions of one rank, as positions in its row of the static table.
 
-    Policies choose by kind, so there are three heaps: forwards, backwards (B and I) and weights.
+    Policies choose by kind of action, so there are three heaps: forwards, backwards (B and I) and
+    weights.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -33,23 +34,23 @@ class Progress:
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
-        # By position: the number of tensors and actions that it waits for.
+        # By position: the number of tensors and actions that the action waits for.
         self._missing = [0] * len(self.row)
-        # By position: those among them that are not even launched.
+        # By position: how many of those have not been launched either.
         self._unlaunched: list[int] = []
-        # Tensors that are launched and have not arrived.
+        # Tensors that have been launched but have not arrived.
         self._launched: set[Message] = set()
-        # Inputs that were launched when the last chosen action began.
+        # The part of `_launched` that was launched before the last chosen action began.
         self._launched_before: set[Message] = set()
         self.hears_launches = False
         """Whether `launched` announces each tensor of another rank before it arrives."""
-        # Inputs that had not arrived when their action was chosen.
+        # Inputs that had not arrived yet when their action was chosen.
         self._awaited: set[Message] = set()
-        # By position: the actions of this rank that wait for it.
+        # By position: the actions of this rank that wait for this action.
         self._enables: list[list[int]] = [[] for _ in self.row]
         # By message, activation or gradient: the position of the action that needs it.
         self._takers: dict[Message, int] = {}
-        # By position: the rank that makes its input, None for what needs none.
+        # By position: the rank that produces the action's input; None if it needs no input.
         self._sources: list[int | None] = [None] * len(self.row)
         self._heap_of = self._heaps()
         self._connect(schedule)
@@ -59,7 +60,7 @@ class Progress:
                 heapq.heappush(self._heap_of[index], index)
 
     def again(self) -> Progress:
-        """Return a copy for another step; what no step changes is shared."""
+        """Return a copy for another step that shares everything constant during a step."""
         progress = copy(self)
         progress.done = bytearray(self.done)
         progress.forwards = list(self.forwards)
@@ -71,7 +72,7 @@ class Progress:
         progress._launched_before = set(self._launched_before)
         progress._awaited = set(self._awaited)
         progress._takers = dict(self._takers)
-        # The map by position holds the heaps themselves, not those of this step.
+        # `_heap_of` refers to the heap objects, so it must be rebuilt for the copied heaps.
         progress._heap_of = progress._heaps()
         return progress
 
@@ -95,18 +96,19 @@ class Progress:
         self._order_forwards(last_stage=schedule.num_stages - 1)
 
     def _order_gradients(self) -> None:
-        """Let the backwards of a stage become ready in the order of micro-batches.
+        """Make the backwards of each stage become ready in the order of the micro-batches.
 
-        So gradients are summed in one order, and the result equals that of the static table bit for
-        bit, whatever arrives first.
+        So gradients are always summed in the same order, and the result is bit-identical to the
+        static table's whatever arrives first.
         """
 
         def turn(index: int) -> tuple[int, int]:
             action = self.row[index]
-            # The slices of a micro-batch run backward in reverse.
+            # Within a micro-batch, the backwards of slices run in reverse.
             return action.microbatch, -action.slice
 
-        # By stage, and I or W for the gradients that an action computes: its positions, in order.
+        # By stage and kind of gradient (I or W): the positions of the actions that add to it, in
+        # order.
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         for index in sorted(range(len(self.row)), key=turn):
             stage, kind, *_ = self.row[index]
@@ -119,15 +121,16 @@ class Progress:
                 self._order(before, after)
 
     def _order_forwards(self, last_stage: int) -> None:
-        """Let the first forward of each stage, and all of the last one, keep the table's order."""
+        """Keep the table's order for each stage's first forward and for all of the last stage's."""
         forwards: dict[int, list[int]] = defaultdict(list)
         for index, action in enumerate(self.row):
             if action.kind == "F":
                 forwards[action.stage].append(index)
-        # Some losses are averaged over replicas, which must meet in the forwards of the last stage.
+        # Some losses are averaged over replicas with a collective in the last stage's forward, so
+        # all replicas must run these forwards in the same order.
         for before, after in pairwise(forwards.get(last_stage, [])):
             self._order(before, after)
-        # On every stage the first forward is the table's: `validation.check_first_gradients`.
+        # The first forward of each stage is the table's, as `check_first_gradients` requires.
         for first, *following in forwards.values():
             for after in following:
                 self._order(first, after)
@@ -137,7 +140,7 @@ class Progress:
         self._missing[after] += 1
 
     def require(self, action: Action, message: Message) -> None:
-        """Let an action wait for one message more; before anything is chosen."""
+        """Make an action wait for one more message; call it before anything is chosen."""
         index = self.row.index(action)
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
@@ -145,14 +148,14 @@ class Progress:
         self._unlaunched[index] += 1
 
     def launched(self, message: Message) -> None:
-        """Record that the device of another rank will compute a message, with all its parts."""
+        """Record that another rank has launched the computation of a message and all its parts."""
         self._launched.add(message)
         self._unlaunched[self._takers[message]] -= 1
 
     def arrived(self, message: Message) -> None:
-        """Record the arrival of a message that an action needs, with all its parts.
+        """Record that a message that an action needs has arrived, with all its parts.
 
-        The notice of a launch counts as `launched`.
+        A launch notice is recorded as `launched` instead.
         """
         if message.launched:
             self.launched(message.tensor)
@@ -168,7 +171,7 @@ class Progress:
         self._supply(index)
 
     def finished(self, index: int) -> None:
-        """Record that an action has run, which may make others of this rank ready."""
+        """Record that an action has run, which may make other actions of this rank ready."""
         self.done[index] = 1
         self.left -= 1
         for after in self._enables[index]:
@@ -176,21 +179,21 @@ class Progress:
             self._supply(after)
 
     def began(self) -> None:
-        """Record that the last chosen action begins, and what is on its way at that time."""
+        """Record that the last chosen action begins, and which tensors are in flight then."""
         self._launched_before = set(self._launched)
 
     def expects(self) -> bool:
-        """Return whether a tensor may arrive before the last chosen action has ended.
+        """Return whether a tensor may arrive before the last chosen action ends.
 
-        Actions take about as long on all ranks, so one that was launched after that action began
-        ends later.
+        Actions take about as long on all ranks, so an action launched after this one began will end
+        later.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
 
     def follow(self, index: int) -> None:
-        """Record that an action which is not ready is chosen, to follow what it needs."""
+        """Record that an action is chosen before it is ready, to follow its launched inputs."""
         self._missing[index] = 0
-        self._awaited |= self._launched  # all of it is for this action (`follower`)
+        self._awaited |= self._launched  # all are inputs of this action (`follower`)
         self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
@@ -198,10 +201,10 @@ class Progress:
         return not self._missing[index]
 
     def follower(self, head: int) -> int | None:
-        """Return the action that needs all that is launched, and nothing more; None if none does.
+        """Return the action that needs exactly the launched tensors, or None.
 
-        Other than the head only one whose input comes from the same device as the head's: devices
-        run in the order of launches, so what the head needs comes later anyway.
+        An action other than the head qualifies only if its input comes from the same device as the
+        head's: devices run actions in launch order, so the head's input comes later anyway.
         """
         takers = {self._takers[message] for message in self._launched}
         if len(takers) != 1:

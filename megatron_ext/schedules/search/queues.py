@@ -1,12 +1,12 @@
-"""A total order of all messages of a step, and the proof that ranks which follow it never block.
+"""Orders all messages of a step, and proves that ranks which follow the order never deadlock.
 
-NCCL and MCCL match messages by order, not by name: the n-th send of a communicator meets its n-th
-receive. And a device may run everything that its rank has started as one queue, in which an early
-receive blocks the very computation that its sender waits for (CUDA_DEVICE_MAX_CONNECTIONS=1 forces
-this, and with many streams it can happen anyway).
+NCCL and MCCL match messages by order, not by name: the n-th send on a communicator matches the n-th
+receive. In addition, a device may run everything that its rank has started as one queue, so that an
+early receive blocks the very computation that its sender waits for. CUDA_DEVICE_MAX_CONNECTIONS=1
+forces a single queue, and with many streams it can happen anyway.
 
-So all messages of a table get one order, by the time at which a simulated step sends them. A rank
-starts its receives between its sends in that order.
+So all messages of a table are ordered by the time at which a simulated step sends them. Each rank
+places its receives between its sends according to that order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Post(NamedTuple):
 
     transfer: Transfer
     before: int
-    """Position of the action that it precedes."""
+    """Position of the action before which the receive starts."""
     is_behind_inputs: bool
-    """Whether the rank receives the inputs of that action first."""
+    """Whether the receive starts only after the inputs of that action have been received."""
 
 
 class _Moment(NamedTuple):
@@ -43,24 +43,24 @@ class _Moment(NamedTuple):
 
     time: float
     message: Message
-    """The first that its action sends: its bypasses leave right behind it."""
+    """The first message that the action sends; its bypasses follow immediately."""
     answers: bool
-    """Whether it comes second of two messages that twins send to each other at the same time: those
-    of the leading twin come first."""
+    """Whether this is the second of two messages that twins send to each other at the same time.
+    The leading twin's message comes first."""
     number: int = 0
-    """Position among the messages of its action."""
+    """Index among the messages of the same action."""
 
 
 class MessageOrder:
     """The order of the messages of a validated table, from the point of view of each rank."""
 
     def __init__(self, schedule: Schedule) -> None:
-        # Unit costs: a user's may differ so widely that times coincide.
+        # Unit costs, because a user's costs may differ so widely that times coincide.
         timeline = simulate(schedule)
         self.exchanges = [exchanges(schedule, rank) for rank in range(len(schedule.rows))]
-        """By rank; here a pair counts as one action."""
+        """By rank; a pair counts as one action here."""
         self._starts: list[list[float]] = []
-        # By rank: when each action ends and its result leaves.
+        # By rank: when each action ends, which is when its result leaves.
         self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
         for rank, rank_exchanges in enumerate(self.exchanges):
@@ -68,7 +68,7 @@ class MessageOrder:
             self._starts.append([timeline.starts[rank][index] for index in begins])
             for index, exchange in zip(begins, rank_exchanges, strict=True):
                 sends = _sends(exchange)
-                # An action that sends nothing sorts before all messages of its moment.
+                # An action that sends nothing sorts before all messages of the same time.
                 first = sends[0].message if sends else Message("B", -1, -1)
                 crosses = any(send.to_twin for send in sends)
                 moment = _Moment(timeline.ends[rank][index], first, crosses)
@@ -78,9 +78,9 @@ class MessageOrder:
                     self._arrivals[send.peer].append((moment._replace(number=number), transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
-        """Return the receives of a rank in their order.
+        """Return the receives of a rank, in order.
 
-        Of two twins one `leads`: it sends before it receives.
+        One of two twins `leads`: it sends before it receives.
         """
         starts = self._starts[rank]
         departures = []
@@ -92,8 +92,8 @@ class MessageOrder:
             arrivals.append((moment._replace(answers=answers), transfer))
         posts = []
         for moment, transfer in sorted(arrivals):
-            # Behind what leaves earlier in the order of all messages, and before what leaves later:
-            # that is what keeps two ranks from waiting for each other.
+            # Place the receive after the sends that precede it in the total order and before those
+            # that follow it. This keeps two ranks from waiting for each other.
             index = bisect_left(departures, moment)
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
@@ -109,7 +109,7 @@ Place = tuple[int, int]
 
 
 class Meeting(NamedTuple):
-    """A message as both of its ends know it."""
+    """A message, named identically at both of its ends."""
 
     source: Place
     target: Place
@@ -146,7 +146,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     posted: set[Message] = set()
     for index, exchange in enumerate(order.exchanges[rank]):
         for behind_inputs in (False, True):
-            # All receives that precede the action, or those that come behind its inputs.
+            # First the receives before the action, then those after its inputs.
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (index, behind_inputs):
                 transfer = posts.popleft().transfer
                 posted.add(transfer.message)
@@ -165,24 +165,24 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
 
 
 def check_queues(schedule: Schedule) -> None:
-    """Check that a table ends even if each rank runs everything that it starts as one queue.
+    """Check that a table completes even if each rank runs everything it starts as one queue.
 
     Raises:
-        ScheduleError: Ranks deadlock; the message says where.
+        ScheduleError: The ranks deadlock; the message says where.
     """
     check_meetings(schedule.label, programs(schedule))
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
-    """Check that all ranks finish if both ends of every message wait for each other.
+    """Check that all ranks finish even if both ends of every message wait for each other.
 
     Raises:
         ScheduleError: Some ranks wait forever; the message says for what.
     """
-    # Each rank works strictly in sequence and a send lasts until it is received, the worst that a
-    # queue can do. Then ranks end if, and only if, their sequences agree with one order of all
-    # messages, which both ends run. Collectives need no check: their members run the same row and
-    # meet at the same position, so all replicas together block no more than one.
+    # Assume the worst queue: each rank works strictly in sequence, and a send lasts until it is
+    # received. Then the ranks finish if and only if one order of all messages is consistent with
+    # every rank's sequence. Collectives need no check: their members run the same row and meet at
+    # the same position, so several replicas deadlock only if one alone does.
     ends = Counter(meeting for program in programs.values() for meeting in program)
     stuck = [meeting for meeting, count in ends.items() if count != 2]
     order: TopologicalSorter[Meeting] = TopologicalSorter()  # Python 3.10 has no [...] for it

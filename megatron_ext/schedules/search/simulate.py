@@ -1,4 +1,4 @@
-"""Simulates a table: the time of each action, the makespan of the step, and the activations alive.
+"""Simulates a table: the time of each action, the makespan of the step, and live activations.
 
 Every rank runs its list in order. An action starts as soon as the rank is idle and its inputs have
 arrived; on a device, its host must also have launched it. A full backward sends its input gradient
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class _PairExchanges(NamedTuple):
-    """The all-to-all of a rank's pairs, in the unit of the costs."""
+    """All-to-all time in a rank's pairs, in the unit of the costs."""
 
     total: float
     hidden: float
-    """How much of it runs behind computation."""
+    """The part of it that runs behind computation."""
 
     @property
     def hidden_share(self) -> float:
@@ -40,7 +40,7 @@ class _PairExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. Rows match the schedule's: with twins, those of one pipeline."""
+    """The result of a simulation. Its rows match the schedule's (with twins, one pipeline's)."""
 
     schedule: Schedule
     costs: Costs
@@ -57,14 +57,14 @@ class Timeline:
         """The work of the busiest rank: the makespan without any wait."""
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            # Both actions of a pair have its time, which counts once.
+            # Both actions of a pair span the same time, which must count once.
             counted_twice = [ends[index] - starts[index] for index in self.schedule.pairs_of(rank)]
             busy.append(sum(map(sub, ends, starts), 0.0) - sum(counted_twice))
         return max(busy)
 
     @cached_property
     def _exchanges_of_pairs(self) -> list[_PairExchanges]:
-        """By rank: the all-to-all of its pairs."""
+        """By rank: the all-to-all in its pairs."""
         clock = Clock(self.schedule, self.costs)
         by_rank = []
         for rank, row in enumerate(self.schedule.rows):
@@ -127,14 +127,14 @@ class Timeline:
 
     @cached_property
     def keys_and_values(self) -> float:
-        """Peak of keys and values of micro-batches in slices on any rank; 0 without slices."""
+        """Peak of keys and values of sliced micro-batches on any rank; 0 without slices."""
         return max(measure(self.schedule).keys_and_values, default=0.0)
 
     @property
     def messages(self) -> int:
         """Total number of activations and gradients that cross ranks in one step."""
         if self.schedule.disaggregated:
-            return sum(slots_needed(self.schedule).values())  # all may be in flight at once
+            return sum(slots_needed(self.schedule).values())  # all can be in flight at once
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return 2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
 
@@ -150,23 +150,23 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     clock = Clock(schedule, costs)
     rows, ends, launch = schedule.rows, clock.ends, costs.launch
     run, is_free = clock.run, clock.is_free
-    # By rank, where launches take time: that of its last launch, and the ends of its actions. The
-    # ends begin with those of AHEAD actions before the step, so the first launches wait for none.
+    # If launches take time, by rank: the time of its last launch, and the end times of its actions.
+    # The lists start with AHEAD zeros, so that the first launches do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
     def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
         action, rank_ends = rows[rank][index], ends[rank]
         begin = rank_ends[-1] if index else 0.0
-        # `walk` hands over two values at a pair, and one at an action.
+        # `walk` passes two values for a pair, and one for a single action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
-            # A time of 0.0 is left out too: nothing begins earlier.
+            # This also drops a time of 0.0, which is harmless because nothing begins earlier.
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:
-            # The host launches one while at most AHEAD - 1 of them still run.
+            # The host launches an action once at most AHEAD - 1 earlier ones still run.
             launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
@@ -174,12 +174,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
             ran[rank].append(end)
         if partner is not None:
             return [_first_arrival(clock, action, end), _first_arrival(clock, partner, end)]
-        if is_free:  # as in tables of millions of actions
+        if is_free:  # the fast path for tables with millions of actions
             return end
         arrivals = clock.arrivals(action, end)
         return arrivals[0] if len(arrivals) == 1 else arrivals
 
-    # A walk does not say why it stopped; the check finds the circle, and its message shows it.
+    # A walk does not say why it stopped; this check finds the cycle and raises an error showing it.
     if walk(schedule, visit):
         check_ends(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")
@@ -187,13 +187,13 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
 
 def _first_arrival(clock: Clock, action: Action, end: float) -> float:
-    """Return when the result of a pair's action arrives at the one rank that takes it."""
+    """Return when the result of one action of a pair arrives at the only rank that needs it."""
     arrivals = clock.arrivals(action, end)
     return arrivals[0] if arrivals else end
 
 
 def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
-    """Return the table with the shortest step, and of equals the one with the least memory."""
+    """Return the table with the shortest step; among equals, the one with the lowest memory."""
 
     def time_and_memory(table: Schedule) -> tuple[float, float]:
         timeline = simulate(table, costs)
@@ -203,7 +203,7 @@ def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
 
 
 class Clock:
-    """Start and end times of each rank's actions, and arrival times of messages."""
+    """Keeps the start and end times of each rank's actions, and computes arrival times."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
@@ -211,7 +211,7 @@ class Clock:
         self._num_slices = schedule.num_slices
         self._slices_in_step = schedule.slices_in_step
         self._durations = costs.durations(schedule)
-        # By kind and action (`Costs.action_factors`); None: all are 1.
+        # By kind and action (`Costs.action_factors`); None: all factors are 1.
         self._factors = None
         if costs.jitter or costs.microbatch_scale or schedule.num_slices > 1:
             self._factors = costs.action_factors(schedule)
@@ -220,8 +220,8 @@ class Clock:
         self._latency = costs.latency
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
-        """Whether everything arrives when the action that made it ends."""
-        # By kind and stage of an action: the link to each that takes its tensor; None: free.
+        """Whether every message arrives the moment its action ends."""
+        # By kind and stage of an action: the link to each receiver; None: no latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
             self._links[kind] = []
@@ -230,7 +230,7 @@ class Clock:
                 self._links[kind].append(links)
 
     def time_of(self, action: Action) -> float:
-        """Return how long an action takes that runs alone."""
+        """Return how long an action takes if it runs alone."""
         stage, kind, microbatch, slice_index = action
         time = self._durations[kind][stage]
         if self._factors is not None:
@@ -239,16 +239,16 @@ class Clock:
         return time
 
     def all_to_all_of(self, action: Action) -> float:
-        """Return how much of this time is all-to-all; weight gradients need none."""
+        """Return how much of an action's time is all-to-all; weight gradients need none."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         share = 1.0
-        if action.kind == "B":  # its I exchanges, its W does not
+        if action.kind == "B":  # only its I part has all-to-all
             share = self._durations["I"][action.stage] / self._durations["B"][action.stage]
         return self._exchanges[action.stage] * share * self.time_of(action)
 
     def run(self, rank: int, now: float, action: Action, partner: Action | None = None) -> float:
-        """Run an action, or a pair, from `now` on; return when it ends."""
+        """Run an action, or a pair, starting at `now`, and return when it ends."""
         if partner is not None:
             return self._run_pair(rank, now, action, partner)
         end = now + self.time_of(action)
@@ -257,12 +257,12 @@ class Clock:
         return end
 
     def _run_pair(self, rank: int, now: float, forward: Action, backward: Action) -> float:
-        """Run both actions of a pair from `now` on; return when they end, which is at once.
+        """Run a pair starting at `now`, and return when both actions end together.
 
-        Layers pair one to one: what the longer of both stages has beyond the other runs alone.
+        Layers pair one to one; the surplus layers of the longer stage run alone.
         """
         time = exchange = compute = 0.0
-        # The forward of a stage measures how many layers it has.
+        # The time of a stage's forward stands for its number of layers.
         layers = [self._durations["F"][action.stage] for action in (forward, backward)]
         for action, stage_layers in zip((forward, backward), layers, strict=True):
             paired_share = min(layers) / stage_layers
@@ -276,7 +276,7 @@ class Clock:
         return end
 
     def arrivals(self, action: Action, end: float) -> list[float]:
-        """Return when what an action has made arrives at each action that takes it."""
+        """Return when an action's result arrives at each of the actions that need it."""
         stage, kind, microbatch, slice_index = action
         arrivals = []
         for link in self._links[kind][stage]:

@@ -1,1 +1,1 @@
-"""Schedules as data: actions, placement, derived messages, and the proof that a table ends."""
+"""Schedules as data: actions, placement, derived messages, and the proof that a table completes."""

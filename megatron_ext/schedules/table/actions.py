@@ -32,7 +32,8 @@ Link = tuple[int, int]
 """(sending rank, receiving rank); equal ranks: to the twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-# At most nine digits: no table has more, and `int` refuses thousands of them with another error.
+# At most nine digits: no table needs more, and `int` raises a different error for thousands of
+# digits.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
@@ -43,7 +44,7 @@ class Action(NamedTuple):
     kind: Kind
     microbatch: int
     slice: int = 0
-    """Position in the micro-batch of the part of the sequence that it computes."""
+    """Index of the slice of the sequence that this action computes."""
 
     def __str__(self) -> str:
         """Return the text form of torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
@@ -72,13 +73,13 @@ Row = tuple[Action, ...]
 
 
 def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
-    """Return the actions of a row of texts, and where pairs begin (`Schedule.pairs`).
+    """Return the actions in a row of cells, and the positions where pairs start (`Schedule.pairs`).
 
     A cell is an action such as `2F0`, a pair as torch.distributed.pipelining writes it, such as
     `(0F4;7B1)OVERLAP_F_B`, or empty.
 
     Raises:
-        ScheduleError: A text is none of these; the message has its number.
+        ScheduleError: A cell is none of these; the message gives its number.
     """
     row: list[Action] = []
     pairs: set[int] = set()
@@ -96,29 +97,30 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
 
 
 class Output(NamedTuple):
-    """A result of an action of micro-batch 0 that leaves its stage or its rank."""
+    """A result that an action of micro-batch 0 sends to another stage or rank."""
 
     target: Action
-    """The action that needs it."""
+    """The action that needs the result."""
     link: Link | None
-    """The link that its tensor takes; None: it stays on its rank."""
+    """The link that carries the tensor; None: the tensor stays on its rank."""
 
 
 class Bypass(NamedTuple):
-    """A message past the stages between two ranks, which a model sends for each micro-batch.
+    """A message that skips the stages between two ranks; the model sends one per micro-batch.
 
     A bypass adds no constraint to a table: the forward that receives it already follows the one
     that sends it through the stages between, and backwards run in the opposite order.
     """
 
     kind: Literal["P", "G"]
-    """P: tensors, from a forward to a later stage's. G: their gradients, in the opposite way."""
+    """P: tensors, from a forward to the forward of a later stage. G: their gradients, in the other
+    direction."""
     stage: int
     """The sending stage."""
     taker: int
     """The receiving stage."""
     names: tuple[str, ...]
-    """The tensors that it carries."""
+    """Names of the tensors in the message."""
     to_twin: bool
     """Whether the receiver belongs to the mirrored pipeline."""
 
@@ -145,17 +147,17 @@ class Schedule:
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
     bypasses: tuple[Bypass, ...] = ()
-    """Messages of the model past stages, in the order in which an action sends or takes them."""
+    """Messages that skip stages, in the order in which an action sends or receives them."""
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
     forwards of a micro-batch's slices in order, because attention reads the keys and values of
     earlier slices, and their backwards in reverse, because those add gradients to them."""
     pairs: tuple[frozenset[int], ...] = ()
-    """By rank: positions of the forwards that run as one action with the backward behind them, each
-    with its communication behind the other's computation. Both wait for the inputs of both, and
-    send their results when both have ended. Empty: the table has no pairs. Code that reads only the
-    rows sees the two in sequence, which is right for counting: activations, gradients, the order of
-    sums."""
+    """By rank: positions of the forwards that run as one action with the backward that follows
+    them, so that the communication of each is hidden by the computation of the other. The pair
+    starts when the inputs of both have arrived, and sends its results when both have ended. Empty:
+    the table has no pairs. Code that reads only the rows sees the two in sequence, which is correct
+    for counting activations and gradients and for the order of sums."""
 
     @property
     def pp(self) -> int:
@@ -169,12 +171,12 @@ class Schedule:
 
     @property
     def num_slices(self) -> int:
-        """Slices that each micro-batch is cut into; 1: micro-batches are whole."""
+        """Number of slices per micro-batch; 1: micro-batches are whole."""
         return len(self.slices)
 
     @property
     def slices_in_step(self) -> int:
-        """Slices of all micro-batches of one pipeline in one step: times that a stage runs F."""
+        """Slices of all micro-batches of one pipeline in one step: how often each stage runs F."""
         return self.num_microbatches * len(self.slices)
 
     @property
@@ -184,7 +186,7 @@ class Schedule:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether forwards and backwards of a stage run on different ranks, which both hold it.
+        """Whether forwards and backwards of a stage run on different ranks, both holding the stage.
 
         Then an R precedes each backward: it runs the forward again, or receives saved activations.
         """
@@ -206,16 +208,16 @@ class Schedule:
         return any(action.kind == "I" for row in self.rows for action in row)
 
     def pairs_of(self, rank: int) -> frozenset[int]:
-        """Return the positions of a rank at which a pair begins."""
+        """Return the positions in a rank's row at which a pair starts."""
         return self.pairs[rank] if self.pairs else frozenset()
 
     def begins(self, rank: int) -> list[int]:
-        """Return the positions of a rank at which it begins an action or a pair."""
+        """Return the positions in a rank's row at which a single action or a pair starts."""
         pairs = self.pairs_of(rank)
         return [index for index in range(len(self.rows[rank])) if index - 1 not in pairs]
 
     def cells(self, rank: int) -> Iterator[str]:
-        """Yield the text of each action or pair of a rank; `parse_row` reads them."""
+        """Yield the text of each action or pair of a rank, in the format that `parse_row` reads."""
         row = self.rows[rank]
         pairs = self.pairs_of(rank)
         for index in self.begins(rank):
@@ -235,7 +237,7 @@ class Schedule:
         )
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose results an action needs: the one rule of dependencies.
+        """Return the actions whose results an action needs; all dependencies derive from this.
 
         F needs the F of the stage before. B and I need the forward of their own stage, and the
         backward of the stage after. W needs its own I. R needs what F needs, or, if activations are
@@ -249,14 +251,16 @@ class Schedule:
             return (action._replace(kind="F"),)
         source = self.placement.source(stage, kind)
         needed: list[Action] = []
-        # A recomputation needs what the forward of its stage needed: the input, not the result.
+        # A recomputation needs the same input as the forward of its stage, not the forward's
+        # result.
         if kind in ("F", "R"):
             if source is not None:
                 needed.append(action._replace(stage=source, kind="F"))
             if slice_index:
                 needed.append(action._replace(slice=slice_index - 1))
             return tuple(needed)
-        # The backward reads what was kept on its rank: by F, or with two roles by R.
+        # The backward reads the activations that F kept on its rank, or R if the roles are
+        # separate.
         needed.append(action._replace(kind="R" if self.disaggregated else "F"))
         if source is not None:
             needed.append(self._backward(action, source))
@@ -265,12 +269,12 @@ class Schedule:
         return tuple(needed)
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that need the result of an action: `needs`, the other way round."""
+        """Return the actions that need the result of an action: the inverse of `needs`."""
         stage, kind, _, slice_index = action
         target = self.placement.target(stage, kind)
         fed: list[Action] = []
         if kind == "F":
-            # Where backward ranks recompute, no rank runs F of the last stage: its R takes this.
+            # If backward ranks recompute, no rank runs the last stage's F; its R takes the input.
             if target is not None and self.runs_forward(target):
                 fed.append(action._replace(stage=target))
             if slice_index + 1 < self.num_slices:
@@ -299,9 +303,10 @@ class Schedule:
 
     @cached_property
     def links(self) -> Mapping[Kind, Sequence[Sequence[Output]]]:
-        """By kind and stage: the outputs of its action of micro-batch 0 for other stages or ranks.
+        """By kind and stage: what the action of micro-batch 0 sends to other stages or ranks.
 
-        Other micro-batches have the same ones, so tables with millions of actions need no more.
+        All micro-batches have the same outputs, so this stays small for tables with millions of
+        actions.
         """
         rank_for = self.placement.rank_for
         links: dict[Kind, list[list[Output]]] = {kind: [] for kind in KINDS}
@@ -312,7 +317,7 @@ class Schedule:
                 if not self.travels(action, fed):
                     continue
                 link: Link | None = (rank_for(stage, kind), rank_for(fed.stage, fed.kind))
-                # Both roles of one stage are on two ranks, with no hop between them.
+                # The two roles of one stage are on different ranks, which `hops` does not cover.
                 if fed.stage != stage and self.placement.hops[min(fed.stage, stage)] == "local":
                     link = None
                 outputs.append(Output(fed, link))
@@ -320,20 +325,20 @@ class Schedule:
         return links
 
     def _backward(self, action: Action, stage: int) -> Action:
-        """Return the backward of a stage for the micro-batch and slice of an action."""
+        """Return the backward of a stage for the same micro-batch and slice as an action."""
         kind: Kind = "I" if (stage, *action[2:]) in self.split else "B"
         return action._replace(stage=stage, kind=kind)
 
     def runs_forward(self, stage: int) -> bool:
         """Return whether some rank runs the F of a stage.
 
-        If backward ranks recompute forwards, nobody needs the output of the last stage's F.
+        If backward ranks recompute forwards, the output of the last stage's F is not needed.
         """
         is_last = stage == self.num_stages - 1
         return not (self.disaggregated and is_last) or self.ships_activations
 
     def marked(self, rank: int, index: int, context: int = 5) -> str:
-        """Return the actions around one action of a rank for an error, with that one in `>> <<`.
+        """Return the actions around one action for an error message, with that action in `>> <<`.
 
         An index past the last action marks the end of the row.
         """

@@ -1,7 +1,7 @@
 """Derives the messages that each action of a table receives and sends.
 
-Generators place computation only; this pass adds the messages. A message has a name (kind, stage
-that needs it, micro-batch), so a receiver may take messages in any order, and a send never waits
+Generators place only computation; this pass adds the messages. Each message has a name (kind,
+receiving stage, micro-batch), so a receiver may take messages in any order, and a send never waits
 for its peer's receive order. Between two consecutive stages on one rank the tensor stays local.
 
 Gradient reductions are not messages: the executor starts a stage's reduction after its last action.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A message arrives (RECV), leaves (SEND) or stays on its rank for the next stage (LOCAL)."""
+    """A message that arrives (RECV), leaves (SEND) or stays local for the next stage (LOCAL)."""
 
     verb: Literal["RECV", "SEND", "LOCAL"]
     message: Message
     peer: int
-    """Pipeline rank at the other end; in a `Program` of the runtime the global rank."""
+    """Pipeline rank at the other end; in a `runtime.program.Program`, the global rank."""
     to_twin: bool = False
     """Whether the peer belongs to the mirrored pipeline."""
 
@@ -37,35 +37,35 @@ class Exchange(NamedTuple):
 
     action: Action
     awaits: tuple[Transfer, ...] = ()
-    """Credits that it needs to begin."""
+    """Credits that must arrive before the action starts."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL: from a neighbouring stage, if there is one; then RECV of bypasses."""
+    """RECV or LOCAL from a neighbouring stage, if any; then RECV of bypasses."""
     grants: tuple[Transfer, ...] = ()
-    """Credits that it grants as soon as it has its inputs."""
+    """Credits granted as soon as the inputs have arrived."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL: for the stage after or before, if there is one; then SEND of bypasses. Empty
-    for W and R."""
+    """SEND or LOCAL to the next or previous stage, if any; then SEND of bypasses. Empty for W and
+    R."""
     partner: Exchange | None = None
-    """The backward that runs with this forward as a pair. The inputs of both come before either
-    runs, and the outputs leave after both have run, the forward's first."""
+    """The backward that runs with this forward as a pair. The inputs of both arrive before either
+    runs. The outputs leave after both have run, the forward's first."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The action, or both of a pair."""
+        """The action, or both actions of a pair."""
         if self.partner is None:
             return (self.action,)
         return (self.action, self.partner.action)
 
     @property
     def all_inputs(self) -> tuple[Transfer, ...]:
-        """The inputs of the action, or of both of a pair."""
+        """The inputs of the action, or of both actions of a pair."""
         if self.partner is None:
             return self.inputs
         return self.inputs + self.partner.inputs
 
     @property
     def all_outputs(self) -> tuple[Transfer, ...]:
-        """The outputs of the action, or of both of a pair."""
+        """The outputs of the action, or of both actions of a pair."""
         if self.partner is None:
             return self.outputs
         return self.outputs + self.partner.outputs
@@ -75,7 +75,8 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
     """Return the exchanges of a rank, one for each action or pair of its row, in order.
 
     In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
-    rank, which grants one more credit with each that it begins. None: no limit, no credits.
+    rank, which grants another credit for each micro-batch that it starts. None: no limit, no
+    credits.
     """
     messages = _Messages(schedule, window)
     row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
@@ -127,10 +128,10 @@ class _Messages:
     def _transfer(
         self, verb: Literal["RECV", "SEND"], source: Action, target: Action, *, peer: Action
     ) -> Transfer:
-        """Return the transfer of the tensor that `target` takes from `source`."""
+        """Return the transfer of the tensor from `source` to `target`."""
         placement = self._schedule.placement
         hop: Hop = "rank"
-        # Both roles of one stage are on two ranks, with no hop of the placement between them.
+        # The two roles of one stage are on different ranks, which `placement.hops` does not cover.
         if source.stage != target.stage:
             hop = placement.hops[min(source.stage, target.stage)]
         return Transfer(
@@ -143,13 +144,13 @@ class _Messages:
     def _past_stages(
         self, verb: Literal["RECV", "SEND"], bypass: Bypass, action: Action, *, peer_stage: int
     ) -> Transfer:
-        """Return the transfer of a bypass, at the end that runs `action`."""
+        """Return the transfer of a bypass, as seen from the end that runs `action`."""
         peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
         return Transfer(verb, bypass.message(action), peer, bypass.to_twin)
 
     def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
-        # The first forwards need no credit: that is how far ahead the forward rank may be.
+        # The first `window` forwards need no credit: the forward rank may be that far ahead.
         if self._window is None or kind != "F" or microbatch < self._window:
             return ()
         backward_rank = self._schedule.placement.rank_for(stage, "R")
@@ -160,22 +161,22 @@ class _Messages:
         if self._window is None or kind != "R" or not self._schedule.runs_forward(stage):
             return ()
         granted = microbatch + self._window
-        # No forward would await a credit for a micro-batch beyond the last, and the step would end
-        # with a message under way.
+        # No forward awaits a credit beyond the last micro-batch, so the step would end with that
+        # message still in flight.
         if granted >= self._schedule.num_microbatches:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
         return (Transfer("SEND", Message("C", stage, granted), forward_rank),)
 
 
-# By kind of action, the kind of bypasses that it takes and sends.
+# The kind of bypass that each kind of action receives and sends.
 _BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
-# By kind of a bypass, the kind of action at both of its ends.
+# The kind of action at both ends of each kind of bypass.
 _BYPASS_ENDS = {"P": "F", "G": "B"}
 
 
 def tensor_of(action: Action) -> Message:
-    """Return the name of the activation or gradient that an action takes."""
+    """Return the name of the message with the activation or gradient that an action needs."""
     kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
     return Message(kind, action.stage, action.microbatch, action.slice)
 

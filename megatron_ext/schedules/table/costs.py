@@ -12,11 +12,11 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
 
 AHEAD = 2
-"""Actions that a host may have launched on its device and that have not ended: one runs, the next
-waits in the device's queue. With only one, the device would idle between actions; more than two
-cost memory and gain nothing."""
+"""How many launched actions may be unfinished on a device: one runs, the next waits in the device's
+queue. With only one, the device would idle between actions; more than two cost memory and gain
+nothing."""
 
-# Durations in this range sum up over any table without visible rounding errors.
+# Sums of durations in this range have no visible rounding errors, however large the table.
 SHORTEST, _LONGEST = 1e-9, 1e9
 
 
@@ -35,7 +35,7 @@ class Costs:
     weight: float = 1.0
     """Gradient of its weights, Tw."""
     latency: float = 0.0
-    """Time from the end of an action until another rank has its output."""
+    """Time from the end of an action until its output has arrived on another rank."""
     stages: tuple[tuple[float, float, float], ...] = ()
     """Forward, input and weight gradient of each stage, for uneven stages; empty: an equal share of
     the model for each."""
@@ -46,7 +46,7 @@ class Costs:
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     launch: float = 0.0
-    """Host time to launch an action on a device; 0: the host itself computes. A launch starts when
+    """Host time to launch an action on a device; 0: the host itself computes. A launch starts once
     at most `AHEAD - 1` earlier actions of the rank are still running."""
     attention: float = 0.0
     """Share of a forward, and of a full backward, that is core attention: at least 0, below 1.
@@ -60,7 +60,7 @@ class Costs:
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
     take the longer of their times; at 0, the sum."""
     seed: int = 0
-    """Seed of the jitter; the factor of an action depends on the seed and the action only."""
+    """Seed of the jitter. An action's factor depends only on the seed and the action."""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.input, self.weight]
@@ -118,7 +118,7 @@ class Costs:
         return ",".join(f"{number:.15g}" for number in numbers)
 
     def in_forwards(self) -> Costs:
-        """Return them as `--pipeline-costs` can say them: in forwards, of three digits, even."""
+        """Return the costs as `--pipeline-costs` can give them: relative to a forward, rounded."""
         times = (self.input, self.weight, self.latency)
         shares = [f"{time / self.forward:.3g}" for time in times]
         return Costs.parse(",".join(["1", *shares]))
@@ -164,10 +164,10 @@ class Costs:
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
         """Return the factor on each kind of action by slice: its share of the micro-batch's time.
 
-        All attention of a backward is in its I, as far as it fits, because W has none.
+        A backward's attention is all in I, up to the length of I, because W has none.
         """
         ends = list(accumulate(slices, initial=0.0))
-        # Of the tokens before x, attention costs x^2.
+        # Attention over the tokens before x costs x^2.
         squares = [end * end - start * start for start, end in pairwise(ends)]
         of_backward = self.attention * self.backward
         of_input = min(of_backward, self.input)
@@ -186,7 +186,7 @@ class Costs:
         return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factor on each action, by kind and stage, and in it micro-batch and slice.
+        """Return the factor on each action: by kind, a flat list over stage, micro-batch and slice.
 
         The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
         jitter times the scale of the micro-batch times the share of the slice.
@@ -203,7 +203,7 @@ class Costs:
                 f"{schedule.num_microbatches} micro-batches; give one factor for each"
             )
         for kind, shares in self.slice_factors(schedule.slices).items():
-            # By micro-batch and slice; each stage has the same.
+            # By micro-batch and slice; all stages have the same factors.
             of_stage = [scale * share for scale in scales for share in shares]
             factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
         return factors
@@ -217,11 +217,11 @@ class Costs:
         }
 
     def _jitter_factors(self, sigma: float, purpose: str, count: int) -> list[float]:
-        """Draw log-normal factors of mean 1; `purpose` names what they are for."""
+        """Draw log-normal factors of mean 1; `purpose` is part of the seed."""
         if not sigma:
             return [1.0] * count
-        # Seeded by the purpose: tables with the same stages draw the same factors in whatever order
-        # they run, so a comparison shows their orders.
+        # Seeded by the purpose, so tables with the same stages draw the same factors whatever their
+        # order. A comparison then shows the effect of the order alone.
         draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         mu = -sigma * sigma / 2
@@ -242,16 +242,17 @@ UNIT = Costs()
 """Tf = Tb = Tw = 1 and free links: the units of published bubble formulas."""
 
 
-# All-to-all over the computation beside it, where costs have none: the middle of the three that
-# `benchmarks/expert_overlap.py` measures.
+# Ratio of all-to-all to the computation beside it, for costs without all-to-all: the middle one of
+# the three ratios in `benchmarks/expert_overlap.py`.
 _DEFAULT_EXCHANGE = 0.6
 
 
 def exchanging(costs: Costs) -> Costs:
-    """Return costs with a share of all-to-all, the usual one if they have none.
+    """Return costs that include all-to-all, adding a typical share if they have none.
 
-    Equal times, the default, are those of computation: all-to-all makes forwards and input
-    gradients longer than weight gradients. Others were measured with it.
+    The default equal times cover only computation, so the all-to-all is added: it makes forwards
+    and input gradients longer than weight gradients. Other costs were measured with all-to-all, so
+    their times stay.
     """
     if costs.all_to_all:
         return costs

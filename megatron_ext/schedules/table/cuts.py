@@ -1,4 +1,4 @@
-"""Cuts the layers of a model into the stages of a placement, so that no rank works longest.
+"""Cuts a model's layers into the stages of a placement, balancing the work of the ranks.
 
 A cut is a number of layers for each stage, or a layout in Megatron's notation.
 """
@@ -29,9 +29,9 @@ def cut(
     """Return the number of layers of each stage that makes the longest work of a rank shortest.
 
     If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
-    the longest stage, then the sum of squares. If ranks have several stages, that cut is the start:
-    single layers then move from the busiest rank to others as long as this helps, unless
-    `by_stage`. Whether even ranks or even stages are faster depends on the schedule.
+    the longest stage, then the sum of squares. If ranks have several stages, that cut is only the
+    starting point: unless `by_stage`, single layers then move from the busiest rank to others as
+    long as this helps. Whether even ranks or even stages are faster depends on the schedule.
 
     Args:
         layers: Work of each transformer layer, in any unit.
@@ -54,7 +54,7 @@ def cut(
 
 
 _Work = tuple[float, float]
-"""(work of the longest stage, sum of the squares of all stages); the smallest is the best cut."""
+"""(work of the longest stage, sum of the squares of all stages); smaller is better."""
 
 _NEVER: _Work = (float("inf"), 0.0)
 
@@ -68,20 +68,21 @@ def _by_longest_stage(
     least_first: int,
     least_last: int,
 ) -> list[int]:
-    """Return the layers of each stage that make the longest stage shortest, then the squares.
+    """Return the layers per stage that minimize the longest stage, then the sum of squares.
 
     Raises:
         ScheduleError: There are too few layers.
     """
     count = len(layers)
     work_before = [0.0, *accumulate(layers)]
-    # Filling each stage up to this, one after the other, reaches the end; sums may round up.
+    # If each stage in turn is filled up to this much work, all layers fit; the factor absorbs
+    # rounding.
     enough = (max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)) * (
         1 + 1e-9
     )
-    # By the layer at which the stages so far end: the best cut of them.
+    # The best cut of the stages so far, by the layer at which they end.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
-    # By stage and the layer at which it ends: where it starts in that cut.
+    # By stage and its end layer: where the stage starts in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
         min_layers, extra = 1, 0.0
@@ -141,12 +142,12 @@ def _move(
     placement: Placement,
     least_ends: tuple[int, int],
 ) -> None:
-    """Move single layers from the busiest rank while its load, then the sum of squares, falls."""
+    """Move single layers away from the busiest rank while that lowers its load or the squares."""
 
     def value() -> tuple[float, float, int]:
-        """Return what a move has to lower: the highest load, the squares, the longest stage."""
+        """Return the tuple that a move must lower: highest load, sum of squares, longest stage."""
         rank_work = loads(counts, layers, first, last, placement)
-        # Rounded, or the order of a sum could look like a gain.
+        # Rounded, because a different summation order could otherwise look like a gain.
         squares = sum(work * work for work in rank_work)
         return round(max(rank_work), 12), round(squares, 12), max(counts)
 
@@ -182,16 +183,16 @@ def spread(
     last: float = 0,
     rank_of: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the layers of each stage, so that all stages compute about the same.
+    """Return the number of layers per stage that gives all stages about the same work.
 
-    For layers that are alike; `cut` takes the work of each.
+    This is for equal layers; `cut` takes the work of each layer.
 
     Args:
         num_layers: Layers of the model.
         num_stages: Stages.
         first: Work of the first stage besides its layers, in layers.
         last: Work of the last stage besides its layers, in layers.
-        rank_of: The rank of each stage; None: one for each.
+        rank_of: The rank of each stage; None: each stage has a separate rank.
     """
     rank_of = rank_of or range(num_stages)
     stage_work = [0.0] * num_stages
@@ -202,9 +203,9 @@ def spread(
         rank_work[rank_of[stage]] += work
 
     def preference(stage: int) -> tuple[float, float, int]:
-        # Of equal stages, one of the rank with the least work: otherwise the layers that remain
-        # would all end up on the ranks of the middle, which in a V hold two such stages each. Of
-        # equal ranks the middle ones, because the ends also compute embedding and loss.
+        # Among equal stages, prefer the rank with the least work: otherwise all remaining layers
+        # would end up on the ranks in the middle, which in a V hold two such stages each. Among
+        # equal ranks, prefer the middle, because the ends also compute embedding and loss.
         off_centre = abs(2 * stage - num_stages + 1)
         return stage_work[stage], rank_work[rank_of[stage]], off_centre
 
@@ -223,7 +224,7 @@ def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
 
 
 def parse_layout(text: str) -> list[str]:
-    """Return the layers of each stage, a letter each, of a layout in Megatron's notation.
+    """Return the layers of each stage in a layout in Megatron's notation, one letter per layer.
 
     `(...)*n` and `x*n` are repetitions; commas only structure the text.
 

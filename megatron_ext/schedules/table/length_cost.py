@@ -1,4 +1,4 @@
-"""What a sample costs by its length.
+"""The cost of a sample as a function of its length.
 
 Attention is quadratic in the length, everything else linear.
 """
@@ -42,7 +42,7 @@ class LengthCost:
         """Parse `A,B`, for example `1,0.0001`.
 
         Raises:
-            ScheduleError: The text is not two such numbers.
+            ScheduleError: The text is not two valid numbers.
         """
         try:
             linear, quadratic = map(float, text.split(","))
@@ -65,19 +65,19 @@ class LengthCost:
     ) -> LengthCost:
         """Return the floating-point operations of one layer's forward with causal attention.
 
-        Two for each weight and token: query and output projections, keys and values, and the
-        matrices of the feed-forward network. Two for each product of Q K^T and of A V, of which a
-        causal mask leaves half. With the defaults this is 24 h^2 L + 2 h L^2: the count of
-        Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its attention. A backward
-        is twice that, so the ratio stays.
+        Count two operations per weight and token for the query and output projections, keys and
+        values, and the matrices of the feed-forward network. Count two operations per product in Q
+        K^T and in A V, half of which the causal mask removes. With the defaults this is 24 h^2 L +
+        2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its
+        attention. A backward takes twice as many, so the ratio is the same.
 
         Args:
             hidden_size: h, the width of the model.
-            ffn_hidden_size: Width of the feed-forward network, with mixtures of experts of all that
-                a token visits; None: 4h.
-            gated: Whether the network has a third matrix, as SwiGLU has.
-            query_width: Heads times width of a head; None: h.
-            key_width: Groups of keys times width of a head; None: that of the queries.
+            ffn_hidden_size: Width of the feed-forward network; for mixtures of experts, the total
+                width of the experts that a token visits; None: 4h.
+            gated: Whether the network has a third matrix, as in SwiGLU.
+            query_width: Number of heads times head width; None: h.
+            key_width: Number of key-value groups times head width; None: same as the queries.
 
         Raises:
             ScheduleError: The width is not positive.
@@ -91,10 +91,10 @@ class LengthCost:
         return cls(2.0 * weights, 2.0 * query_width)
 
     def of_length(self, length: int) -> float:
-        """Return the cost of one sample of so many tokens."""
+        """Return the cost of one sample of `length` tokens."""
         return self.linear * length + self.quadratic * length * length
 
     def of_pack(self, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch of samples that do not attend to each other."""
-        # Exact: micro-batches of the same lengths cost the same, in whatever order they hold them.
+        # Exact summation, so the cost does not depend on the order of the samples.
         return fsum(map(self.of_length, lengths))

@@ -1,8 +1,8 @@
-"""Computes the memory that a table needs from its order of actions.
+"""Computes the memory that a table needs, from the order of its actions.
 
 The activations of one stage and micro-batch live from the start of F to the end of B, or to the end
-of W if the backward is split. The part that W needs after I is the *weight stash*. The unit is Ma:
-the activations of one micro-batch on 1/pp of the model, so one stage holds pp/num_stages Ma.
+of W if the backward is split. The part that is kept for W after I is the *weight stash*. The unit
+is Ma: the activations of one micro-batch on 1/pp of the model, so one stage holds pp/num_stages Ma.
 
 Most layers hold less memory after I than before it. Layers that are recomputed, or that keep their
 gathered input for W, hold more. The *stash ratio* is the memory that a micro-batch holds between I
@@ -11,7 +11,7 @@ and W, divided by the memory that it holds between F and I.
 A slice holds its share of a micro-batch's activations. If a micro-batch runs in slices, its keys
 and values live from its first F to its last backward; from its first backward on, their gradients
 take the same amount again. Keys and values are counted separately, because their size depends on
-the number of attention heads.
+the number of attention heads that share them.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Memory:
 
     activations: tuple[float, ...]
     keys_and_values: tuple[float, ...] = ()
-    """Keys and values of micro-batches in slices, and their gradients: 1 is those of one
-    micro-batch on 1/pp of the model; empty without slices."""
+    """Keys and values of sliced micro-batches, including their gradients; 1 stands for the keys and
+    values of one micro-batch on 1/pp of the model. Empty without slices."""
 
 
-# Memory that a layer saves between F and I if Megatron recomputes a module, in bytes for each token
-# and unit of width: outputs of the norms; queries, keys and values; input and output of the
-# activation function. Attention itself keeps nothing more than its operands.
+# Bytes per token and unit of width that a layer does not keep between F and I if Megatron
+# recomputes a module: outputs of the norms; queries, keys and values; input and output of the
+# activation function. Attention itself keeps only its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
 
 
 class _OffloadedBytes(NamedTuple):
-    """Memory that a layer saves if Megatron offloads a module until its backward.
+    """Device memory that a layer saves if Megatron offloads a module until its backward.
 
-    In bytes for each token and unit of width.
+    Both are bytes per token and unit of width.
     """
 
     undivided: int = 0
-    """Of tensors as wide as the model."""
+    """In tensors as wide as the model."""
     divided: int = 0
-    """Of tensors that tensor-parallel ranks divide."""
+    """In tensors that tensor-parallel ranks divide."""
 
 
 _OFFLOADED = {
@@ -82,25 +82,26 @@ def stash_ratio(
     kept_inputs: float = 1.0,
     divides_inputs: bool = False,
 ) -> float:
-    """Return the stash ratio of a transformer layer: bytes held for W over bytes held for I.
+    """Return the stash ratio of a transformer layer: bytes kept for W over bytes kept for I.
 
     The layer has width h and a feed-forward network of 4h, in 16 bits. Its activations are those of
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
     Args:
         tensor_parallel: Ranks that divide the layer.
-        sequence_parallel: Whether they divide the tensors as wide as the model as well.
-        keeps_gathered: Whether what I gathered stays until W, as in Transformer Engine.
-        recomputed: Modules that are recomputed, by Megatron's names.
-        offloaded: Modules whose inputs are on the host until I, by Megatron's names. The operands
-            of their W are then on the device.
+        sequence_parallel: Whether these ranks also divide the tensors that are as wide as the
+            model.
+        keeps_gathered: Whether the tensors that I gathered stay until W, as in Transformer Engine.
+        recomputed: Megatron's names of the modules that are recomputed.
+        offloaded: Megatron's names of the modules whose inputs stay on the host until I. From then
+            on the operands of their W are on the device.
         recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
-        kept_inputs: Inputs that such a layer keeps: 1/n if n layers are recomputed at once.
+        kept_inputs: Inputs kept per such layer: 1/n if n layers are recomputed together.
         divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence
             parallelism.
 
     Returns:
-        A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.
+        The ratio, at least 1, and a multiple of 1/16 so that sums of it are exact.
     """
     divided = tensor_parallel if sequence_parallel else 1
     # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
@@ -116,7 +117,7 @@ def stash_ratio(
     for module in offloaded:
         saved = _OFFLOADED.get(module, _OffloadedBytes())
         kept_bytes -= saved.undivided / divided + saved.divided / tensor_parallel
-    # A module may be recomputed and offloaded, which saves its memory once.
+    # A module may be both recomputed and offloaded, but its memory is saved only once.
     kept_bytes = max(kept_bytes, 2 / divided)
     # A recomputed layer keeps only its input.
     inputs = 2 * kept_inputs / (tensor_parallel if divides_inputs else divided)
@@ -133,19 +134,19 @@ def stash_ratio(
 
 
 def running_peak(changes: Iterable[float]) -> float:
-    """Return the highest sum that changes reach one after the other, at least 0.
+    """Return the maximum of the running sum of changes, at least 0.
 
-    Every peak of memory is one: each kind of memory has its own changes.
+    Every memory peak is computed this way, from the changes of that kind of memory.
     """
     return max(accumulate(changes, initial=0))
 
 
 def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)) -> float:
-    """Return the most activations (one stage, one micro-batch) that a row keeps at once.
+    """Return the largest number of activations (one stage, one micro-batch) alive at once in a row.
 
     Args:
         row: The actions of a rank.
-        stash_ratio: Activations that a weight stash counts as.
+        stash_ratio: Size of a weight stash, in activations.
         slices: Share of a micro-batch in each of its slices.
     """
     kinds = [action.kind for action in row]
@@ -154,7 +155,7 @@ def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.
         return len(present)
     change_of: dict[Kind, float] = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
     if "R" in present:
-        # R makes the activations that the backward needs; a forward of the same row keeps none.
+        # R produces the activations that the backward needs; a forward in the same row keeps none.
         change_of["F"] = 0
         change_of["R"] = 1
     # `map`, not a loop: tables have millions of actions.
@@ -165,7 +166,7 @@ def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.
 
 
 def _keys_and_values_changes(row: Row, num_slices: int) -> Iterator[int]:
-    """Yield the changes of keys and values, and of their gradients, in micro-batches of a stage."""
+    """Yield the changes in keys and values and in their gradients, in micro-batches of a stage."""
     for _, kind, _, slice_index in row:
         if kind == "F" and slice_index == 0:
             yield 1  # keys and values, from the first forward on
@@ -173,7 +174,7 @@ def _keys_and_values_changes(row: Row, num_slices: int) -> Iterator[int]:
             if slice_index == num_slices - 1:
                 yield 1  # their gradients, from the first backward on
             if slice_index == 0:
-                yield -2  # the last backward ends both
+                yield -2  # the last backward frees both
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
@@ -196,17 +197,17 @@ def measure(schedule: Schedule) -> Memory:
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
-    """Return the number of receive slots on each edge with which no send ever waits.
+    """Return the number of receive slots each edge needs so that no send ever waits.
 
     An activation that its receiver has not used yet is still alive at its sender, and an unused
-    gradient belongs to an activation that is alive at its receiver. So the peak of activations
-    alive between F and B (or I), on the stages that an edge serves, is enough for either direction,
-    in any order of arrival.
+    gradient belongs to an activation that is still alive at its receiver. So for either direction
+    and any order of arrival, it suffices to count the peak of activations alive between F and B (or
+    I) on the stages that the edge serves.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
-    # The rank that takes each stage's output; the twin counts as that rank itself.
+    # The rank that takes each stage's output. The twin is counted as the sending rank itself.
     receivers: list[int | None] = []
     for outputs in schedule.links["F"]:
         receiver = None
@@ -227,7 +228,7 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
 def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
     """Return the slots of a disaggregated table.
 
-    Forwards do not wait for backwards, so all micro-batches may be in flight on each edge.
+    Forwards do not wait for backwards, so all micro-batches may be in flight on every edge.
     """
     edges: set[Edge] = set()
     for kind, outputs_by_stage in schedule.links.items():
@@ -242,10 +243,10 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
 
 
 def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
-    """Add what bypasses need on each edge.
+    """Add the slots that bypasses need on each edge.
 
-    A tensor that waits for its taker is of a micro-batch that is alive in its sender; a gradient
-    that waits is of one that is alive in the stage that takes it.
+    A waiting tensor belongs to a micro-batch that is still alive in its sender, and a waiting
+    gradient to one that is still alive in its receiver.
     """
     rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
@@ -258,7 +259,7 @@ def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
 
 
 def most_bypasses(schedule: Schedule) -> int:
-    """Return the most tensors' bypasses of one micro-batch from one rank to another."""
+    """Return the largest number of bypasses of one micro-batch between any two ranks."""
     rank_of = schedule.placement.rank_of
     count_by_link: Counter[tuple[int, int]] = Counter()
     for bypass in schedule.bypasses:
@@ -268,7 +269,7 @@ def most_bypasses(schedule: Schedule) -> int:
 
 
 def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
-    """Return the peak of activations between F and B (or I), by the group of their stage."""
+    """Return the peak of activations alive between F and B (or I), by the group of their stage."""
     changes: dict[int, list[int]] = defaultdict(list)
     for stage, kind, _, _ in row:
         group = group_of[stage]

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
-"""Where a stage's output goes: it stays on the rank, or moves to another rank or to the twin."""
+"""Where a stage's output goes: it stays on its rank, or moves to another rank or to the twin."""
 
 Routing = Literal["twin", "local"]
 
@@ -65,8 +65,8 @@ class Placement:
     def source(self, stage: int, kind: str) -> int | None:
         """Return the stage whose tensor an action of a stage takes.
 
-        Activations go up the stages, gradients come down. None: the action reads data or the loss,
-        or only what an earlier action of its own stage has left (W).
+        Activations go to higher stages, gradients to lower ones. None: the action reads data or the
+        loss, or, like W, only the results of an earlier action on its stage.
         """
         if kind == "W":
             return None
@@ -74,7 +74,7 @@ class Placement:
         return source if 0 <= source < self.num_stages else None
 
     def target(self, stage: int, kind: str) -> int | None:
-        """Return the stage that takes the tensor which an action makes; None if none does."""
+        """Return the stage that takes the tensor an action produces, or None if no stage does."""
         if kind in ("W", "R"):
             return None
         target = stage + 1 if kind == "F" else stage - 1
@@ -82,7 +82,7 @@ class Placement:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The hop from each stage but the last to the next."""
+        """The hop from each stage to the next; the last stage has no entry."""
         hops: list[Hop] = []
         for stage, (rank, next_rank) in enumerate(pairwise(self.rank_of)):
             if stage in self.twin_hops:
@@ -94,7 +94,7 @@ class Placement:
         return tuple(hops)
 
     def is_crossed(self, stage: int) -> bool:
-        """Return whether a stage runs the micro-batches that began on the twin."""
+        """Return whether a stage runs the micro-batches that started on the twin."""
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
@@ -103,7 +103,7 @@ class Placement:
 
 
 def linear(num_ranks: int) -> Placement:
-    """Return the placement of stage r on rank r."""
+    """Return the placement with stage r on rank r."""
     return Placement("linear", num_ranks, tuple(range(num_ranks)))
 
 
@@ -113,7 +113,7 @@ def loop(num_ranks: int, num_chunks: int) -> Placement:
 
 
 def v(num_ranks: int) -> Placement:
-    """Return the placement from the first rank to the last and back."""
+    """Return the placement that goes from the first rank to the last and back."""
     down = tuple(range(num_ranks))
     return Placement("v", num_ranks, down + down[::-1])
 
@@ -125,7 +125,7 @@ def w(num_ranks: int) -> Placement:
 
 
 def roles(num_ranks: int) -> Placement:
-    """Return the placement of forwards on the first half of the ranks and backwards on the second.
+    """Return the placement with forwards on the first half of the ranks, backwards on the second.
 
     Backward ranks hold the stages in reverse, so a micro-batch goes down the ranks and back.
     """
@@ -138,20 +138,20 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     """Return a folded placement (v or w) together with its twin.
 
     With `routing="twin"` activations cross to the twin at the inner folds, where consecutive stages
-    share a rank; a literal bidirectional pipeline continues straight there. With `"local"` they
-    stay, which saves these messages.
+    share a rank, just as a literal bidirectional pipeline continues straight there. With `"local"`
+    they stay on their rank, which saves these messages.
     """
     num_ranks = placement.num_ranks
     twin_hops = frozenset[int]()
     if routing == "twin":
-        # Not the fold between the two v of a w: it is at the outer end, where a literal pipeline
-        # turns round as well.
+        # This excludes the fold between the two v of a w: it is at the outer end, where a literal
+        # pipeline also turns around.
         twin_hops = frozenset(range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks))
     return Placement(placement.name, num_ranks, placement.rank_of, twins=2, twin_hops=twin_hops)
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement of a foreign table, under its usual name if it has one."""
+    """Return the placement of a table from a file, by its usual name if it matches a known one."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:

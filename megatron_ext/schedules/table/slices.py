@@ -1,9 +1,10 @@
-"""Where to cut a micro-batch along its sequence, so that all slices cost the same.
+"""Chooses where to cut a micro-batch along its sequence, so that all slices cost the same.
 
-With causal attention, the layers up to token x of a sequence cost a x + b x^2: a token attends to
-all before it. Slices of equal length would therefore differ, and every rank would wait for the last
-one of each micro-batch. With attention as a share of the whole, the end x of the j-th of k slices
-of equal cost solves (1 - attention) x + attention x^2 = j/k, in shares of the sequence.
+With causal attention, the first x tokens of a sequence cost a x + b x^2, because a token attends to
+all tokens before it. Slices of equal length would therefore differ in cost, and every rank would
+wait for the last slice of each micro-batch. Let `attention` be the share of attention in the cost
+of the whole sequence. Then the j-th of k slices of equal cost ends at the fraction x of the
+sequence that solves (1 - attention) x + attention x^2 = j/k.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from math import sqrt
 from megatron_ext.errors import ScheduleError
 
 MAX_SLICES = 64
-"""Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
-# Shares are multiples of 1/_STEPS, so that all sums of them are exact.
+"""Most slices of one micro-batch: message tags cannot tell more apart (`native_transport.Tags`)."""
+# Shares are multiples of 1/_STEPS, so that all their sums are exact.
 _STEPS = 1 << 30
 
 
 def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float, ...]:
-    """Return the share of the tokens that each slice has.
+    """Return each slice's share of the tokens.
 
     `attention` is the share of core attention in the cost of the whole sequence.
 
@@ -36,14 +37,14 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
     ends = [0]
     for number in range(1, num_slices + 1):
         cost = number / num_slices
-        # The root of the quadratic in the form that subtracts no nearly equal numbers.
+        # The quadratic formula in the form that avoids subtracting nearly equal numbers.
         end = 2 * cost / (linear + sqrt(linear * linear + 4 * attention * cost))
         ends.append(round(end * _STEPS))
     return tuple((end - start) / _STEPS for start, end in pairwise(ends))
 
 
 def attention_of(shares: Sequence[float]) -> float:
-    """Return the share of attention for which slices have equal cost (`shares_of_equal_cost`)."""
+    """Return the share of attention at which these slices cost the same."""
     if len(shares) == 1:
         return 0.0
     first = shares[0]
@@ -51,15 +52,15 @@ def attention_of(shares: Sequence[float]) -> float:
 
 
 def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the first token of each slice, and the number of all tokens.
+    """Return the first token of each slice, followed by the total number of tokens.
 
     Args:
         shares: Share of the tokens in each slice.
         length: Tokens of the sequence.
-        multiple: Number that divides the length of each slice.
+        multiple: The length of each slice is a multiple of this.
 
     Raises:
-        ScheduleError: The sequence is too short for as many slices.
+        ScheduleError: The sequence is too short for that many slices.
     """
     ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
     bounds = (0, *ends[:-1], length)

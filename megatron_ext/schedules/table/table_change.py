@@ -1,7 +1,7 @@
-"""What a feature changes in tables: the seam between `generate` and `features/`.
+"""How features change tables: the interface between `generate` and `features/`.
 
-`generate` makes one `TableChange` of each kind and calls the methods below, in this order. Those of
-this class change nothing, and neither do those of a feature whose option is off.
+`generate` creates one `TableChange` per feature and calls its methods in the order below. The base
+class changes nothing, and neither does a feature whose option is off.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class TableChange:
-    """A feature in the making of one table."""
+    """A feature's part in building one table."""
 
     passes_per_microbatch: int = 1
-    """Times that each stage runs F for a micro-batch; a generator takes each for a micro-batch."""
+    """How often each stage runs F for a micro-batch. The generator treats each run as a
+    micro-batch."""
 
     def __init__(self, options: Mapping[str, Option]) -> None:
-        """Read the feature's option among all that `generate` was given."""
+        """Read the feature's option from all options passed to `generate`."""
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table of a file with this feature.
+        """Apply this feature to a table loaded from a file, and return the result.
 
         Raises:
             ScheduleError: The file's table cannot have it.
@@ -39,15 +40,15 @@ class TableChange:
         """Check the options before a schedule's table is generated.
 
         Raises:
-            ScheduleError: They do not fit.
+            ScheduleError: They do not fit the schedule.
         """
 
     def costs(self, costs: Costs) -> Costs:
-        """Return the costs that the table is made for."""
+        """Return the costs that the table is generated for."""
         return costs
 
     def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
-        """Return a generated table with this feature.
+        """Apply this feature to a generated table, and return the result.
 
         Raises:
             ScheduleError: The table cannot have it.
@@ -57,7 +58,7 @@ class TableChange:
 
 @cache
 def _classes() -> Mapping[str, type[TableChange]]:
-    """Return what features change in tables, by option."""
+    """Return the `TableChange` class of each feature, by option name."""
     classes: dict[str, type[TableChange]] = {}
     for option, entry in TABLES.items():
         module, _, name = entry.partition(":")
@@ -66,9 +67,9 @@ def _classes() -> Mapping[str, type[TableChange]]:
 
 
 def in_use(**options: Option) -> dict[str, Any]:
-    """Return options of features without those that are off, `pairs=False` and `slices=1`.
+    """Return the options of features, leaving out those that are off: `pairs=False` and `slices=1`.
 
-    So a table without a feature needs none of its files.
+    A table without a feature then imports none of its files.
     """
     return {
         option: value
@@ -78,7 +79,7 @@ def in_use(**options: Option) -> dict[str, Any]:
 
 
 def table_changes(options: dict[str, Option]) -> list[TableChange]:
-    """Return what features change in a table, and take their options out of `options`."""
+    """Return the changes that features make to a table, and remove their options from `options`."""
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():

@@ -1,11 +1,11 @@
 """Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
 
-In CSV each row is a pipeline rank, each cell an action such as `2F0`, or a pair, which runs as one:
-`(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, which torch does not know; the slices
-of a file have equal lengths. An empty cell is an idle slot. Cells for communication and sharding
-(`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because all of these are derived from
-the computation. The rows imply the placement. JSON holds name, options, placement, twins, lengths
-of slices and times besides.
+In CSV each row is a pipeline rank, and each cell is an action such as `2F0`, or a pair that runs as
+one action: `(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, an extension of torch's
+format; the slices in a file have equal lengths. An empty cell is an idle slot. Cells for
+communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because all
+of these are derived from the computation. The rows imply the placement. JSON also holds the name,
+options, placement, twins, slice lengths and times.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 
-# Beyond any table that can be planned; a wrong path, to a checkpoint say, must not fill memory.
+# Larger than any table we can generate. The limit keeps a wrong path, such as one to a checkpoint,
+# from filling memory.
 _MAX_BYTES = 64 << 20
 _DERIVED = re.compile(r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
 def csv_text(schedule: Schedule) -> str:
-    """Return a table as CSV; with twins, that of one of the two mirrored pipelines.
+    """Return a table as CSV; with twins, the table of one of the two mirrored pipelines.
 
     Raises:
         ScheduleError: Forwards and backwards of a stage are on different ranks.
     """
-    if schedule.disaggregated:  # `from_csv` takes the row of a stage for its only rank
+    if schedule.disaggregated:  # CSV has one rank per stage
         raise ScheduleError(
             f"{schedule.label} has each stage on two ranks, of which a CSV table knows one; write "
             ".json"
@@ -50,7 +51,7 @@ def csv_text(schedule: Schedule) -> str:
 def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = None) -> Schedule:
     """Return the validated schedule of a file, named `csv:PATH`.
 
-    None: it may have any number of ranks, or of micro-batches.
+    If `pp` or `num_microbatches` is None, the file may have any number of them.
 
     Raises:
         ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
@@ -59,7 +60,7 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
         raise ScheduleError("csv: names no file; write csv:FILE")
     try:
         text = read_text(Path(path), _MAX_BYTES)
-    except (OSError, ValueError) as error:  # it is not text, or the path is impossible
+    except (OSError, ValueError) as error:  # not text, or an invalid path
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
             f"{path} cannot be read as a schedule: {reason}; `megatron-ext plot NAME --pp N "
@@ -85,7 +86,7 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the schedule of a CSV text, not validated.
+    """Return the schedule in a CSV text, without validating it.
 
     Raises:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
@@ -107,14 +108,14 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
-    """Return the rows of a CSV text, and where pairs begin in each.
+    """Return the rows of a CSV text, and the positions in each where pairs start.
 
     Raises:
         ScheduleError: It is not CSV, or a cell is not an action.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
-    # Editors add a mark of UTF-8 in front, and blank lines behind, which are not ranks.
+    # Editors may add a byte-order mark at the start and blank lines at the end; neither is a rank.
     lines = io.StringIO(text.strip("\ufeff \t\r\n"))
     try:
         for line, cells in enumerate(csv.reader(lines), start=1):
@@ -189,7 +190,7 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule of a JSON text, not validated; times are ignored.
+    """Return the schedule in a JSON text, without validating it; times are ignored.
 
     Raises:
         ScheduleError: The text does not have the format of `json_text`.

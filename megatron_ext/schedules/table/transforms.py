@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B replaced by I, W; memory stays the same.
+    """Return the table with each B replaced by I and W; memory stays the same.
 
-    Each rank then sends the input gradient before it computes the weight gradient. That alone
-    shortens a step in the table's own order; a dynamic policy (policies.py) also moves W into idle
-    time.
+    Each rank then sends the input gradient before it computes the weight gradient, which shortens
+    the step even in the table's order. A dynamic policy (policies.py) also moves W into idle time.
     """
 
     def split(action: Action) -> Row:
@@ -28,7 +27,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
 
 def weights_at_once(schedule: Schedule) -> Schedule:
-    """Return the table with each W moved right behind its I.
+    """Return the table with each W moved directly after its I.
 
     If layers are recomputed, W needs many times the memory that a micro-batch keeps before I, so
     only one micro-batch at a time should hold it. No other rank waits for a W, so the table stays
@@ -51,7 +50,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
         replacements = [replacement(action) for action in row]
-        # By position of an action: that of its first replacement.
+        # Maps the position of an action to the position of its first replacement.
         positions = list(accumulate(map(len, replacements), initial=0))
         rows.append(tuple(chain.from_iterable(replacements)))
         pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
@@ -59,7 +58,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
 
 
 def ahead(row: Row, lead: int) -> Row:
-    """Let each forward of a row run where the one that is `lead` forwards earlier did."""
+    """Run each forward of a row in the place of the forward that comes `lead` forwards earlier."""
     forwards = [action for action in row if action.kind == "F"]
     moved_row = forwards[:lead]
     following = iter(forwards[lead:])
@@ -68,7 +67,7 @@ def ahead(row: Row, lead: int) -> Row:
             moved_row.append(action)
             continue
         forward = next(following, None)
-        # The places of the last forwards stay empty: those forwards have moved ahead.
+        # The last places stay empty, because their forwards have moved ahead.
         if forward is not None:
             moved_row.append(forward)
     return tuple(moved_row)
@@ -79,7 +78,7 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 
     A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks.
     From outside it is a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages
-    and run the same list with directions exchanged. Here the micro-batches of the second direction
+    and run the same list with the directions exchanged. The micro-batches of the second direction
     are numbered after those of the first.
     """
     if schedule.placement.twins == 1:
@@ -105,7 +104,7 @@ def table_rank(schedule: Schedule, rank: int) -> int:
     last = schedule.pp - 1
     if schedule.placement.twins == 1:
         return rank
-    # Ranks r and pp-1-r run one row, with directions exchanged.
+    # Ranks r and pp-1-r run the same row, with the directions exchanged.
     return min(rank, last - rank)
 
 

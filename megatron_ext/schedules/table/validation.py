@@ -1,8 +1,8 @@
 """Proves that a table is a correct schedule, or shows where it is wrong.
 
-Every registered schedule, every loaded CSV and every start-up goes through `validate`. It takes
-milliseconds (about 1 us per action) and proves more than any run could: a table that passes
-computes each gradient exactly once, and ends on every rank with any timing.
+`validate` checks every generated and every loaded table, at each start-up. It takes milliseconds
+(about 1 us per action) and proves more than any run could: a table that passes computes each
+gradient exactly once and completes on every rank, whatever the timing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_needed
 from megatron_ext.schedules.table.walk import check_ends
 
-# Actions that ran for one stage, micro-batch and slice, as a bit set.
+# Bits for the set of actions that have run for one stage, micro-batch and slice.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# By kind: the set just before the action runs. Comparing whole sets also catches an action that
-# comes twice and a B next to an I, not only an action that comes too early.
+# By kind: the set required just before the action runs. Comparing whole sets catches not only an
+# action that comes too early, but also a duplicate, and a B beside an I.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 # The set at the end of a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
-# I computes the gradients that never wait, W the weight gradients that may wait, B both.
+# I also sums the weight gradients that do not wait for W, such as those of norms; W sums the
+# others, and B all of them.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
-# By kind of a backward: the kinds that a table may have instead.
+# For each kind of backward: the kinds that a table may contain instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
@@ -42,7 +43,7 @@ class Report:
 
 
 def validate(schedule: Schedule) -> Report:
-    """Check all properties of a table that are known before it runs.
+    """Check all properties of a table that can be checked before it runs.
 
     Raises:
         ScheduleError: The table is wrong; the message marks the place and states the rule.
@@ -55,11 +56,11 @@ def validate(schedule: Schedule) -> Report:
 def check_actions(schedule: Schedule) -> None:
     """Check everything except deadlocks, which a simulation detects.
 
-    Each rank computes exactly what its stages need: each action once, after what it needs.
+    Each rank runs exactly the actions that its stages need, each once and after its inputs.
 
     Raises:
-        ScheduleError: At the first action that is duplicated, missing, too early or misplaced, or
-            two actions that cannot be a pair.
+        ScheduleError: An action is duplicated, missing, too early or misplaced, or two actions
+            cannot be a pair; the message shows the first.
     """
     num_ranks = schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:
@@ -72,12 +73,12 @@ def check_actions(schedule: Schedule) -> None:
             f"{schedule.label} runs forwards and backwards on different ranks, which would both "
             "need the keys and values of earlier slices; leave slices out"
         )
-    # By stage, micro-batch and slice, a byte for each: a set of actions would make the proof of a
-    # large table many times as long.
+    # One byte per stage, micro-batch and slice: with a set of actions, checking a large table would
+    # take many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     forwards = done
     if schedule.disaggregated:
-        # A forward runs on another rank, so it is not a precondition of actions of this one.
+        # Forwards run on another rank, so they are not a precondition for actions of this rank.
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
@@ -96,7 +97,7 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
     `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
 
     Raises:
-        ScheduleError: At the first action that is misplaced, duplicated or too early.
+        ScheduleError: An action is misplaced, duplicated or too early; the message shows the first.
     """
     m, num_slices = schedule.num_microbatches, schedule.num_slices
     kinds_of = {
@@ -105,14 +106,14 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
     for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
-        # One condition, not several with messages: this runs once for each of millions of actions,
-        # and `_misplaced` finds the reason again.
+        # One condition without a message for each case, because this runs for each of millions of
+        # actions; `_misplaced` works out the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
             or not (0 <= microbatch < m and 0 <= slice_index < num_slices)
             or cells[key] != _BEFORE[kind]
             or (kind == "F" and slice_index and not cells[key - 1])
-            # Any backward of the later slice has set a higher bit than F.
+            # If a backward of the later slice has run, a bit higher than F's is set.
             or (kind in ("B", "I") and slice_index + 1 < num_slices and cells[key + 1] < _BIT["B"])
         ):
             raise ScheduleError(_misplaced(schedule, rank, index))
@@ -123,7 +124,7 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
     """Check that forward ranks of a disaggregated table run every F that others need.
 
     Raises:
-        ScheduleError: One is missing.
+        ScheduleError: A forward is missing.
     """
     for key, ran in enumerate(forwards):
         stage, microbatch = divmod(key, schedule.num_microbatches)
@@ -135,7 +136,7 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
 
 
 def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
-    """Return the kinds of action of a stage that a rank which holds it runs."""
+    """Return the kinds of action that a rank runs for one of its stages."""
     if not schedule.disaggregated:
         return "FBIW"
     if schedule.placement.rank_of[stage] != rank:
@@ -144,7 +145,7 @@ def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
 
 
 def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
-    """Say why an action cannot run where it is."""
+    """Explain why an action cannot run at its position."""
     action = schedule.rows[rank][index]
     marked = schedule.marked(rank, index)
     foreign = _foreign(schedule, rank, action)
@@ -154,7 +155,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
-    """Say why no position of a rank's row may hold an action; empty if some may."""
+    """Explain why an action may be nowhere in a rank's row; empty if it may be in the row."""
     stage, kind, microbatch, slice_index = action
     m, placement = schedule.num_microbatches, schedule.placement
     if not 0 <= microbatch < m:
@@ -175,7 +176,7 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
-    """Say why an action of a rank cannot run at its position."""
+    """Explain why an action of a rank comes at the wrong point in its row."""
     action, before = schedule.rows[rank][index], schedule.rows[rank][:index]
     if action in before:
         return f"it already ran as action {before.index(action)}; each action runs exactly once"
@@ -201,7 +202,7 @@ _ONE_BACKWARD = "a micro-batch has either one B or one I and one W on a stage, n
 
 
 def _missing(schedule: Schedule, key: int, bits: int) -> str:
-    """Say which action is missing of the stage, micro-batch and slice with a key."""
+    """Say which action is missing for the stage, micro-batch and slice that `key` encodes."""
     number, slice_index = divmod(key, schedule.num_slices)
     stage, microbatch = divmod(number, schedule.num_microbatches)
     rank = schedule.placement.rank_for(stage, "B")
@@ -225,13 +226,13 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
-    """Check that pairs are a forward and a backward of two micro-batches.
+    """Check that each pair is a forward and a backward of two different micro-batches.
 
     Raises:
-        ScheduleError: At the first two that are not.
+        ScheduleError: A pair is not; the message shows the first.
     """
-    # The members of an expert group, which meet inside a pair, run the same row. They verify that
-    # by the digest, which has the pairs.
+    # Members of an expert group communicate inside a pair, so they must run the same row. The
+    # digest, which covers the pairs, verifies that.
     row = schedule.rows[rank]
     previous_end = 0
     for index in sorted(schedule.pairs_of(rank)):
@@ -253,12 +254,12 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def _is_ascending(schedule: Schedule) -> bool:
-    """Return whether each stage adds up gradients in the order of an unpipelined model."""
-    # By stage and kind of gradients: the place of the last one that was added.
+    """Return whether each stage sums gradients in the same order as without a pipeline."""
+    # By stage and kind of gradient: the place in the sum of the last one added.
     last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch, slice_index in row:
-            # Without a pipeline the slices of a micro-batch are added in reverse.
+            # Without a pipeline, the gradients of a micro-batch's slices are added in reverse.
             place = (microbatch + 1) * schedule.num_slices - slice_index
             for gradients in _GRADIENTS_OF.get(kind, ""):
                 if last_places.get((stage, gradients), 0) > place:
@@ -268,16 +269,16 @@ def _is_ascending(schedule: Schedule) -> bool:
 
 
 def check_first_gradients(schedule: Schedule, rank: int) -> None:
-    """Check that a stage's first forward and its first weight gradients are of one micro-batch.
+    """Check that each stage's first forward and first weight gradient are of the same micro-batch.
 
-    Layers of Transformer Engine with fused gradient accumulation do not add the gradient of the
-    first micro-batch: it overwrites the sum. They take the micro-batch whose forward was the first
-    of the step for the first one. If another has added its gradient by then, that gradient is lost
-    without an error.
+    With fused gradient accumulation, Transformer Engine's layers do not add the gradient of the
+    first micro-batch: it overwrites the sum. They take the micro-batch whose forward ran first in
+    the step to be the first. If another micro-batch has already added its gradient, that gradient
+    is lost without an error.
 
     Raises:
-        ScheduleError: On one of its stages they are of different micro-batches, or of different
-            slices: backwards begin with a last one.
+        ScheduleError: On some stage of the rank they belong to different micro-batches, or to
+            different slices, because backwards start with the last slice.
     """
     consequence = (
         "layers of Transformer Engine with fused gradient accumulation would lose gradients;"
@@ -288,7 +289,7 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             f"first forward; {consequence} use --no-gradient-accumulation-fusion, or build the "
             "model with disable_parameter_transpose_cache"
         )
-    # By stage, and F or the kind of gradients: the micro-batch that came first.
+    # By stage, and F or the kind of gradient: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
         # The first action of a stage is a forward.

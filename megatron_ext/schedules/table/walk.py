@@ -1,9 +1,9 @@
-"""Runs a table symbolically: every pass that follows a table through all ranks is one `walk`.
+"""Runs a table symbolically; every pass that follows a table through all ranks uses `walk`.
 
 Each rank runs its list until it needs a tensor that does not exist yet, and continues once another
-rank has made that tensor. This is Kahn's algorithm over the tensors plus the order of each rank.
-The visitor decides which value stands for a tensor: its arrival time (`search/simulate.py`), or
-just True (`stuck`).
+rank has produced that tensor. This is Kahn's algorithm over the tensors plus the order of each
+rank. The visitor decides which value represents a tensor: its arrival time (`search/simulate.py`),
+or just True (`stuck`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
-"""(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
-that it makes, or two values if it feeds two ranks. A pair is one visit, which takes and returns two
-values."""
+"""(rank, position in its row, value of the action's input tensor) -> value of its output tensor, or
+two values if it feeds two ranks. A pair is one visit, which takes and returns two values."""
 
 
 def check_ends(schedule: Schedule) -> None:
@@ -34,7 +33,7 @@ def check_ends(schedule: Schedule) -> None:
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
-    """Return the ranks that cannot finish, with the position at which each waits."""
+    """Return the ranks that cannot finish, each with the position at which it waits."""
     return walk(schedule, lambda _rank, _index, _taken: (True, True))
 
 
@@ -42,10 +41,10 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     """Visit each action once its tensors exist, after all actions before it on its rank.
 
     Returns:
-        The ranks that did not finish, with the position at which they wait; empty if all did.
+        The ranks that did not finish, each with the position at which it waits; empty if all did.
     """
     walking = _Walk(schedule, visit)
-    # A stack: rank 0, which has the first forward, is on top.
+    # A stack with rank 0, which has the first forward, on top.
     walking.runnable = list(range(len(schedule.rows)))[::-1]
     while walking.runnable:
         walking.run(walking.runnable.pop())
@@ -53,16 +52,16 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 
 
 class _Tensors(NamedTuple):
-    """Numbers of the tensors of an action of micro-batch 0, slice 0; -1: no tensor."""
+    """Tensor numbers of an action of micro-batch 0, slice 0; -1: no tensor."""
 
     needed: int
     produced: int
     copy: int
-    """A second one with the same content, where two ranks take it."""
+    """A second output with the same content, if two ranks take it."""
 
 
 class _Walk:
-    """One walk over a table. Tensors have numbers, because a table has millions of them."""
+    """One walk over a table. Tensors are identified by number, because there may be millions."""
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
         self._rows = schedule.rows
@@ -70,13 +69,13 @@ class _Walk:
         self._num_slices = schedule.num_slices
         self._visit = visit
         self._tensors = _tensors(schedule)
-        # By number: the value of each tensor that exists.
+        # By tensor number: its value, or None if it does not exist yet.
         self._values: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
         self._positions = [0] * len(schedule.rows)
         # By number of a missing tensor: the rank that waits for it.
         self._awaited: dict[int, int] = {}
         self.runnable: list[int] = []
-        """Ranks that may continue; the last is the next."""
+        """Stack of ranks that may continue; the last one is next."""
         self.waiting: dict[int, int] = {}
         """By rank: the position of the action that lacks a tensor."""
 
@@ -116,7 +115,7 @@ class _Walk:
     def _run_pair(self, rank: int, index: int, forward_value: Any) -> bool:
         """Visit a pair, whose forward has its tensor; return False if the backward lacks one.
 
-        Both wait for all tensors of the two, and their results exist when both have ended.
+        Both wait for the tensors of both, and their results exist once both have ended.
         """
         stage, kind, microbatch, slice_index = self._rows[rank][index]
         forward_offset = microbatch * self._num_slices + slice_index
@@ -138,10 +137,10 @@ class _Walk:
         return True
 
     def _wait(self, rank: int, index: int, number: int, *, partner: bool = False) -> None:
-        """Let a rank stop before an action or pair, until a tensor exists."""
+        """Stop a rank before an action or pair until a tensor exists."""
         self._positions[rank] = index
         self._awaited[number] = rank
-        # Of a pair, errors name the action that lacks the tensor.
+        # For a pair, errors name the action that lacks the tensor.
         self.waiting[rank] = index + 1 if partner else index
 
     def _hand_over(self, number: int, value: Any) -> None:
@@ -151,10 +150,10 @@ class _Walk:
 
 
 def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
-    """Return the tensors of each action of slice 0 of micro-batch 0, by its kind and stage.
+    """Return the tensors of each action of micro-batch 0, slice 0, by kind and stage.
 
-    Tensors are numbered by the stage, micro-batch and slice that take them: activations first, then
-    gradients, then what R takes.
+    Tensors are numbered by the stage, micro-batch and slice that take them: first activations, then
+    gradients, then the inputs of R.
     """
     per_stage = schedule.slices_in_step
     count = schedule.num_stages * per_stage
@@ -173,7 +172,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         tensors[kind] = []
         for stage, numbers in enumerate(produced_by[kind]):
             needed = -1
-            # A tensor that no action makes is data or the loss, which is there from the start.
+            # A tensor that no action produces is data or the loss, which exists from the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
                 needed = base[kind] + stage * per_stage
             produced, copy = [*numbers, -1, -1][:2]
@@ -185,7 +184,7 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     """Follow the waiting ranks until one repeats, and describe that cycle."""
     rank_for = schedule.placement.rank_for
     rank = min(position)
-    # By rank, in the order of the walk: the action that needs, and the one that it needs.
+    # By rank, in the order of the walk: the waiting action, and the action it waits for.
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
@@ -193,7 +192,7 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
     lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
-    # The ranks before the one that repeats lead into the cycle, and are not in it.
+    # The ranks before the first repeated one lead into the cycle but are not part of it.
     for waiting_rank in list(chain)[list(chain).index(rank) :]:
         action, needed = chain[waiting_rank]
         peer = rank_for(needed.stage, needed.kind)
