@@ -17,11 +17,16 @@
             and the other processes are ended, a pause of a second, the hosts answer and the agents
             start, the ranks import, build the model and load the checkpoint, and the first step.
             The median of the rounds. Needs megatron-core 0.17 or later, whose wheel has a loop.
+`survive`   from a killed rank to the next step with `--keep-going`: ranks that are drawn at random,
+            also in reserve, are killed with SIGKILL at random moments, five in each run, over
+            shared memory and over TCP. Counted are the steps that were repeated, and the final loss
+            is compared with that of an undisturbed run. Needs nvidia-resiliency-ext.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import shlex
@@ -34,6 +39,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -51,6 +57,9 @@ _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time 
 _TIMEOUT_S = 300
 _FLAGS = f"{LLAMA}--train-iters 8 --use-dpp --save-interval 2 --save {{0}} --load {{0}}"
 _KILLED_AFTER = 5
+_KILLS_IN_A_RUN = 5
+_STEPS_BETWEEN_KILLS = 4
+_LONGEST_STEP_S = 0.3
 _PAUSE = "pause before the first restart"
 _PARTS = {
     "noticed, the other processes ended": r"restart 1 of 1 in (\S+) s",
@@ -235,16 +244,97 @@ def restart(directory: Path, rounds: int) -> list[Row]:
     return [(part, f"{seconds:.1f} s", "") for part, seconds in rows.items()]
 
 
+@dataclass
+class Survived:
+    """What the kills of one run cost."""
+
+    back_after_s: list[float] = field(default_factory=list)
+    """From each kill of an active rank to the next line about a step."""
+    num_steps: int = 0
+    """Lines about steps, those that were repeated too."""
+    last_loss: str = ""
+
+
+def _train_on(
+    directory: Path, wire: str, num_rests: int, num_kills: int, draw: random.Random
+) -> Survived:
+    """Train, with a rank killed after every few steps; `num_rests` such pieces follow the first."""
+    num_iterations = _STEPS_BETWEEN_KILLS * (num_rests + 1)
+    flags = f"{LLAMA}--train-iters {num_iterations} --pipeline-schedule zb-h1 --pipeline-transport"
+    argv = [
+        sys.executable, "-m", "megatron_ext", "launch", "--keep-going", "--reserve",
+        str(max(1, num_kills)), "--num-microbatches", "4", "--raw", "--show", "all", "--",
+        "pretrain_gpt.py", *flags.split(), wire, "--save", str(directory / "saved"), "--load",
+        str(directory / "saved"), "--save-interval", str(10 * num_iterations),
+    ]  # fmt: skip
+    survived, num_killed = Survived(), 0
+    killed_s: float | None = None
+    alive = list(range(2 + max(1, num_kills)))
+    output: list[str] = []
+    with start(directory, argv, subprocess.STDOUT) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            output.append(line)
+            step = re.search(r"iteration +(\d+)/.*lm loss: (\S+)", line)
+            if step is None:
+                continue
+            survived.num_steps += 1
+            survived.last_loss = step[2]
+            if killed_s is not None:
+                survived.back_after_s.append(time.monotonic() - killed_s)
+                killed_s = None
+            is_due = int(step[1]) >= _STEPS_BETWEEN_KILLS * (num_killed + 1)
+            if num_killed < num_kills and is_due:
+                time.sleep(draw.uniform(0.0, _LONGEST_STEP_S))
+                rank = alive.pop(draw.randrange(len(alive)))
+                rank_of(job.pid, rank).kill()
+                killed_s, num_killed = time.monotonic(), num_killed + 1
+    if job.returncode != 0:
+        raise SystemExit("the job ended:\n" + "".join(output[-30:]))
+    return survived
+
+
+def survive(directory: Path, num_kills: int) -> list[Row]:
+    """Return what random kills cost, by transport."""
+    rows = []
+    draw = random.Random(1)
+    for wire in ("shm", "tcp"):
+        back_after_s: list[float] = []
+        num_repeated, num_other_ends = 0, 0
+        for first in range(0, num_kills, _KILLS_IN_A_RUN):
+            num_here = min(_KILLS_IN_A_RUN, num_kills - first)
+            disturbed = directory / f"{wire}-{first}"
+            undisturbed = directory / f"{wire}-{first}-undisturbed"
+            disturbed.mkdir()
+            undisturbed.mkdir()
+            survived = _train_on(disturbed, wire, num_here, num_here, draw)
+            back_after_s += survived.back_after_s
+            num_repeated += survived.num_steps - _STEPS_BETWEEN_KILLS * (num_here + 1)
+            expected = _train_on(undisturbed, wire, num_here, 0, draw)
+            num_other_ends += survived.last_loss != expected.last_loss
+        rows += [
+            (
+                f"{wire}: from a kill to the next step, median",
+                f"{statistics.median(back_after_s):.1f} s",
+                "2.5 s",
+            ),
+            (f"{wire}: the longest of {num_kills}", f"{max(back_after_s):.1f} s", "6 s"),
+            (f"{wire}: steps repeated", str(num_repeated), f"at most {num_kills}"),
+            (f"{wire}: runs with another final loss", str(num_other_ends), "0"),
+        ]
+    return rows
+
+
 def main() -> None:
     """Measure and print the table of docs/launching.md."""
     parser = options(__doc__, "one round, few hosts and lines")
     # What each part runs: rounds, hosts, lines.
-    parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3}
+    parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3, survive: 20}
     names = [part.__name__ for part in parts]
     parser.add_argument("what", nargs="+", choices=names, help="what is measured")
     args = parser.parse_args()
     if args.quick:
-        parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1}
+        parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1, survive: 2}
     rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_launch_") as scratch:
         for part, count in parts.items():

@@ -55,6 +55,19 @@ class _Setting(NamedTuple):
 class MegatronExtError(Exception):
     """Base of every error that megatron_ext raises on purpose."""
 
+    def __reduce__(self) -> tuple[Callable[..., MegatronExtError], tuple[object, ...]]:
+        """Copy and pickle without the constructor, whose arguments may be others than `args`."""
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(
+    cls: type[MegatronExtError], args: tuple[object, ...], state: Mapping[str, object]
+) -> MegatronExtError:
+    error = cls.__new__(cls)
+    error.args = args
+    vars(error).update(state)
+    return error
+
 
 class UserError(MegatronExtError):
     """A request of the user is impossible; the message says what would work."""

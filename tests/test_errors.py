@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.cli import main
-from megatron_ext.errors import line_of, reason_of
+from megatron_ext.errors import (
+    ConfigurationError,
+    HangError,
+    MegatronExtError,
+    PeerAborted,
+    UpstreamMismatch,
+    line_of,
+    reason_of,
+)
 
 HUGE = "x" * 1_000_000
 
@@ -96,3 +106,23 @@ def test_doctor_needs_a_hostfile_to_choose_from(
     assert main(["doctor", flag, "node1"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigurationError("{slices:4} excludes {pairs}; its braces {word}", word="{}"),
+        HangError("rank 3 stands still", rank=3),
+        PeerAborted("1F0 did not come", "rank 2: out of memory"),
+        UpstreamMismatch(
+            "module:name", expected="a", found="b", installed="1", supported="2", remedy="pip"
+        ),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_copied_whole(error: MegatronExtError) -> None:
+    # As NVRx does with the state of a rank that failed, and torch with that of a worker.
+    for copied in (copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert type(copied) is type(error)
+        assert str(copied) == str(error)
+        assert vars(copied) == vars(error)

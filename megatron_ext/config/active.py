@@ -210,6 +210,13 @@ class Closing(Protocol):
         """Restore or release what it holds."""
 
 
+class Aborting(Closing, Protocol):
+    """Something whose waits another thread can end."""
+
+    def abort(self, reason: str) -> None:
+        """End the waits for other ranks, here and at the peers."""
+
+
 @dataclass(eq=False)
 class Active:
     """A configuration, its meaning in this process, and the state of features under it."""
@@ -233,7 +240,7 @@ class Active:
     """Place of this process among those that the launcher started together."""
     iteration: int | None = None
     """The training step in progress, counted over all resumed runs; None: not known."""
-    runtimes: Closing | None = None
+    runtimes: Aborting | None = None
     """What the runtime keeps; None before its first step (`runtime.in_force`)."""
     roles: Closing | None = None
     """What a process of a disaggregated job keeps, once it has joined (`worlds.roles_in_force`)."""
@@ -247,6 +254,11 @@ class Active:
     """Whether the model of an evaluation, or of a training step, was checked there."""
     is_log_checked: bool = False
     """Whether the first line of the log was checked there."""
+
+    def abort(self, reason: str) -> None:
+        """End this process's waits for messages; called by another thread than the training's."""
+        if self.runtimes is not None:
+            self.runtimes.abort(reason)
 
     def close(self) -> None:
         """Close the observers, and what the runtime, the roles and a host keep."""
@@ -266,7 +278,9 @@ class _InForce:
 
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
-    """Transports opened so far, by label, under any configuration."""
+    """Transports opened so far in this attempt, by label, under any configuration."""
+    attempt: int = 0
+    """How often the job has started again in the same processes."""
 
 
 # The one active configuration.
@@ -294,10 +308,25 @@ def name_transport(purpose: str) -> str:
     """Return the name by which the peers of a new transport find each other in the job's store.
 
     All ranks that open transports of this purpose call it, for they are numbered: counting
-    continues from one configuration to the next.
+    continues from one configuration to the next, and begins anew with each attempt.
     """
     _PROCESS.num_transports[purpose] += 1
-    return f"{purpose}/{_PROCESS.num_transports[purpose]}"
+    name = f"{purpose}/{_PROCESS.num_transports[purpose]}"
+    return f"attempt {_PROCESS.attempt}/{name}" if _PROCESS.attempt else name
+
+
+def begin_attempt(number: int) -> None:
+    """Set the number of the attempt, where a job starts again in the same processes.
+
+    A rank that was in reserve has opened no transports, so no rank counts those of earlier ones.
+    """
+    _PROCESS.attempt = number
+    _PROCESS.num_transports.clear()
+
+
+def attempt() -> int:
+    """Return how often the job has started again in the same processes."""
+    return _PROCESS.attempt
 
 
 def clear_configuration() -> None:

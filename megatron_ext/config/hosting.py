@@ -27,6 +27,7 @@ from megatron_ext.config.flags import MEGATRON_FIELDS
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.required_flags import missing_flags
+from megatron_ext.config.restarts import check_restart, place_local_checkpoints
 from megatron_ext.config.roles import job_of, rank_map, role_arguments
 from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
@@ -260,6 +261,8 @@ def inspect(
     if in_job:
         with answer.collecting("device"):
             answer.arguments |= devices.arguments_for(args, config.device)
+    place_local_checkpoints(answer, args)
+    check_restart(answer, args, in_job=in_job)
     for flag, reason in flags.DROPPED.items():
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:

@@ -122,9 +122,7 @@ _TEXTS = {
         hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
         hybrid_override_pattern & !hybrid_layer_pattern
             only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use
-            --pipeline-schedule=1f1b or zb-h1
-        non_persistent_ckpt_type=local
-            those files identify layers by rank and chunk; use --non-persistent-ckpt-type=global""",
+            --pipeline-schedule=1f1b or zb-h1""",
     # For several chunks on each rank.
     "chunks": """
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
@@ -196,6 +194,8 @@ _TEXTS = {
             backward ranks have nothing to do; leave one of them out
         perform_rl_step
             each role would train on samples of its own; leave one of them out
+        inprocess_restart
+            a rank in reserve cannot take over a role; leave one of them out
         log_energy
             Megatron adds up the energy of backward ranks only; leave one of them out
         moe_use_upcycling | ckpt_convert_format

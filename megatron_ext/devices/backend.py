@@ -40,7 +40,8 @@ class Redirect(NamedTuple):
 class Device(ABC):
     """A device backend. By default, its torch module has the same interface as `torch.cuda`.
 
-    Instances are stateless; the constructor does not import torch.
+    The constructor does not import torch. The host remembers connections (`follow_collectives`);
+    all others are stateless.
     """
 
     name: str
@@ -127,6 +128,15 @@ class Device(ABC):
         # blocking: without it, the waiting thread would spin on a core.
         event: torch.Event = self.runtime.Event(enable_timing=True, blocking=True)
         return event
+
+    def follow_collectives(self) -> None:  # noqa: B027 - only gloo's need it
+        """Remember the connections of process groups from here on, for `abort_collectives`."""
+
+    def abort_collectives(self) -> None:  # noqa: B027 - only gloo's need it
+        """End the waits for lost ranks in collectives that torch cannot abort. Groups stay broken.
+
+        Another thread than the waiting one calls it, after `follow_collectives`.
+        """
 
     def copies(self, device: torch.device) -> Copies:
         """Return the copier between host and `torch_device`."""

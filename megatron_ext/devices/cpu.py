@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
@@ -28,6 +29,7 @@ from megatron_ext.devices.translate import (
 )
 from megatron_ext.errors import DeviceError
 from megatron_ext.rules import read_rules
+from megatron_ext.sockets import OpenSocket, open_sockets
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +80,10 @@ class CpuDevice(Device):
         r"'pin_memory' argument is set as true",
     )
 
+    def __init__(self) -> None:
+        self._connections: GlooConnections | None = None
+        """Those of gloo's groups; None: nobody follows them."""
+
     def missing(self) -> str | None:
         """Check for gloo; every torch build has everything else that this backend needs."""
         import torch
@@ -92,7 +98,7 @@ class CpuDevice(Device):
         yield from spelling_redirects("cpu")
         yield from tensor_redirects("cpu")
         yield from collective_redirects("gloo")
-        yield from _gloo()
+        yield from _gloo(lambda: self._connections)
 
     def torch_device(self, _local_rank: int = 0) -> torch.device:
         """Return the host's device."""
@@ -103,6 +109,16 @@ class CpuDevice(Device):
     def peak_memory_bytes(self) -> int:
         """Return the peak resident memory of this process."""
         return host.peak_rss_bytes()
+
+    def follow_collectives(self) -> None:
+        """Remember the connections of gloo's groups from here on."""
+        if self._connections is None:
+            self._connections = GlooConnections()
+
+    def abort_collectives(self) -> None:
+        """Shut the connections of gloo's groups down: gloo's own `abort` ends no wait."""
+        if self._connections is not None:
+            self._connections.shut_down()
 
     def timing_event(self) -> Any:
         """Return an event that records the host's clock."""
@@ -237,8 +253,11 @@ def _namespaces() -> Iterator[Redirect]:
             yield Redirect(f"torch.accelerator:{here}", answers[name], _ANSWERS)
 
 
-def _gloo() -> Iterator[Redirect]:
-    """List the redirects of gloo's groups and collectives."""
+def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
+    """List the redirects of gloo's groups and collectives.
+
+    `followed` returns what remembers the connections of new groups; None: nothing does.
+    """
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         yield Redirect(
             f"{module}:all_gather_into_tensor",
@@ -247,10 +266,54 @@ def _gloo() -> Iterator[Redirect]:
         )
     yield Redirect(
         "torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
-        _one_worker,
+        partial(_one_worker, followed=followed),
         "two worker threads of a group that end coalesced collectives at the same moment free "
         "the same memory",
     )
+
+
+class GlooConnections:
+    """The connections of gloo's groups, which another thread can shut down.
+
+    A group listens at a port of its own, and its ranks connect pair by pair: a connection belongs
+    to it if one end has the port of a rank's listener. Other threads may open others meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: set[OpenSocket] = set()
+
+    @contextmanager
+    def listeners_opened(self) -> Iterator[list[int]]:
+        """Yield a list that has, after the body, the ports at which the body began to listen."""
+        before = open_sockets()
+        ports: list[int] = []
+        yield ports
+        for opened in open_sockets() - before:
+            if (port := opened.listening_port()) is not None:
+                ports.append(port)
+
+    @contextmanager
+    def opened_to_peers(self, store: Any, rank: int, size: int, ports: list[int]) -> Iterator[None]:
+        """Remember the connections of a group whose ranks listen at some ports and connect.
+
+        The body is collective over the group's ranks, which exchange their ports in its store.
+        """
+        store.set(f"megatron_ext/ports/{rank}", ",".join(map(str, ports)))
+        before = open_sockets()
+        yield
+        ports_of_peers: set[int] = set()
+        for peer in range(size):
+            text = store.get(f"megatron_ext/ports/{peer}").decode()
+            ports_of_peers.update(int(port) for port in text.split(",") if port)
+        for opened in open_sockets() - before:
+            ends = opened.tcp_ends()
+            if ends is not None and (ends.here in ports or ends.peer in ports_of_peers):
+                self._sockets.add(opened)
+
+    def shut_down(self) -> int:
+        """Shut all of them down, forget them, and return how many were still open."""
+        sockets, self._sockets = self._sockets, set()
+        return sum(opened.shut_down() for opened in sockets)
 
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +334,9 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 # later, somewhere else. The distributed optimizer gathers parameters that way, and models with
 # several chunks have several such gathers in flight. A single worker runs collectives in call
 # order, which is the same on all ranks anyway.
-def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
+def _one_worker(
+    original: Callable[..., None], *, followed: Callable[[], GlooConnections | None] = lambda: None
+) -> Callable[..., None]:
     def default_options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
         """Return torch's default options, but with one thread.
 
@@ -300,7 +365,14 @@ def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
         has_options = "options" in named or (last and not isinstance(last[0], timedelta))
         if has_options:
             original(group, store, rank, size, *last, **named)
-        else:
+            return
+        connections = followed()
+        if connections is None:
             original(group, store, rank, size, default_options(*last, **named))
+            return
+        with connections.listeners_opened() as ports:
+            options = default_options(*last, **named)
+        with connections.opened_to_peers(store, rank, size, ports):
+            original(group, store, rank, size, options)
 
     return initialize

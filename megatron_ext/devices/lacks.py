@@ -18,8 +18,6 @@ CUDA_ONLY = read_rules("""
         --log-energy reads GPU sensors; leave it out
     log_straggler
         --log-straggler reads GPU sensors; leave it out
-    inprocess_restart
-        --inprocess-restart aborts and rebuilds NCCL communicators; leave it out
     profile & !use_pytorch_profiler
         --profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler
     nccl_ub

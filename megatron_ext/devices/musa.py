@@ -55,6 +55,11 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
     "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel of Apex"),
 }
 
+_NCCL_ONLY = read_rules("""
+    inprocess_restart
+        --inprocess-restart aborts communicators of NCCL and gloo, and those of MCCL would wait on;
+        leave it out
+""")
 _GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
         --moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA
@@ -72,7 +77,7 @@ class MusaDevice(Device):
         self.environment = dict(_ENVIRONMENT)
         has_te = find_spec("transformer_engine") is not None
         self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
-        self.lacks = CUDA_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
+        self.lacks = CUDA_ONLY + _NCCL_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
         if find_spec("triton") is None:
             self.lacks += TRITON_ONLY
             self.environment["TORCHDYNAMO_DISABLE"] = (

@@ -26,6 +26,7 @@ TABLES = (
     "disaggregation",
     "effects",
     "folded_pipelines",
+    "inprocess_restart",
     "off_cuda",
     "split_backward",
     "schedules",

@@ -207,6 +207,11 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
 
 
+@PATCHES.row(
+    "placement.tied_local",
+    "megatron.core.dist_checkpointing.tensor_aware_state_dict:"
+    "MCoreTensorAwareStateDict.to_state_dict",
+)
 @PATCHES.row("placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load")
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron gives both copies of an embedding one tensor; used as a moment, two weights would
@@ -221,7 +226,8 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
-    if kind is not None and kind.name != "GLOBAL":
+    # Local ones do so too, and those of each placement lie apart (`config/restarts.py`).
+    if kind is not None and kind.name not in ("GLOBAL", "LOCAL"):
         raise DataError(
             f"{loaded[1]} is of format {kind.name.lower()}, which fits only the stages that it was "
             "saved with; convert it to torch_dist (--ckpt-convert-format) with Megatron's own "

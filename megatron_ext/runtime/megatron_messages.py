@@ -205,6 +205,11 @@ class StockPipelines:
             self.running = None
         return result
 
+    def abort(self, reason: str) -> None:
+        """Abort the transports; another thread than the training's calls it."""
+        for stock in list(self.by_group.values()):  # the training may make one meanwhile
+            stock.transport.abort(reason)
+
     def close(self) -> None:
         """Close the transports."""
         for stock in self.by_group.values():

@@ -429,6 +429,12 @@ class Runtimes:
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())
 
+    def abort(self, reason: str) -> None:
+        """Abort the transports; another thread than the training's calls it."""
+        for runtime in list(self):  # the training may make one meanwhile
+            runtime.transport.abort(reason)
+        self.stock.abort(reason)
+
     def close(self) -> None:
         """Close the transports."""
         # The device's thread first: it rings the transport when an action ends.

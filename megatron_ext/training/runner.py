@@ -93,6 +93,8 @@ def _explained(error: BaseException) -> MegatronExtError | None:
     is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
+    if type(error).__module__.startswith("nvidia_resiliency_ext."):
+        return _ended_by_restarts(error)
     if isinstance(error, RuntimeError):
         lost_peer = _lost_peer(error)
         if lost_peer is not None:
@@ -101,6 +103,19 @@ def _explained(error: BaseException) -> MegatronExtError | None:
     if is_megatrons and cause is not None and cause.__traceback__ is not None:
         return _explained(cause)
     return None
+
+
+def _ended_by_restarts(error: BaseException) -> MegatronExtError | None:
+    """Return the error that ended `--inprocess-restart`; None: its traceback says more."""
+    if type(error).__name__ == "RestartAbort":
+        return PeerDied(
+            "--inprocess-restart: fewer ranks are left than --inprocess-active-world-size, or "
+            f"--inprocess-max-iterations is reached ({error}); start the job again"
+        )
+    reason = error.__cause__ or error.__context__
+    if reason is None or reason.__traceback__ is None:
+        return None
+    return _explained(reason)
 
 
 def _is_of_megatron(frame: FrameType) -> bool:

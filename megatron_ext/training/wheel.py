@@ -10,6 +10,8 @@ settings that need the script itself.
 from __future__ import annotations
 
 import json
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -35,6 +37,7 @@ from megatron.training.training import pretrain, stimer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_ext import devices
+from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
@@ -61,8 +64,37 @@ _BUILDERS_ONLY = {
 }
 
 
+_RESTART = "--inprocess-restart"
+
+
 def main() -> None:
-    """Train GPT with upstream's loop; flags are read from `sys.argv`, as in upstream's script."""
+    """Train GPT with upstream's loop; flags are read from `sys.argv`, as in upstream's script.
+
+    With `--inprocess-restart` it trains again after the loss of a rank.
+    """
+    if _RESTART not in sys.argv:
+        _train()
+        return
+    restarts = import_module("megatron.training.inprocess_restart")
+    # All of it starts again, the parsing of flags too: ranks have other numbers then. As a lambda:
+    # NVRx looks for its own classes in annotations, and those of this file are strings.
+    train, store = restarts.maybe_wrap_for_inprocess_restart(lambda store: _train(store))  # noqa: PLW0108
+    train(store)
+
+
+def _train(restart_store: Any = None) -> None:
+    """Train; `restart_store` outlives restarts, and connects the ranks of each attempt."""
+    store = None
+    if restart_store is not None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        # Megatron's own prefix needs an annotation of NVRx's, which 0.19 has dropped.
+        store = PrefixStore(f"attempt {active.attempt()}", restart_store)
+        _config.cache_clear()  # of the arguments of the attempt before
+        # Megatron reduces this time over all ranks if it is set, and sets it: a rank that was in
+        # reserve would take no part.
+        import_module("megatron.training.training").set_startup_timestamps(time.time())
+
     # Upstream then calls it on every rank: core's dataset builder is collective, and
     # `is_built_here` decides which ranks read.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
@@ -71,6 +103,7 @@ def main() -> None:
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": _step,
         "get_embedding_ranks": _embedding_ranks,
+        "store": store,
     }
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     arguments = import_module("megatron.training.arguments")

@@ -8,6 +8,7 @@ themselves (`devices/sharing.py`), so no thread waits for a copy.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import struct
@@ -313,6 +314,7 @@ class DirectTransport:
         """
         if self._is_closed:
             return
+        atexit.unregister(self.release)  # which keeps the transport
         self._is_closed = True
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)

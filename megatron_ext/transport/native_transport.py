@@ -8,6 +8,7 @@ peer.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -493,6 +494,7 @@ class NativeTransport:
 
     def close(self) -> None:
         """Close all links and release all memory except that of tensors still in use."""
+        atexit.unregister(self.close)  # which keeps the transport
         if self._endpoint is not None:
             self._endpoint.close()
             self.stats()

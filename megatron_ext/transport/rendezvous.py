@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
+_TURN_S = 1.0
 # Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged.
 _MAX_CALLS = 3
 # Time-out for notifying a peer that this rank gave up.
@@ -94,7 +95,8 @@ class _Reception:
         while (now := time.monotonic()) < deadline:
             self._refuse_late(now)
             next_deadline = min([deadline, *(visit.deadline for visit in self._visits.values())])
-            for key, _ in self._selector.select(next_deadline - now):
+            # In turns: no exception from another thread ends a sleep, only what follows it.
+            for key, _ in self._selector.select(min(next_deadline - now, _TURN_S)):
                 link: socket.socket = key.fileobj  # type: ignore[assignment]
                 if link in self._listeners:
                     self._accept(link)

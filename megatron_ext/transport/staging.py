@@ -8,6 +8,7 @@ for the device, and memory is read only after its copy is complete.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections.abc import Sequence
@@ -135,6 +136,7 @@ class StagedTransport:
 
     def close(self) -> None:
         """Wait for the running copies and release all resources."""
+        atexit.unregister(self.close)  # which keeps the transport
         # A device copy cannot be cancelled: memory that it may still use stays registered until the
         # process ends, and no slot is reused before its copy has ended.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]

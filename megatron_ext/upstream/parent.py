@@ -12,6 +12,9 @@ AGENT_PID = "MEGATRON_EXT_AGENT_PID"
 SOCKETS = "MEGATRON_EXT_SOCKETS"
 """Environment variable of every process of a job: the agent's folder for sockets of workers."""
 
+HOSTED_STORES = "MEGATRON_EXT_HOSTED_STORES"
+"""Environment variable of ranks whose launcher hosts the stores, so that no rank has to."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,6 +45,11 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     # unbroken.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stores_are_hosted() -> bool:
+    """Return whether the launcher hosts the stores in which this rank meets the others."""
+    return os.environ.get(HOSTED_STORES) == "1"
 
 
 def use_sockets_folder() -> None:

@@ -44,14 +44,12 @@ def test_all_refusals_are_collected() -> None:
         "delay_wgrad_compute": True,
         "global_batch_size": 15,
         "moe_paged_stash": True,
-        "non_persistent_ckpt_type": "local",
         "use_megatron_fsdp": True,
     }
     assert rules(settings) == [
         "global_batch_size",
         "use_megatron_fsdp",
         "ckpt_format",
-        "non_persistent_ckpt_type",
     ]
     found = preflight({**SIZES, **settings}, ZB_V)
     for refusal in found.refusals:

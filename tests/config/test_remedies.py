@@ -53,7 +53,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ZB_V,
         [
             f"--hybrid-override-pattern {'M*M-' * 8}",
-            "--non-persistent-ckpt-type local",
         ],
     ),
     "chunks": (
@@ -140,6 +139,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--hybrid-context-parallel",
             "--freeze-all-layers",
             "--perform-rl-step",
+            "--inprocess-restart",
             "--log-energy",
             "--moe-use-upcycling",
             MERGED + "--num-experts 8 --world-size 48",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_ext import devices
 from megatron_ext.devices import cpu
 from tests.ranks import run_ranks
 
@@ -53,6 +56,27 @@ def options_of_a_caller_are_kept() -> None:
     assert positional.options._timeout == timedelta(seconds=5)
     assert positional.options._threads == 1
     assert dist.ProcessGroupGloo(dist.HashStore(), rank=0, size=1).options._threads == 1
+
+
+def a_blocked_collective_is_aborted_and_nothing_else() -> None:
+    device = devices.current()
+    device.follow_collectives()
+    dist.init_process_group("nccl", timeout=timedelta(seconds=30))
+    group = dist.new_group(backend="gloo")
+    store = dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(1), group=group)
+    if dist.get_rank() == 1:  # lives, and does not take part
+        store.wait(["aborted"], timedelta(seconds=30))
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+    threading.Timer(0.3, device.abort_collectives).start()
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|not connected"):
+        dist.all_reduce(torch.ones(1), group=group)
+    mine.sendall(b"whole")
+    assert peer.recv(5) == b"whole"
+    store.set("aborted", "1")  # the store's connection is whole too
 
 
 def test_torch_since_2_15_hands_over_what_older_ones_do_not_know() -> None:
@@ -118,3 +142,7 @@ def test_undone() -> None:
 def test_coalesced_gathers_that_end_together_do_not_crash() -> None:
     first, second = run_ranks(2, gathers_that_end_together)
     assert first == second > 10
+
+
+def test_a_blocked_collective_is_aborted_and_nothing_else() -> None:
+    run_ranks(2, a_blocked_collective_is_aborted_and_nothing_else)

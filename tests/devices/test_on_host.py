@@ -181,7 +181,6 @@ _REFUSED = {
     "record_memory_history": True,
     "log_energy": True,
     "log_straggler": True,
-    "inprocess_restart": True,
     "overlap_p2p_comm_warmup_flush": True,
     "profile": True,
     "nccl_ub": True,

@@ -33,6 +33,7 @@ import psutil
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.fitness import look, open_folder
+from megatron_ext.tools.launch.losses import LOSSES, loss_in_words
 from megatron_ext.tools.launch.runs import RANK_MARK, Json
 from megatron_ext.upstream import cause, parent
 from megatron_ext.upstream.cause import Cause
@@ -309,6 +310,7 @@ def _status(request: Json, directory: Path) -> Json:
     try:
         with open_folder(directory) as folder:
             ended = folder.read_json("agent.json")
+            losses = folder.read_json(LOSSES) or []
     except FileNotFoundError:
         return {"text": "has no record of this run"}
     state = ""
@@ -320,7 +322,8 @@ def _status(request: Json, directory: Path) -> Json:
             state += f" ({ended['stopped']})"
         state += ", "
     count = len(runs.marked(request["run_id"], request["node"]))
-    return {"text": f"{state}{count or 'no'} processes, logs in {directory}"}
+    lost = "".join(f"{loss_in_words(loss)}, " for loss in losses)
+    return {"text": f"{state}{lost}{count or 'no'} processes, logs in {directory}"}
 
 
 def _logs(request: Json, directory: Path) -> Json:

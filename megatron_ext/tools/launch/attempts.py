@@ -151,7 +151,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if problems := _of_hosts(plan, hellos, "problems"):
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
-        show = shown_ranks(args.show, plan.world_size)
+        show = shown_ranks(args.show, plan.num_started)
         # Write the files before the start, so that `stop` finds the job even if the launcher dies
         # now.
         try:
@@ -176,8 +176,8 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
             if len(plan.hosts) == 1:
                 # With several hosts, each shown rank costs bandwidth. On a single host, the view
                 # gets all ranks, to count parameters and to show whichever rank fails.
-                show = list(range(plan.world_size))
-            if len(show) == plan.world_size:
+                show = list(range(plan.num_started))
+            if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")
             else:
                 say(f"everything ranks {args.show} print: {log_path}")

@@ -25,7 +25,7 @@ from megatron_ext.tools.launch import hostfile, runs, slurm
 from megatron_ext.tools.launch.attempts import shown_ranks, with_restarts
 from megatron_ext.tools.launch.display import say
 from megatron_ext.tools.launch.fitness import interface_of
-from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel
+from megatron_ext.tools.launch.plan import FORWARDED, JobPlan, Parallel, flag_value
 from megatron_ext.upstream import parent
 from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.scripts import find_script
@@ -60,6 +60,11 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
     plan = planned(args, command, workdir)
     plan.check()
+    if plan.reserve is not None and len(plan.hosts) > 1:
+        raise LaunchError(
+            f"--keep-going keeps the ranks of one host, and there are {len(plan.hosts)}; use "
+            "--max-restarts 3 with several hosts"
+        )
     hosts = plan.hosts
     # The last hosts are spares for a restart in which one of the others cannot take part.
     num_used = len(hosts) - args.spares
@@ -71,7 +76,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     uncounted = [host.name for host in plan.hosts if not host.slots]
     if not uncounted:  # report mistakes in these flags before any host is contacted
         complete = plan.completed()
-        shown_ranks(args.show, complete.world_size)
+        shown_ranks(args.show, complete.num_started)
     if not args.per_node and all(host.local for host in hosts):
         check_command_here(plan.command)
     if not args.dry_run:
@@ -171,6 +176,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
         env={**env, **job_env},
         master_port=args.master_port,
         num_microbatches=args.num_microbatches,
+        reserve=(args.reserve or 1) if args.keep_going else None,
         allow_uneven=args.allow_uneven,
         per_node=args.per_node,
         log_root=args.log_dir,
@@ -196,10 +202,36 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
             "--num-microbatches adds a flag of training, which --per-node does not start; leave "
             "one of the two out"
         )
+    if args.reserve is not None and not args.keep_going:
+        raise LaunchError(
+            f"--reserve {args.reserve} without --keep-going: no rank would ever stand in; add "
+            "--keep-going, or leave it out"
+        )
+    if args.keep_going:
+        _check_keep_going(args, command)
     if args.spares and not args.max_restarts:
         raise LaunchError(
             f"--spares {args.spares} without restarts leaves hosts idle for the whole run; add "
             f"--max-restarts 3, or leave it out"
+        )
+
+
+def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Refuse what cannot go on after the loss of a rank."""
+    if args.per_node:
+        raise LaunchError(
+            "--keep-going starts ranks, and --per-node a command on each host; leave one of the "
+            "two out"
+        )
+    if "--forward-backward-disaggregating" in command:
+        raise LaunchError(
+            "--keep-going and --forward-backward-disaggregating: a rank in reserve cannot take "
+            "over a role; use --max-restarts 3 in place of --keep-going"
+        )
+    if flag_value(command, "--load") is None or flag_value(command, "--save") is None:
+        raise LaunchError(
+            "--keep-going needs --save DIR --load DIR: with them ranks find what they had before "
+            "the loss"
         )
 
 

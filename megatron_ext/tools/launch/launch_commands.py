@@ -103,6 +103,18 @@ def add_subcommands(subparsers: Any) -> None:
         metavar="K",
         help="the last K hosts join only when another host cannot take part in a restart",
     )
+    add(
+        "--keep-going",
+        action="store_true",
+        help="go on after the loss of a rank, in the same processes, with one of the ranks in "
+        "reserve (needs nvidia-resiliency-ext: pip install 'megatron-ext[resilience]')",
+    )
+    add(
+        "--reserve",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help="ranks that wait to stand in for lost ones, with --keep-going (default: 1)",
+    )
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
     add = parser.add_argument_group("output").add_argument
     add("--dry-run", action="store_true", help="print the command of each host and do nothing")

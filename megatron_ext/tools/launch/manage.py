@@ -85,8 +85,8 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
     """Return the plan reduced to the host of a rank, and its local rank. None: all hosts."""
     if rank is None:
         return plan, None
-    if not 0 <= rank < plan.world_size:
-        raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.world_size - 1}")
+    if not 0 <= rank < plan.num_started:
+        raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.num_started - 1}")
     index = plan.host_of(rank)
     return replace(plan, hosts=plan.hosts[index : index + 1]), rank - plan.first_rank(index)
 

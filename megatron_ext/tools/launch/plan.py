@@ -19,6 +19,7 @@ from megatron_ext.config.flags import requested_flags
 from megatron_ext.config.sizes import JobSizes
 from megatron_ext.errors import ArgumentsError, LaunchError
 from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.runs import runs_root
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
@@ -132,6 +133,8 @@ class JobPlan:
     """None: a free port, chosen on the first host."""
     num_microbatches: int | None = None
     """None: the flags set the batch."""
+    reserve: int | None = None
+    """Ranks in reserve, where the job goes on after a loss; None: it ends with the first one."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
@@ -149,6 +152,11 @@ class JobPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.first_rank(len(self.hosts))
+
+    @property
+    def num_started(self) -> int:
+        """Number of ranks with those in reserve."""
+        return self.world_size + (self.reserve or 0)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -199,7 +207,8 @@ class JobPlan:
         plan.check()
         if plan.per_node:
             return plan
-        return replace(plan, command=(*plan.command, *plan._batch_flag(), *plan._address_flag()))
+        flags = (*plan._batch_flag(), *plan._address_flag(), *plan._restart_flags())
+        return replace(plan, command=(*plan.command, *flags))
 
     def _batch_flag(self) -> list[str]:
         """Return `--global-batch-size` if the user gave the number of micro-batches."""
@@ -235,8 +244,61 @@ class JobPlan:
             addresses += [host.rdma[0] if host.rdma else host.address] * num_entries
         return ["--node-ips", *addresses]
 
+    def _restart_flags(self) -> list[str]:
+        """Return what lets ranks restart in their processes, as far as the user has not said it."""
+        if self.reserve is None:
+            return []
+        wanted = {
+            "--inprocess-active-world-size": str(self.world_size),
+            "--inprocess-granularity": "rank",
+            # Of the seconds between two looks, which all are waits of a restart.
+            "--inprocess-monitor-thread-interval": "0.2",
+            "--inprocess-monitor-process-interval": "0.2",
+            "--inprocess-progress-watchdog-interval": "0.1",
+            "--inprocess-last-call-wait": "0.1",
+        }
+        wanted |= self._hang_timeouts()
+        if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
+            wanted |= {
+                "--non-persistent-ckpt-type": "local",
+                "--non-persistent-save-interval": "1",
+                "--non-persistent-local-ckpt-dir": f"{self.log_folder(0)}/local",
+            }
+        flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
+        for flag, value in wanted.items():
+            if flag_value(self.flags, flag) is None:
+                flags += [flag, value]
+        return flags
+
+    def _hang_timeouts(self) -> dict[str, str]:
+        """Return when a rank that stands still is ended, from `--hang-timeout`."""
+        text = flag_value(self.flags, "--hang-timeout")
+        if text is None:
+            return {}
+        try:
+            hang_s = float(text)
+        except ValueError:
+            raise LaunchError(
+                f"--hang-timeout is {text!r}; it must be a number of seconds"
+            ) from None
+        # The second one ends the rank, which is lost then. The third one has to be above it.
+        return {
+            "--inprocess-soft-timeout": f"{hang_s:g}",
+            "--inprocess-hard-timeout": f"{1.5 * hang_s:g}",
+            "--inprocess-barrier-timeout": f"{max(120.0, 2 * hang_s):g}",
+        }
+
+    def log_folder(self, index: int) -> str:
+        """Return a host's folder for the logs of this run, where hosts have the same home."""
+        host = self.hosts[index]
+        root = self.log_root or runs_root()
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", host.name)
+        return f"{root}/{self.run_id}/{host.number:03d}-{name}"
+
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a global rank runs."""
+        if self.world_size <= rank < self.num_started:
+            return len(self.hosts) - 1  # in reserve
         return next(index for index in range(len(self.hosts)) if rank < self.first_rank(index + 1))
 
     def environment(self, index: int) -> dict[str, str]:
@@ -248,7 +310,7 @@ class JobPlan:
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
-            "--nproc-per-node", str(self.hosts[index].slots or 0),
+            "--nproc-per-node", str((self.hosts[index].slots or 0) + (self.reserve or 0)),
             # torchrun's own restarts would need agents on the spare hosts from the start.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
@@ -269,9 +331,12 @@ class JobPlan:
         if show:
             # Write files for all ranks (3: both streams), and also follow those to show.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
-        elastic = [self.python, "-m", "megatron_ext.tools.launch.elastic"]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
-        return [*elastic, *report, *self._torchrun_words(index, port, *options)]
+        starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
+        if self.reserve is not None:
+            keeper = "megatron_ext.tools.launch.keeper"
+            starter = [self.python, "-m", keeper, *report, str(self.reserve)]
+        return [*starter, *self._torchrun_words(index, port, *options)]
 
     def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to the agent of a host: its part of this plan."""
@@ -319,13 +384,24 @@ class JobPlan:
         for index, host in enumerate(self.hosts):
             words = list(self.command)
             if not self.per_node:
-                torchrun = [self.python, "-m", "torch.distributed.run"]
-                words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
+                words = self._starter_by_hand(index)
             environment = self.environment(index)
             assigned = [_assignment(name, environment[name]) for name in sorted(environment)]
             line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
+
+    def _starter_by_hand(self, index: int) -> list[str]:
+        """Return the command that starts a host's ranks without an agent."""
+        port = self.master_port or _DEFAULT_PORT
+        if self.reserve is None:
+            torchrun = [self.python, "-m", "torch.distributed.run"]
+            return torchrun + self._torchrun_words(index, port)
+        folder = self.log_folder(index)
+        keeper = [self.python, "-m", "megatron_ext.tools.launch.keeper"]
+        keeper += [f"{folder}/failure.json", f"{self.grace_s:g}", str(self.reserve)]
+        options = ["--rdzv-id", self.run_id, "--log-dir", f"{folder}/ranks"]
+        return keeper + self._torchrun_words(index, port, *options)
 
     def summary(self) -> str:
         """Return one line: hosts, ranks, the parallel sizes of the model, the batch."""
@@ -333,9 +409,10 @@ class JobPlan:
         if self.per_node:
             return f"{hosts}, one command on each"
         sizes, batch = Parallel.of(self.flags), flag_value(self.flags, "--global-batch-size")
+        reserve = "" if self.reserve is None else f" and {self.reserve} in reserve"
         return (
-            f"{hosts}, {self.world_size} ranks: TP {sizes.tensor}, PP {sizes.pipeline}, CP "
-            f"{sizes.context}, DP {sizes.data_parallel(self.world_size)}"
+            f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "
+            f"CP {sizes.context}, DP {sizes.data_parallel(self.world_size)}"
             + (", forward and backward apart" if sizes.forward else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )

@@ -42,6 +42,7 @@ def supervise(
     with _signals_to(agents.events):
         for index, connection in agents.connections.items():
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
+            end += plan.reserve or 0  # of the one host that has some
             shown_here = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, hellos[index], hellos[0]["port"], shown_here)
             connection.send(op="start", argv=argv, first_rank=first)

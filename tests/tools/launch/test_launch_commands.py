@@ -72,6 +72,10 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stderr.replace("megatron-ext: error: ", "").splitlines()
 
 
+SAVED = ("--save", "saved", "--load", "saved")
+ROLES = ("--forward-backward-disaggregating", *SAVED)
+
+
 @pytest.mark.parametrize(
     ("hosts", "words", "message"),
     [
@@ -86,6 +90,11 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
         ("a:4", ("--per-node", "--show", "1", "--", "true"), "--show names '1'"),
         ("a:1", ("--per-node", "--num-microbatches", "4", "--", "true"), "adds a flag of training"),
         ("a:1\nb:1", ("--spares", "1", "--", "job.py"), "--spares 1 without restarts"),
+        ("a:1", ("--reserve", "2", "--", "job.py"), "--reserve 2 without --keep-going"),
+        ("a:1", ("--keep-going", "--", "job.py"), "--keep-going needs --save DIR --load DIR"),
+        ("a:1", ("--keep-going", "--per-node", "--", "true"), "leave one of the two out"),
+        ("a:1\nb:1", ("--keep-going", "--", "job.py", *SAVED), "there are 2; use --max-restarts"),
+        ("a:2", ("--keep-going", "--", "job.py", *ROLES), "cannot take over a role"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
         ("a:1", ("--run-id", "x" * 65, "--", "job.py"), "xx' is not a run id; use up to 64"),

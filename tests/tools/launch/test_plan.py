@@ -223,3 +223,39 @@ def test_values_of_variables_are_not_written_down() -> None:
     assert plan.request(0)["env"] == {"HF_TOKEN": "secret"}
     assert "secret" not in str(plan.record())
     assert JobPlan.of_record(json.loads(json.dumps(plan.record()))).world_size == 1
+
+
+def test_a_job_that_keeps_going_starts_its_reserve_and_restarts_in_its_processes() -> None:
+    plan = plan_of(
+        "localhost:2",
+        "pretrain_gpt.py --pipeline-model-parallel-size 2 --inprocess-last-call-wait 3",
+        reserve=1,
+        log_root="/logs",
+    ).completed()
+    assert (plan.world_size, plan.num_started) == (2, 3)
+    flags = plan.command
+    assert flags.count("--inprocess-restart") == 1
+    assert flag_value(flags, "--inprocess-active-world-size") == "2"
+    assert flag_value(flags, "--inprocess-granularity") == "rank"
+    assert flag_value(flags, "--inprocess-last-call-wait") == "3"  # the user's stays
+    assert flag_value(flags, "--non-persistent-local-ckpt-dir") == "/logs/run/000-localhost/local"
+    assert "2 ranks and 1 in reserve" in plan.summary()
+    argv = plan.agent_argv(0, {"log_dir": "/logs/run/000-localhost"}, 1234, [0, 2])
+    assert argv[1:6] == [
+        "-m", "megatron_ext.tools.launch.keeper", "/logs/run/000-localhost/failure.json", "5", "1",
+    ]  # fmt: skip
+    assert argv[argv.index("--nproc-per-node") + 1] == "3"
+    assert plan.host_of(2) == 0
+    by_hand = plan.dry_run()
+    assert "megatron_ext.tools.launch.keeper" in by_hand
+    assert "torch.distributed.run" not in by_hand
+
+
+def test_a_hang_time_out_bounds_how_long_a_rank_may_stand_still() -> None:
+    command = "pretrain_gpt.py --pipeline-model-parallel-size 2 --hang-timeout 100 "
+    command += "--non-persistent-ckpt-type global"
+    flags = plan_of("localhost:2", command, reserve=1).completed().command
+    assert flag_value(flags, "--inprocess-soft-timeout") == "100"
+    assert flag_value(flags, "--inprocess-hard-timeout") == "150"
+    assert flag_value(flags, "--inprocess-barrier-timeout") == "200"
+    assert flag_value(flags, "--non-persistent-local-ckpt-dir") is None

@@ -1,0 +1,58 @@
+"""What `--inprocess-restart` needs, and what it cannot bring back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_ext.config.refusals import Preflight, Refusal
+
+
+def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
+    """Keep the local checkpoints of a folded pipeline from those of other placements.
+
+    Megatron names their tensors by rank and chunk, so another placement would load other layers.
+    """
+    directory = getattr(args, "non_persistent_local_ckpt_dir", None)
+    if getattr(args, "non_persistent_ckpt_type", None) != "local" or directory is None:
+        return
+    if answer.pipeline is None or not answer.pipeline.is_folded:
+        return
+    placement = answer.pipeline.placement
+    name = f"{placement.name}-of-{placement.num_stages}-stages"
+    if Path(directory).name == name:
+        return
+    answer.arguments["non_persistent_local_ckpt_dir"] = str(Path(directory) / name)
+    answer.changes.append(
+        f"local checkpoints lie in {directory}/{name}: under another placement Megatron would load "
+        "other layers from them"
+    )
+
+
+def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
+    """Add what refuses or limits `--inprocess-restart` under a pipeline or a transport of ours.
+
+    `in_job` in a process of the job, with its software.
+    """
+    is_ours = answer.pipeline is not None or answer.transport_only is not None
+    if not is_ours or not getattr(args, "inprocess_restart", False):
+        return
+    if in_job and find_spec("nvidia_resiliency_ext") is None:
+        refusal = Refusal(
+            "inprocess_restart",
+            "--inprocess-restart: Megatron restarts with NVIDIA's nvidia-resiliency-ext, which is "
+            "not installed, and would end with the first rank that is lost",
+            "pip install 'megatron-ext[resilience]', or leave it out",
+        )
+        answer.refusals.append(refusal)
+    if getattr(args, "load", None) is None:
+        answer.notices.append(
+            "--inprocess-restart without --load: after the loss of a rank, training begins with "
+            "its first step again; add --save DIR --load DIR"
+        )
+    if getattr(args, "inprocess_granularity", "node") == "node":
+        answer.notices.append(
+            "--inprocess-restart: with a rank all others of its host are given up; add "
+            "--inprocess-granularity rank to keep them"
+        )

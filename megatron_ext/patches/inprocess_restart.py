@@ -1,0 +1,159 @@
+"""Patches for `--inprocess-restart`: on nvidia-resiliency-ext (NVRx), and on its call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from threading import Thread
+from typing import Any
+
+from megatron_ext.devices import on_cpu
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
+from megatron_ext.upstream.parent import stores_are_hosted
+
+_NVRX = "nvidia_resiliency_ext.inprocess"
+_MEGATRON = "megatron.training.inprocess_restart"
+
+PATCHES = PatchTable(feature="inprocess_restart")
+
+
+@PATCHES.row("inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__")
+def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """NVRx ends no wait for a message of ours, and ranks would name transports differently."""
+    from megatron_ext.training.survival import with_our_part
+
+    call(*args, **with_our_part(kwargs))
+
+
+@PATCHES.row("inprocess_restart.unread_flags", f"{_MEGATRON}:inprocess_restart")
+def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations and
+    does not pass them to NVRx.
+    """
+    settings = by_name(call, args, kwargs)["args"]
+    try:
+        nvrx = import_module(_NVRX)
+    except ImportError:  # Megatron says so, and trains without
+        return call(*args, **kwargs)
+    interval = timedelta(seconds=settings.inprocess_progress_watchdog_interval)
+    most = settings.inprocess_max_iterations
+    wrapper = partial(nvrx.Wrapper, progress_watchdog_interval=interval)
+    controller = partial(nvrx.initialize.RetryController, max_iterations=most)
+    with (
+        _replaced(nvrx, "Wrapper", wrapper),
+        _replaced(nvrx.initialize, "RetryController", controller),
+    ):
+        return call(*args, **kwargs)
+
+
+@PATCHES.row(
+    "inprocess_restart.hosted_store",
+    f"{_MEGATRON}:maybe_wrap_for_inprocess_restart",
+    when=stores_are_hosted,
+)
+def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron has rank 0 host the store of the restarts, so nothing would survive its loss."""
+    distributed = import_module("torch.distributed")
+    with suppress(ImportError):
+        import_module(_NVRX)  # which derives a class from the store
+    make_store = distributed.TCPStore
+
+    def client(**settings: Any) -> Any:
+        return make_store(**{**settings, "is_master": False})
+
+    with _replaced(distributed, "TCPStore", client):
+        return call(*args, **kwargs)
+
+
+@PATCHES.row(
+    "inprocess_restart.flags_of_attempts",
+    f"{_MEGATRON}:maybe_wrap_for_inprocess_restart",
+    since=(0, 18),
+    order=-1,
+)
+def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Megatron's scripts parse flags before the function that starts again, which then has none."""
+    (function,) = by_name(call, args, kwargs).values()
+    if getattr(function, "__module__", "").startswith("megatron_ext."):
+        return call(*args, **kwargs)
+    from megatron.training.arguments import parse_args
+
+    if parse_args(ignore_unknown_args=True).inprocess_restart:
+        raise ArgumentsError(
+            "--inprocess-restart: from 0.18 on Megatron's own scripts parse flags once, so after a "
+            "loss they have none; unset MEGATRON_LM_PATH to run the training loop of the installed "
+            "megatron-core, or leave it out"
+        )
+    return call(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """Let a name of a module stand for something else while Megatron makes what it needs."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@PATCHES.row(
+    "inprocess_restart.finalize",
+    f"{_NVRX}.finalize:ThreadedFinalize.__call__",
+    kind="replace",
+    when=on_cpu,
+)
+def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """NVRx takes a current CUDA device into the thread that resets Megatron; the host has none."""
+    from nvidia_resiliency_ext.inprocess.exception import TimeoutError as FinalizeTimeout
+
+    (state,) = by_name(_call, args, kwargs).values()
+    thread = Thread(target=instance.fn, args=instance.args, kwargs=instance.kwargs, daemon=True)
+    thread.start()
+    thread.join(instance.timeout.total_seconds())
+    if thread.is_alive():
+        raise FinalizeTimeout
+    return state
+
+
+@PATCHES.row(
+    "inprocess_restart.health",
+    f"{_NVRX}.health_check:CudaHealthCheck.__call__",
+    kind="replace",
+    when=on_cpu,
+)
+def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """NVRx synchronises a CUDA device to see whether it works; the host has none."""
+    (state,) = by_name(call, args, kwargs).values()
+    return state
+
+
+@PATCHES.row(
+    "inprocess_restart.restart_health",
+    f"{_NVRX}.wrap:Wrapper._construct_restart_health_check",
+    kind="replace",
+    when=on_cpu,
+    required=False,  # from NVRx 0.5 on
+)
+def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> None:
+    """NVRx asks NVIDIA's driver about GPUs, links and adapters; the host has none."""
+    instance.restart_health_check = instance.health_check
+
+
+@PATCHES.row(
+    "inprocess_restart.half_written",
+    "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager:"
+    "LocalCheckpointManager._ensure_dir",
+)
+def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """NVRx refuses to save a local checkpoint where a rank that was killed has left half of one."""
+    is_first = not instance._dir_created
+    call(*args, **kwargs)
+    if is_first:
+        for path in instance.local_ckpt_dir.glob("*.dirty.pt"):
+            path.unlink(missing_ok=True)

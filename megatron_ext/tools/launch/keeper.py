@@ -1,0 +1,229 @@
+"""Runs the ranks of one host so that the loss of one ends no other: `launch --keep-going`.
+
+    python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE TORCHRUN_FLAGS SCRIPT ...
+
+Takes torchrun's flags and leaves its files. torchrun ends all ranks within a second of the first
+loss, and so does `ft_launcher` of nvidia-resiliency-ext from 0.6 on, which has given up the policy
+that tolerated losses. The ranks restart themselves, inside of their processes
+(`megatron_ext/training/survival.py`). Here are the stores in which they meet, so that any rank may
+be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.losses import Loss, Losses
+from megatron_ext.tools.launch.run_folder import RunFolder
+from megatron_ext.upstream import parent
+
+_STORES = {1: "the ranks' own", 2: "the one of nvidia-resiliency-ext"}
+"""By distance from the master port, as Megatron and nvidia-resiliency-ext choose it."""
+_STORE_TIMEOUT_S = 300.0
+_TURN_S = 0.05
+_STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
+"""A line of Megatron's about a step."""
+
+
+class Rank:
+    """A rank that runs here, and the thread that takes what it prints."""
+
+    def __init__(self, rank: int, command: list[str], log_dir: Path, *, is_shown: bool) -> None:
+        self.rank = rank
+        self.is_lost = False
+        log_dir.mkdir(parents=True)
+        self._log = (log_dir / "stdout.log").open("wb", buffering=0)
+        self._is_shown = is_shown
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
+        }
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def follow(self, losses: Losses) -> None:
+        """Write, and perhaps show, every line until the rank ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(OSError):  # a full disk
+                self._log.write(line)
+            if self._is_shown:
+                _show(self.rank, line)
+            if _STEP.search(line):
+                losses.note_step()
+        self._log.close()
+
+
+_OUTPUT = threading.Lock()
+
+
+def _show(rank: int, line: bytes) -> None:
+    with _OUTPUT, suppress(OSError):
+        sys.stdout.buffer.write(runs.RANK_MARK + b"%d " % rank + line.rstrip(b"\n") + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _say(rank: int, text: str) -> None:
+    _show(rank, text.encode())
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """Return torchrun's flags as the launcher writes them, and the command of a rank."""
+    parser = argparse.ArgumentParser()
+    for flag in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
+        parser.add_argument(flag, type=int, required=True)
+    for flag in ("--master-addr", "--rdzv-id", "--log-dir"):
+        parser.add_argument(flag, required=True)
+    for flag in ("--max-restarts", "--local-addr", "--redirects", "--tee"):
+        parser.add_argument(flag)
+    parser.add_argument("-m", dest="command", nargs=argparse.REMAINDER, required=True)
+    return parser.parse_args(words)
+
+
+def _hosted_stores(args: argparse.Namespace) -> list[Any]:
+    """Return the stores that ranks expect of rank 0: it may be lost, and they would end with it."""
+    from torch._C._distributed_c10d import TCPStore
+
+    stores = []
+    for distance, what in _STORES.items():
+        port = args.master_port + distance
+        try:
+            store = TCPStore(
+                args.master_addr,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            )
+        except RuntimeError as error:
+            raise SystemExit(
+                f"port {port} for the store ({what}) cannot be used: {error}; give another "
+                "--master-port, with two free ports after it"
+            ) from error
+        stores.append(store)
+    return stores
+
+
+class Keeper:
+    """The ranks of this host, from their start to the end of the last one."""
+
+    def __init__(self, args: argparse.Namespace, losses: Losses, grace_s: float) -> None:
+        self._losses = losses
+        self._grace_s = grace_s
+        self._stopped_by: int | None = None
+        shown = {int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item}
+        os.environ.update(
+            {
+                "WORLD_SIZE": str(args.nproc_per_node),
+                "LOCAL_WORLD_SIZE": str(args.nproc_per_node),
+                "MASTER_ADDR": args.master_addr,
+                "MASTER_PORT": str(args.master_port),
+                "TORCHELASTIC_RUN_ID": args.rdzv_id,
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "GROUP_RANK": "0",
+                parent.HOSTED_STORES: "1",
+                # Of waits in a store, whose time-outs NVRx counts on.
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
+            }
+        )
+        command = [sys.executable, "-u", "-m", *args.command]
+        folder = Path(args.log_dir) / "kept" / "attempt_0"
+        self._ranks = [
+            Rank(rank, command, folder / str(rank), is_shown=rank in shown)
+            for rank in range(args.nproc_per_node)
+        ]
+
+    def run(self) -> Loss | None:
+        """Wait for all ranks; return the loss that ended the job, if one did."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        threads = []
+        for rank in self._ranks:
+            thread = threading.Thread(target=rank.follow, args=(self._losses,), daemon=True)
+            thread.start()
+            threads.append(thread)
+        while any(rank.process.poll() is None for rank in self._ranks):
+            if self._stopped_by is not None or self._is_beyond_reserve():
+                self._end_all()
+                break
+            time.sleep(_TURN_S)
+        self._is_beyond_reserve()  # of those that have ended since
+        for thread in threads:
+            thread.join(self._grace_s)
+        if self._stopped_by is not None:
+            raise SystemExit(128 + self._stopped_by)
+        return self._losses.items[0] if self._losses.are_too_many else None
+
+    def _is_beyond_reserve(self) -> bool:
+        """Record the ranks that have been lost since; return whether too few are left."""
+        for rank in self._ranks:
+            code = rank.process.poll()
+            if code and not rank.is_lost:
+                rank.is_lost = True
+                self._losses.add(Loss(rank.rank, code, time.time()))
+        return self._losses.are_too_many
+
+    def _stop(self, number: int, _frame: object) -> None:
+        self._stopped_by = number
+
+    def _end_all(self) -> None:
+        """Ask what is left to end, and kill it after the grace."""
+        deadline = time.monotonic() + self._grace_s
+        for rank in self._ranks:
+            with suppress(OSError):
+                rank.process.send_signal(signal.SIGTERM)
+        while any(rank.process.poll() is None for rank in self._ranks):
+            if time.monotonic() > deadline:
+                for rank in self._ranks:
+                    rank.process.kill()
+            time.sleep(_TURN_S)
+
+
+def main() -> int:
+    """Run the ranks; return 0 if enough came to the end, else the code of the first loss."""
+    report, grace_s, reserve = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    parent.die_with_parent()
+    args = _parsed(sys.argv[4:])
+    stores = _hosted_stores(args)
+    losses = Losses(report.parent, reserve, _say)
+    first = Keeper(args, losses, grace_s).run()
+    del stores  # which served until here
+    if first is None:
+        return 0
+    failure = {
+        "stopped": [],
+        "rank": first.rank,
+        "local_rank": first.rank,
+        "exit_code": first.exit_code,
+    }
+    with suppress(OSError), RunFolder.open(report.parent) as folder:
+        folder.write_json(report.name, failure)
+    return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

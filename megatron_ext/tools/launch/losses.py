@@ -1,0 +1,106 @@
+"""Ranks that a job has lost and gone on without: their record, and how it is told."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.tools.launch.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.runs import Json
+
+_USER_ERROR = 2  # the exit code of a rank whose flags or files are wrong
+
+LOSSES = "losses.json"
+"""File in a host's folder of a run: the ranks that were lost, and what each loss cost."""
+
+
+@dataclass
+class Loss:
+    """A rank that ended while others went on."""
+
+    rank: int
+    exit_code: int
+    """Negative: the signal that ended it."""
+    at: float
+    """Seconds since 1970."""
+    back_after_s: float | None = None
+    """From the loss to the next line about a step; None: there was none."""
+
+
+def loss_in_words(loss: Json) -> str:
+    """Return when a rank was lost, how, and what it cost."""
+    clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
+    cost = "no step since"
+    if loss["back_after_s"] is not None:
+        cost = f"the next step came after {loss['back_after_s']:.1f} s"
+    return f"rank {loss['rank']} lost at {clock} ({_ending(loss['exit_code'])}; {cost})"
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-exit_code}"
+
+
+@dataclass
+class Losses:
+    """The losses of a job, recorded in a folder."""
+
+    folder: Path
+    reserve: int
+    """Ranks that were in reserve at the start."""
+    say: Callable[[int, str], None]
+    """Shows a line as one of a rank's output."""
+    items: list[Loss] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the job cannot go on after them."""
+        return len(self.items) > self.reserve or self._is_users
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a rank ended because of its flags or its files: so would its stand-in."""
+        return any(loss.exit_code == _USER_ERROR for loss in self.items)
+
+    def add(self, loss: Loss) -> None:
+        """Record a loss, and tell it."""
+        with self._lock:
+            self.items.append(loss)
+            self._write()
+        left = self.reserve - len(self.items)
+        outlook = f"{left} of {self.reserve} ranks in reserve are left"
+        if self._is_users:
+            outlook = "so would its stand-in, so the job ends"
+        elif self.are_too_many:
+            outlook = f"more are lost than the {self.reserve} in reserve, so the job ends"
+        ending = _ending(loss.exit_code)
+        self.say(loss.rank, f"megatron_ext: rank {loss.rank} was lost ({ending}): {outlook}")
+
+    def note_step(self) -> None:
+        """Take note of a step: the job is back after its losses."""
+        if not self.items or self.items[-1].back_after_s is not None:
+            return
+        now = time.time()
+        with self._lock:
+            for loss in self.items:
+                if loss.back_after_s is None:
+                    loss.back_after_s = round(now - loss.at, 2)
+            self._write()
+
+    def _write(self) -> None:
+        # A full disk costs the record, not the job.
+        with suppress(OSError), RunFolder.open(self.folder) as folder:
+            folder.write_json(LOSSES, [asdict(loss) for loss in self.items])

@@ -1,0 +1,107 @@
+"""Our part of a restart in the same processes, which Megatron has from NVIDIA's NVRx.
+
+When a rank is lost, NVRx ends the training function on the survivors and calls it again on them
+and on ranks in reserve. Each rank then has to end its waits for the lost one, to close what this
+package keeps, and to name new transports as all others do.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from contextlib import suppress
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess import Compose
+from nvidia_resiliency_ext.inprocess.abort import Abort
+from nvidia_resiliency_ext.inprocess.finalize import Finalize
+from nvidia_resiliency_ext.inprocess.initialize import Initialize
+
+from megatron_ext import devices
+from megatron_ext.config import active
+from megatron_ext.errors import UserError
+from megatron_ext.upstream import cause
+
+_LOG = logging.getLogger(__name__)
+
+
+class BeginAttempt(Initialize):
+    """Runs before each call of the training function, on ranks in reserve too."""
+
+    def __call__(self, state: Any) -> Any:
+        """Let transports take the number of the restart, and follow the device's connections."""
+        active.begin_attempt(state.iteration)
+        devices.current().follow_collectives()
+        if state.iteration == 0:
+            # NVRx collects garbage twice at each restart. Modules are most of the objects then, and
+            # take most of those seconds; none of them becomes garbage.
+            gc.freeze()
+        return state
+
+
+class EndWaits(Abort):
+    """Runs in a thread of NVRx's, while the training function may wait for a lost rank."""
+
+    def __call__(self, state: Any) -> Any:
+        """End the waits for messages and for collectives that torch cannot abort."""
+        configuration = active.active()
+        # An error here would keep NVRx from what aborts NCCL.
+        if configuration is not None:
+            try:
+                configuration.abort("a rank was lost; the job starts again in the same processes")
+            except Exception:  # noqa: BLE001 - of any transport
+                _LOG.exception("rank %s could not abort its transports", state.rank)
+        with suppress(OSError):
+            devices.current().abort_collectives()
+        return state
+
+
+class EndConfiguration(Finalize):
+    """Runs when the training function has ended, before it is called again."""
+
+    def __init__(self) -> None:
+        self._last_failure: tuple[str, int | None] | None = None
+        """What this rank itself failed with last, and in which step."""
+
+    def __call__(self, state: Any) -> Any:
+        """Close the transports, and all else that the configuration keeps.
+
+        Raises:
+            Exception: That of the training function, if it would come again.
+        """
+        # Before the configuration ends: the step is known by the arguments of Megatron's.
+        would_come_again = self._would_come_again(state.fn_exception)
+        active.clear_configuration()
+        if would_come_again:
+            raise state.fn_exception
+        return state
+
+    def _would_come_again(self, error: Exception | None) -> bool:
+        """Return whether a restart does not help: NVRx would go on for ever."""
+        if error is None:
+            return False
+        if isinstance(error, UserError):
+            return True
+        if cause.of_error(error).kind != "error":  # that of another rank
+            return False
+        failure = (repr(error), cause.current_iteration())
+        is_same = failure == self._last_failure
+        self._last_failure = failure
+        if is_same:
+            _LOG.error("the same error in the same step after a restart: no further one")
+        return is_same
+
+
+def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an NVRx wrapper, with our part in its steps."""
+    # NVRx calls the last one of a composition first. Transports come before NCCL is aborted,
+    # because the waits for their messages may hold the thread that NVRx wants to interrupt.
+    composed = dict(settings)
+    for name, step in (
+        ("initialize", BeginAttempt()),
+        ("abort", EndWaits()),
+        ("finalize", EndConfiguration()),
+    ):
+        theirs = settings.get(name)
+        composed[name] = step if theirs is None else Compose(theirs, step)
+    return composed

@@ -1,0 +1,134 @@
+"""Ranks that may be lost: who ends with whom, what is recorded, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.losses import Loss, Losses, loss_in_words
+from tests.commands import run_python
+
+ROOT = Path(__file__).parents[3]
+
+# No rank needs torch: each only ends as its rank says, and prints a line about a step afterwards.
+RANKS = """\
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+assert os.environ["MEGATRON_EXT_HOSTED_STORES"] == "1"
+ending = sys.argv[1 + rank]
+if ending == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if ending == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(100)
+if ending.startswith("exits"):
+    sys.exit(int(ending[5:]))
+time.sleep(1.5)
+print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def keep(tmp_path: Path, reserve: int, *endings: str) -> tuple[Any, Path]:
+    (tmp_path / "ranks_that_end.py").write_text(RANKS)
+    folder = tmp_path / "host"
+    folder.mkdir(mode=0o700)
+    done = run_python(
+        "-m", "megatron_ext.tools.launch.keeper", str(folder / "failure.json"), "1", str(reserve),
+        "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", str(len(endings)),
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "0",
+        "--rdzv-id", "run", "--log-dir", str(folder / "ranks"), "--redirects", "3",
+        "--tee", "0:3,1:3", "-m", "ranks_that_end", *endings, PYTHONPATH=f"{ROOT}:{tmp_path}",
+    )  # fmt: skip
+    return done, folder
+
+
+def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
+    done, folder = keep(tmp_path, 1, "goes on", "killed", "goes on")
+    assert done.returncode == 0, done.stderr
+    assert "\x1e1 megatron_ext: rank 1 was lost (SIGKILL): 0 of 1 ranks in reserve are left" in (
+        done.stdout
+    )
+    assert "\x1e0  iteration        4/" in done.stdout
+    assert "of rank 2" not in done.stdout  # not shown, and in its file
+    assert "of rank 2" in (folder / "ranks/kept/attempt_0/2/stdout.log").read_text()
+    [loss] = json.loads((folder / "losses.json").read_text())
+    assert (loss["rank"], loss["exit_code"]) == (1, -signal.SIGKILL)
+    assert 0 < loss["back_after_s"] < 60
+    assert re.fullmatch(
+        r"rank 1 lost at \d\d:\d\d:\d\d \(SIGKILL; the next step came after \d+\.\d s\)",
+        loss_in_words(loss),
+    )
+    assert not (folder / "failure.json").exists()
+
+
+def test_more_losses_than_reserves_end_the_job_with_the_first_cause(tmp_path: Path) -> None:
+    done, folder = keep(tmp_path, 1, "deaf", "exits7", "killed")
+    losses = json.loads((folder / "losses.json").read_text())
+    assert {loss["rank"] for loss in losses[:2]} == {1, 2}
+    failure = json.loads((folder / "failure.json").read_text())
+    assert failure["rank"] == losses[0]["rank"]
+    assert done.returncode in (7, 128 + signal.SIGKILL)
+    assert "so the job ends" in done.stdout
+
+
+def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(tmp_path: Path) -> None:
+    done, _ = keep(tmp_path, 2, "deaf", "exits2", "deaf")
+    assert done.returncode == 2
+    assert "so would its stand-in" in done.stdout
+
+
+def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "ranks_that_end.py").write_text(RANKS)
+    words = [
+        sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
+        "0.5", "1", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "--master-addr",
+        "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run", "--log-dir",
+        str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", runs.RUN_ID: "kept", runs.NODE: "7"}
+    with subprocess.Popen(words, env=env) as keeper:
+        try:
+            for _ in range(600):
+                if len(list(tmp_path.glob("ranks/kept/attempt_0/1/stdout.log"))) == 1:
+                    break
+                with pytest.raises(subprocess.TimeoutExpired):
+                    keeper.wait(0.1)
+            keeper.send_signal(signal.SIGTERM)
+            assert keeper.wait(60) == 128 + signal.SIGTERM
+            assert runs.marked("kept", 7) == set()
+        finally:
+            keeper.kill()
+            runs.end(runs.marked("kept", 7))
+
+
+def test_steps_before_a_loss_do_not_count_and_later_losses_are_kept(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    said: list[str] = []
+    losses = Losses(tmp_path, 3, lambda rank, text: said.append(text))
+    losses.note_step()
+    losses.add(Loss(4, 64, 100.0))
+    losses.add(Loss(2, -64, 100.0))
+    losses.note_step()
+    losses.add(Loss(0, 1, 200.0))
+    records = json.loads((tmp_path / "losses.json").read_text())
+    assert [record["back_after_s"] is None for record in records] == [False, False, True]
+    assert "exit code 64" in said[0]
+    assert "(signal 64)" in said[1] or "SIGRTMAX" in said[1]
+    assert not losses.are_too_many
