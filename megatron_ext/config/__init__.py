@@ -1,1 +1,1 @@
-"""The configuration of a run: flags, combinations that are refused, and how to build the model."""
+"""The configuration of a run: flags, rejected combinations, and how to build the model."""

@@ -1,8 +1,8 @@
-"""The pipeline of a job, and what is in force in this process.
+"""The pipeline of a job, and the configuration in force in this process.
 
-A `Pipeline` is a configuration for the sizes of a job. `Active` is the configuration in force:
-patches and the executor read the user's settings here. What a feature keeps from step to step is a
-field of it, so it ends with the configuration.
+A `Pipeline` combines a configuration with the sizes of a job. `Active` is the configuration in
+force: patches and the executor read the user's settings from it. State that a feature keeps between
+steps is a field of `Active`, so it is released together with the configuration.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Pipeline:
     """Whether a dynamic order may split full backwards; False if the layers cannot."""
     over_torch: bool = False
     """Whether `auto` selects torch.distributed here."""
-    # Caches of a frozen object, by number of micro-batches: `replace` begins them anew, because
-    # another configuration has other tables, and two pipelines are equal whatever each has cached.
+    # Caches, keyed by number of micro-batches. They are excluded from `__init__`, so that `replace`
+    # starts with empty ones (another configuration has other tables), and from comparison.
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Whether all W of the table come from our splitting."""
+    """Whether every W in the table results from splitting a B."""
     _policies: dict[int, Callable[[int], Policy]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The factory of a rank's policy."""
+    """Creates a rank's policy."""
 
     @property
     def name(self) -> str:
@@ -95,31 +95,31 @@ class Pipeline:
 
     @property
     def is_folded(self) -> bool:
-        """Whether the pipeline ends on the rank where it begins (V and W)."""
+        """Whether the pipeline ends on the rank where it starts (V and W)."""
         return self.placement.name in ("v", "w")
 
     def static(self) -> Pipeline:
-        """Return the same pipeline in the static order of the table."""
-        # Other settings depend on what `dynamic` implies, so make that explicit.
+        """Return the same pipeline, running in the table's static order."""
+        # Dropping `dynamic` would change the defaults that it implies, so set them explicitly.
         config = replace(self.config, schedule=self.name, dynamic=None, transport=self.config.wire)
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
-        """Return the same pipeline, with slices cut for a share of attention in a forward."""
+        """Return the same pipeline, with slices cut for this share of attention in a forward."""
         costs = replace(self.costs, attention=share)
         return replace(self, config=replace(self.config, costs=costs))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for a number of micro-batches of one replica, made and validated once.
+        """Return the table for this many micro-batches per replica, generated and validated once.
 
-        It is the generator's table, with one exception: twins whose activations cross over once
-        (dualpipe). There the last stage would be on the twin of the first. To Megatron that is
-        another replica, which reads other samples, so activations would meet the wrong labels;
-        the exception keeps activations on their own twin.
+        This is the generator's table, except for twins whose activations cross over once
+        (dualpipe). There the last stage would be on the twin of the first stage. Megatron treats
+        the twin as another replica, which reads different samples, so activations would meet the
+        wrong labels. For these tables, activations stay on one twin.
 
         Raises:
-            ScheduleError: The schedule has no table for that number, a wrong one, or one whose
-                ranks would deadlock.
+            ScheduleError: The schedule has no table for that number, or its table is wrong or would
+                deadlock.
         """
         if num_microbatches in self._tables:
             return self._tables[num_microbatches]
@@ -127,7 +127,7 @@ class Pipeline:
         table = generate(
             self.name,
             self.pp,
-            num_microbatches * config.twins,  # one replica here is one twin
+            num_microbatches * config.twins,  # here a replica is one twin
             config.chunks,
             self.costs,
             **in_use(pairs=config.pairs, slices=config.slices),
@@ -138,21 +138,23 @@ class Pipeline:
                 f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
                 f"--pipeline-slices {table.num_slices}"
             )
-        if table.pairs and not config.pairs:  # a file's, whose two run one by one
+        if table.pairs and not config.pairs:  # from a file; run its pairs in sequence
             table = replace(table, pairs=(), options={**table.options, "pairs": "apart"})
         if len(table.placement.twin_hops) % 2:
             table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
         if config.dynamic is not None and self.splits:
-            # Only such W are without a place: those of a table that splits have theirs, and
-            # recomputed layers run W at once.
+            # W may run anywhere only if it comes from this split: a table that already splits
+            # places its W, and recomputed layers run W at once.
             self._fills[num_microbatches] = not (table.splits_backward or config.weights_at_once)
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
-        # Registered generators too: a wrong table of a plug-in would hang the job in a step.
+        # Validate generated tables too: a wrong table from a plug-in would hang the job during a
+        # step.
         validate(table)
         if self.transport == "torch":
-            # It may match messages by their order, so the proof covers that order too.
+            # torch.distributed may match messages by order, so prove that the order cannot
+            # deadlock.
             check_queues(table)
         self._tables[num_microbatches] = table
         return table
@@ -175,12 +177,12 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Place of this process among those that the launcher started together."""
+    """This process's place among the processes that the launcher started together."""
 
     local_rank: int = 0
-    """Number of this process on its host."""
+    """Index of this process on its host."""
     local_world_size: int | None = None
-    """Processes on this host; None: all of the job."""
+    """Processes on this host; None: all processes of the job."""
     run: tuple[str, str] = ("", "")
     """torchrun's run id and restart count; empty without torchrun."""
     rendezvous_host: str = "localhost"
@@ -204,14 +206,14 @@ class Environment:
 
 
 class Closing(Protocol):
-    """Something that ends with the configuration."""
+    """State that is closed together with the configuration."""
 
     def close(self) -> None:
-        """Restore or release what it holds."""
+        """Restore or release everything it holds."""
 
 
 class Aborting(Closing, Protocol):
-    """Something whose waits another thread can end."""
+    """State that is closed together with the configuration; another thread can end its waits."""
 
     def abort(self, reason: str) -> None:
         """End the waits for other ranks, here and at the peers."""
@@ -219,41 +221,42 @@ class Aborting(Closing, Protocol):
 
 @dataclass(eq=False)
 class Active:
-    """A configuration, its meaning in this process, and the state of features under it."""
+    """A configuration, what it means for this process, and the state that features keep."""
 
     config: PipelineConfig
     pipeline: Pipeline | None = None
     """The pipeline that our runtime executes; None: Megatron's own schedules run."""
     transport_only: Pipeline | None = None
-    """Megatron's own schedule if it runs over our transport, else None."""
+    """Megatron's own schedule if our transport carries its messages, else None."""
     job: Job | None = None
     """The disaggregated job of this process; None: forwards and backwards share ranks."""
     seed: int | None = None
-    """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
+    """Base seed of random numbers drawn by micro-batch; None: Megatron's generators are not
+    reseeded."""
     requested: PipelineConfig | None = None
-    """The argument of `configure`, for hosts that know the sizes of a job; None: flags."""
+    """The argument of `configure`, for hosts that know the job's sizes; None: flags are used."""
     is_sized: bool = True
-    """Whether the sizes of the job are known; False: a host has yet to give them."""
+    """Whether the sizes of the job are known; False: a host has not given them yet."""
     observers: list[Observer] = field(default_factory=list)
-    """Handed to the runtime when it is made; append before the first step."""
+    """Passed to the runtime when it is created, so append before the first step."""
     environment: Environment = field(default_factory=Environment.read)
-    """Place of this process among those that the launcher started together."""
+    """This process's place among the processes that the launcher started together."""
     iteration: int | None = None
-    """The training step in progress, counted over all resumed runs; None: not known."""
+    """The training step in progress, counted across resumed runs; None: unknown."""
     runtimes: Aborting | None = None
-    """What the runtime keeps; None before its first step (`runtime.in_force`)."""
+    """State of the runtime; None before its first step (`runtime.in_force`)."""
     roles: Closing | None = None
-    """What a process of a disaggregated job keeps, once it has joined (`worlds.roles_in_force`)."""
+    """State of a process in a disaggregated job, once it has joined (`worlds.roles_in_force`)."""
     host: Closing | None = None
-    """What a training loop of others (`megatron_ext/hosts/`) keeps, once it gave its sizes."""
+    """State of a foreign training loop (`megatron_ext/hosts/`), once it has given its sizes."""
     steps: Closing | None = None
     """The file of `megatron-ext compare` that records each step (`tracing/step_records.py`)."""
     checked_steps: int = 0
-    """Training steps whose effects were checked (`patches/effects.py`)."""
+    """Number of training steps whose effects were checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False
-    """Whether the model of an evaluation, or of a training step, was checked there."""
+    """Whether `patches/effects.py` has checked the model in an evaluation or a training step."""
     is_log_checked: bool = False
-    """Whether the first line of the log was checked there."""
+    """Whether `patches/effects.py` has checked the first line of the log."""
 
     def abort(self, reason: str) -> None:
         """End this process's waits for messages; called by another thread than the training's."""
@@ -261,11 +264,11 @@ class Active:
             self.runtimes.abort(reason)
 
     def close(self) -> None:
-        """Close the observers, and what the runtime, the roles and a host keep."""
+        """Close the observers, and the state of the runtime, the roles and the host."""
         for observer in self.observers:
             observer.close()
         self.observers.clear()
-        # In this order: each may use what comes after it.
+        # The order matters: each state may use the ones that follow.
         for state in (self.runtimes, self.roles, self.host, self.steps):
             if state is not None:
                 state.close()
@@ -278,9 +281,9 @@ class _InForce:
 
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
-    """Transports opened so far in this attempt, by label, under any configuration."""
+    """Number of transports opened so far in this attempt, by label, under any configuration."""
     attempt: int = 0
-    """How often the job has started again in the same processes."""
+    """How often the job has restarted within the same processes."""
 
 
 # The one active configuration.
@@ -288,7 +291,7 @@ _PROCESS = _InForce()
 
 
 def activate_configuration(configuration: Active | None) -> None:
-    """Activate a configuration; None: training runs as without this package."""
+    """Activate a configuration; with None, training runs as if this package were not installed."""
     _PROCESS.configuration = configuration
 
 
@@ -298,17 +301,18 @@ def active() -> Active | None:
 
 
 def required() -> Active:
-    """Return the active configuration; there must be one."""
+    """Return the active configuration, which must exist."""
     in_force = _PROCESS.configuration
     assert in_force is not None, "no active configuration; call prepare or megatron_ext.configure"
     return in_force
 
 
 def name_transport(purpose: str) -> str:
-    """Return the name by which the peers of a new transport find each other in the job's store.
+    """Return the name under which peers of a new transport find each other in the job's store.
 
-    All ranks that open transports of this purpose call it, for they are numbered: counting
-    continues from one configuration to the next, and begins anew with each attempt.
+    The names are numbered, so all ranks that open a transport for this purpose must call this
+    equally often. Counting continues from one configuration to the next, and restarts with each
+    attempt.
     """
     _PROCESS.num_transports[purpose] += 1
     name = f"{purpose}/{_PROCESS.num_transports[purpose]}"
@@ -316,22 +320,22 @@ def name_transport(purpose: str) -> str:
 
 
 def begin_attempt(number: int) -> None:
-    """Set the number of the attempt, where a job starts again in the same processes.
+    """Set the number of the attempt, if a job restarts within the same processes.
 
-    A rank that was in reserve has opened no transports, so no rank counts those of earlier ones.
+    The count of transports restarts too, because a rank that was in reserve has opened none.
     """
     _PROCESS.attempt = number
     _PROCESS.num_transports.clear()
 
 
 def attempt() -> int:
-    """Return how often the job has started again in the same processes."""
+    """Return how often the job has restarted within the same processes."""
     return _PROCESS.attempt
 
 
 def clear_configuration() -> None:
     """Deactivate the configuration and close the state that features keep under it."""
-    # Not in force while it closes: a state may look for the active configuration then.
+    # Deactivate it first, because state being closed may look up the active configuration.
     in_force = _PROCESS.configuration
     _PROCESS.configuration = None
     if in_force is not None:
@@ -345,7 +349,7 @@ def pipeline() -> Pipeline | None:
 
 
 def transport_only() -> Pipeline | None:
-    """Return Megatron's own schedule if it runs over our transport, else None."""
+    """Return Megatron's own schedule if our transport carries its messages, else None."""
     in_force = active()
     return None if in_force is None else in_force.transport_only
 
@@ -357,21 +361,21 @@ def job() -> Job | None:
 
 
 def has_role(role: Role) -> bool:
-    """Return whether this process has a given role in a disaggregated job."""
+    """Return whether this process has this role in a disaggregated job."""
     disaggregated_job = job()
     return disaggregated_job is not None and disaggregated_job.role == role
 
 
 def is_folded() -> bool:
-    """Return whether the active pipeline ends on the rank where it begins (V and W)."""
+    """Return whether the active pipeline ends on the rank where it starts (V and W)."""
     running = pipeline()
     return running is not None and running.is_folded
 
 
-# Megatron's generators run on from one forward to the next, so another order draws other dropout
-# masks. With `--microbatch-rng` each forward reseeds every generator from the run's seed, the
-# iteration, the stage and the micro-batch: all schedules with the same stages draw the same masks,
-# and so does a resumed run. `runtime/compute.py` sets the generators.
+# Megatron's generators continue from one forward to the next, so a different order draws different
+# dropout masks. With `--microbatch-rng` each forward reseeds every generator from the run's seed,
+# the iteration, the stage and the micro-batch, so all schedules with the same stages draw the same
+# masks, and so does a resumed run. `runtime/compute.py` sets the generators.
 
 
 def draws_by_microbatch() -> bool:
@@ -381,9 +385,9 @@ def draws_by_microbatch() -> bool:
 
 
 def begin_iteration(number: int) -> None:
-    """Set the number of the training step that begins, counted over all resumed runs.
+    """Set the number of the training step that starts, counted across resumed runs.
 
-    Random numbers by micro-batch depend on it.
+    Random numbers drawn by micro-batch depend on it.
     """
     in_force = active()
     if in_force is not None:
@@ -406,10 +410,11 @@ def iteration() -> int:
 
 
 def seed_of(*key: int | str) -> int:
-    """Return a 63-bit seed derived from a key and from the run's seed, which must be there."""
+    """Return a 63-bit seed derived from a key and from the run's seed, which must be set."""
     in_force = active()
     if in_force is None or in_force.seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
-    # Not `hash`: Python salts that of strings, so ranks would differ.
+    # Don't use `hash()`: Python randomizes string hashes per process, so each rank would get a
+    # different seed.
     digest = hashlib.blake2b(repr((in_force.seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

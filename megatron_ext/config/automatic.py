@@ -1,4 +1,4 @@
-"""`--pipeline-schedule auto`: puts a job to the planner, which ranks the schedules for it."""
+"""`--pipeline-schedule auto`: describes a job to the planner, which ranks the schedules for it."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 REFERENCE = choice.REFERENCE
-"""The schedule that runs with whatever any schedule runs with."""
+"""The schedule with the fewest requirements: if any schedule can run, this one can."""
 
 
 def ranking(args: Namespace, config: PipelineConfig, device: DeviceKind | None) -> Ranking:
-    """Return the schedules that a job may have, best first; see `asked`."""
+    """Return the schedules a job may use, best first; see `asked` for arguments and errors."""
     return choice.rank(*asked(args, config, device))
 
 
 def asked(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> tuple[Training, Judge]:
-    """Return what the planner is asked about a job, and what it compares schedules by.
+    """Return the planner's description of a job, and the judge that compares schedules for it.
 
     Args:
-        args: Megatron's arguments before its validation, or the sizes that stand for them.
+        args: Megatron's arguments before its validation, or equivalent sizes.
         config: The configuration, whose schedule is `auto` or `auto:FOLDER`.
-        device: What the devices are; None: nobody knows.
+        device: Description of the devices; None: unknown.
 
     Raises:
-        ArgumentsError: The sizes do not go together, or the folder is not of such a run.
+        ArgumentsError: The sizes are inconsistent, or the folder holds a run with other sizes.
     """
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
@@ -60,13 +60,14 @@ def asked(
             "none; use --pipeline-model-parallel-size 2, or leave --pipeline-schedule out"
         )
     batches = _batches(args)
-    # What the sizes say of every schedule they say of this one.
+    # The sizes imply these settings for every schedule alike, so read them from one.
     reference = completed(vars(args), cut, replace(config, schedule=choice.REFERENCE))
-    # One stage on each rank is Megatron's way to say nothing about their number.
+    # Megatron uses one stage per rank if no flag sets the number, so 1 does not constrain the
+    # choice.
     chunks = cut.chunks_if_even
     training = choice.Training(
         ranks=pp,
-        # As in a check without a batch: any number that fills the pipeline.
+        # Without a batch, use any number that fills the pipeline, as other checks do.
         num_microbatches=2 * pp if batches is None else batches.num_microbatches,
         cut=lambda schedule, placement: _layers_by_stage(args, cut, schedule, placement),
         chunks=None if chunks == 1 else chunks,
@@ -81,13 +82,13 @@ def asked(
 
 
 def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
-    """Return a configuration with the schedule of a candidate."""
+    """Return the configuration with a candidate's schedule."""
     costs = candidate.costs or config.costs
     return replace(config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs)
 
 
 def device_here() -> DeviceKind | None:
-    """Return the description of this process's device, with its memory; None: there is none."""
+    """Return the description of this process's device, with its memory; None without a device."""
     name, memory_gib = devices.name_and_memory()
     kind = kind_of(name)
     if kind is None or memory_gib is None:
@@ -96,7 +97,7 @@ def device_here() -> DeviceKind | None:
 
 
 def _batches(args: Namespace) -> Batches | None:
-    """Return the batches of one pipeline; None: the arguments do not say them."""
+    """Return the batch sizes of one pipeline; None if the arguments do not give them."""
     has_batch = any(
         getattr(args, size, None) for size in ("global_batch_size", "step_batch_size_schedule")
     )
@@ -106,7 +107,7 @@ def _batches(args: Namespace) -> Batches | None:
 
 
 def _has_layers(cut: UserCut) -> bool:
-    """Return whether anybody said how many layers the model has."""
+    """Return whether the arguments give the model's number of layers."""
     sizes = cut.sizes
     return bool(cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
 
@@ -114,7 +115,7 @@ def _has_layers(cut: UserCut) -> bool:
 def _layers_by_stage(
     args: Namespace, cut: UserCut, schedule: str, placement: Placement
 ) -> Sequence[int] | None:
-    """Return the layers of each stage as Megatron will build them; None: nobody knows their number.
+    """Return the layers per stage as Megatron will build them; None: the number is unknown.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
@@ -137,7 +138,7 @@ def _judge(
     batches: Batches | None,
     training: Training,
 ) -> Judge:
-    """Return what the schedules of a job are compared by."""
+    """Return the judge that compares schedules for a job."""
     folder = config.trace_folder
     if folder is not None:
         measured = MeasuredCosts.read(folder)
@@ -161,10 +162,10 @@ def _forecast(
     batches: Batches | None,
     training: Training,
 ) -> choice.ByForecast:
-    """Return the planner's forecast of a job.
+    """Return the planner's forecast for a job.
 
     Raises:
-        ArgumentsError: A size is missing, or the planner does not know such a training.
+        ArgumentsError: A size is missing, or the planner does not support this kind of training.
     """
     for rule in choice.NOT_FORECAST:
         if rule.refuses(args):
@@ -211,7 +212,7 @@ def _forecast(
 
 
 def _recomputed(args: Namespace) -> frozenset[str]:
-    """Return the modules that are recomputed, as the planner names them."""
+    """Return the recomputed modules, under the planner's names."""
     granularity = getattr(args, "recompute_granularity", None)
     if granularity == "full":
         return FULL

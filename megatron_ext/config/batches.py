@@ -1,4 +1,4 @@
-"""The batch sizes of a run, and the micro-batches that follow from them."""
+"""The batch sizes of a run, and the numbers of micro-batches that follow from them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_ext.schedules.table.table_files import load_csv
 
 @dataclass(frozen=True)
 class Batches:
-    """The batch sizes of a run, and the micro-batches of one model replica."""
+    """The batch sizes of a run, and the numbers of micro-batches per model replica."""
 
     micro_batch: int
-    """Samples of one micro-batch."""
+    """Samples per micro-batch."""
     replicas: int
     """Megatron's data-parallel size, which counts two mirrored pipelines as two replicas."""
     twins: int
     counts: Mapping[int, int]
-    """Micro-batches of one replica by global batch size; the last one is the full batch."""
+    """Micro-batches per replica, by global batch size; the last entry is the full batch."""
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of one replica in a full batch."""
+        """Micro-batches per replica in a full batch."""
         return list(self.counts.values())[-1]
 
     def global_batch(self, count: int) -> int:
@@ -36,7 +36,7 @@ class Batches:
         return count * self.micro_batch * self.replicas
 
     def explained(self, global_batch: int) -> str:
-        """Return the number of micro-batches in a global batch, with its derivation in words."""
+        """Return the number of micro-batches in a global batch, and explain how it is derived."""
         count = self.twins * self.counts[global_batch]
         batch = f"--global-batch-size {global_batch}"
         if count != global_batch:
@@ -46,7 +46,7 @@ class Batches:
 
 
 def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
-    """Return the batch sizes that the flags request of a whole pipeline world of `pp` ranks.
+    """Return the batch sizes that the flags request, for a pipeline world of `pp` ranks.
 
     Raises:
         ArgumentsError: A size is missing, or the sizes do not divide.
@@ -66,7 +66,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
     step = micro_batch * replicas
     requested = _global_batches(args, sizes, step)
-    # With --decrease-batch-size-if-needed Megatron itself rounds down.
+    # With --decrease-batch-size-if-needed, Megatron rounds down.
     rounds_down = getattr(args, "decrease_batch_size_if_needed", None)
     for batch in requested.sizes:
         if batch < step or (batch % step and not rounds_down):
@@ -75,7 +75,8 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
                 f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
                 f"x {replicas} replicas{mirrored}; use {requested.remedy}"
             )
-    # Without mirrored pipelines Megatron's own check names the user's replicas.
+    # Without mirrored pipelines, Megatron's check already reports this in terms of the user's
+    # replicas.
     if twins == 2:
         _check_evaluation(sizes, requested.sizes[-1], micro_batch, replicas)
     counts = {batch: batch // step for batch in requested.sizes}
@@ -83,10 +84,10 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
 
 
 def _check_evaluation(sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int) -> None:
-    """Refuse an evaluation whose batch does not divide among two mirrored pipelines."""
+    """Reject an evaluation whose batch does not divide among two mirrored pipelines."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
-    # A training's own sizes have been checked, or Megatron rounds them down.
+    # The training's sizes have already been checked, or Megatron rounds them down.
     is_training_batch = (eval_batch, eval_step) == (global_batch, micro_batch * replicas)
     if not is_training_batch and eval_batch % eval_step:
         raise ArgumentsError(
@@ -100,7 +101,7 @@ def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-# Powers of ten, as Megatron reads them.
+# Suffixes are powers of ten, as in Megatron.
 _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -108,7 +109,7 @@ class _GlobalBatches(NamedTuple):
     """The global batch sizes that flags request."""
 
     sizes: list[int]
-    """Each of the run, the full one last."""
+    """Every global batch size of the run; the full one is last."""
     remedy: str
     """Flags with sizes that divide."""
 
@@ -116,9 +117,9 @@ class _GlobalBatches(NamedTuple):
 def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatches:
     """Return every global batch size of the run.
 
-    A `step` has the samples of one micro-batch of every replica.
+    A `step` is the number of samples in one micro-batch on every replica.
     """
-    # Megatron's default is one micro-batch for each replica.
+    # Megatron's default is one micro-batch per replica.
     full = sizes.global_batch_size or step
     by_threshold = getattr(args, "step_batch_size_schedule", None)
     if by_threshold is not None:
@@ -134,7 +135,7 @@ def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatch
 
 
 def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
-    """Return the batch sizes of `--step-batch-size-schedule`, a size from each threshold on."""
+    """Return the batch sizes in `--step-batch-size-schedule`, one per threshold."""
     entries = re.findall(r"([\d.]+)([KMBT]?):(\d+)", schedule.upper())
     if not entries:
         raise ArgumentsError(
@@ -145,7 +146,7 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     for number, suffix, size in entries:
         by_threshold.append((float(number) * _SUFFIXES[suffix], int(size)))
     by_threshold.sort()
-    # Smaller ones are of a run on fewer processes that goes on here; Megatron checks it.
+    # Smaller sizes belong to an earlier part of the run on fewer processes; Megatron checks that.
     batches = [size for _, size in by_threshold if size >= step]
     if not batches:
         _, last = by_threshold[-1]
@@ -180,7 +181,7 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
 
 
 def check_file(name: str, pp: int, batches: Batches) -> None:
-    """Refuse a run of another size than the table of a file (`csv:FILE`), with flags to change."""
+    """Reject a run whose size differs from a file's table (`csv:FILE`), naming flags to change."""
     table = load_csv(name.removeprefix(CSV_PREFIX))
     if table.pp != pp:
         raise ScheduleError(

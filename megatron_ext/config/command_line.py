@@ -1,8 +1,8 @@
-"""A training's command line, read as the training itself reads it, without torch.
+"""Reads a training's command line as the training itself does, but without importing torch.
 
 Megatron's flags come from its sources (`megatron_ext/upstream/flag_list.py`), ours from `flags.py`,
-and those of a script from its file. Where no Megatron is installed, its flags are taken as they
-look: one without a value is a switch, and a number is a number.
+and a script's flags from its file. If Megatron is not installed, its flags are read by their looks:
+a flag without a value is a switch, and a word that looks like a number is a number.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from megatron_ext.upstream.flag_list import megatron_flags, script_flags
 from megatron_ext.upstream.scripts import is_megatrons, is_pretraining
 
 _SCRIPT = "pretrain_gpt.py"
-"""The script whose flags a command line without a script has."""
+"""The script assumed for a command line that names no script."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the words of a training's command line set."""
+    """The settings in a training's command line."""
 
     settings: dict[str, Any]
-    """Values by the names of Megatron's arguments and ours; a flag that is not given is absent."""
+    """Values by the names of Megatron's arguments and ours; flags that are not given are absent."""
     script: str | None = None
-    """The script that they start; None: the words are flags alone."""
+    """The script to start; None: the words are only flags."""
     unknown: dict[str, str | None] = field(default_factory=dict)
-    """Flags that neither Megatron nor we know, each with a known one that is close, or None."""
+    """Flags known neither to Megatron nor to this package, each with a similar known flag, or
+    None."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Megatron's defaults, as far as its sources say them."""
+    """Megatron's defaults, as far as they can be read from its sources."""
 
     @property
     def is_pretraining(self) -> bool:
-        """True for Megatron's training scripts, which lack no required flag."""
+        """Whether a Megatron training script is run, for which required flags can be checked."""
         return self.script is not None and is_pretraining(self.script)
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Return what a training's command line sets, with the flags of the environment.
+    """Return the settings in a training's command line and in the flags of the environment.
 
     Args:
-        words: The flags, after the script or without one. A script that is not Megatron's may have
-            flags that are known to nobody here.
+        words: The flags, optionally preceded by a script. A user's script may have flags that we
+            cannot know.
 
     Raises:
-        ArgumentsError: A flag is unknown, has no such value, or lacks one.
+        ArgumentsError: A flag is unknown, or its value is invalid or missing.
     """
-    words = [word for word in words if word != "--"]  # argparse leaves the separator in
+    words = [word for word in words if word != "--"]  # argparse keeps the separator
     script = None
     if words and words[0].endswith(".py"):
         script, *words = words
@@ -67,13 +68,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     flags = megatron_flags()
     for flag in flags:
         flag.add_to(parser)
-    # A script of the user's may have flags that its file does not show.
+    # A user's script may have flags that do not appear in its file.
     is_user_script = script is not None and not is_megatrons(script)
     if script is not None and is_user_script:
         for flag in script_flags(Path(script)):
             flag.add_to(parser)
     add_arguments(parser)
-    # As Megatron's parser gets them; the words prevail.
+    # Set as defaults, as in Megatron's parser, so that the words take precedence.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
@@ -90,7 +91,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | None]:
-    """Return each flag among the words, with a flag of the parser that is close, or None."""
+    """Return each flag among the words with a similar flag of the parser, or None."""
     spellings: list[str] = []
     for action in parser._actions:
         spellings += action.option_strings
@@ -103,7 +104,7 @@ def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | No
     return suggestions
 
 
-# Destinations of flags of Megatron's that are not named after them.
+# Megatron's flags whose destination differs from the flag's name.
 _DESTINATIONS = {
     "fp4_format": "fp4",
     "fp8_format": "fp8",
@@ -112,18 +113,18 @@ _DESTINATIONS = {
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
 
-# Arguments that are no number even where a mistaken value looks like one.
+# Arguments that are text even if the value looks like a number.
 _TEXTS = (
     "hybrid_layer_pattern", "hybrid_override_pattern", "pipeline_model_parallel_layout",
     "step_batch_size_schedule",
 )  # fmt: skip
 
-# Flags of Megatron's that take several values.
+# Megatron's flags that take several values.
 _SEVERAL = ("rampup_batch_size", "recompute_modules")
 
 
 def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of flags whose types nobody knows here.
+    """Return the settings of flags whose types are unknown.
 
     A flag without a value is a switch; `--no-` turns one off.
     """
@@ -155,7 +156,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _number(word: str) -> int | float | str:
-    # A whole number stays one, for messages and for what counts with it.
+    # Try `int` first, so that whole numbers stay integers in messages and in counts.
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)

@@ -1,4 +1,4 @@
-"""Completes a configuration with what it leaves to the model and to the sizes of a job."""
+"""Completes a configuration with the settings that depend on the model and the job's sizes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     from megatron_ext.config.cut import UserCut
     from megatron_ext.config.pipeline_config import PipelineConfig
 
-# Where pairs would train another model, see RULES["unpaired"].
+# Settings with which pairs would train a different model; see RULES["unpaired"].
 _UNPAIRED = ("fp4", "sft", "dataloader_inter_document_masking")
 
 
 def completed(settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with what it leaves to the model and the sizes of a job.
+    """Return a configuration, completed with the settings that depend on the job.
 
     Args:
-        settings: Those of the job, by the names of Megatron's arguments.
-        cut: How they cut the model.
-        config: As the user wants it.
+        settings: Settings of the job, by the names of Megatron's arguments.
+        cut: How these settings cut the model.
+        config: The user's configuration.
 
     Raises:
-        ArgumentsError: What the sizes say about the stages of each rank does not go together.
+        ArgumentsError: The sizes contradict each other about the stages of each rank.
     """
-    # Roles bring their schedule along, whose stages Megatron makes of its own flags.
+    # Roles imply their schedule, whose stages Megatron builds from its own flags.
     if config.disaggregation is not None:
-        # Both roles must draw the same numbers, and flags do not tell all that a model draws.
+        # Both roles must draw the same random numbers, and flags do not show everything that a
+        # model draws.
         return replace(config, microbatch_rng=True)
     if config.schedule is None and config.dynamic is not None:
         config = replace(config, schedule=base_table(cut.chunks))
@@ -42,12 +43,12 @@ def completed(settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig)
 
 
 def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
-    """Return the stages of each rank, where the schedule leaves their number open."""
+    """Return the stages of each rank, if the schedule accepts different numbers."""
     generator = config.generator
     if config.chunks is not None or generator is None or not generator.free_chunks:
         return config.chunks
-    # If the cut gives one stage per rank or does not divide, the schedule's default counts, and
-    # `stage_arguments` cuts the model by it.
+    # If the cut gives one stage per rank or does not divide, use the schedule's default;
+    # `stage_arguments` then cuts the model accordingly.
     chunks = cut.chunks_if_even
     if chunks is None or chunks == 1:
         return generator.num_chunks
@@ -56,16 +57,16 @@ def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
 
 def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
     """Return whether forwards and backwards run as pairs."""
-    # The sizes that `configure` gets say nothing of experts: then the program's word counts.
+    # The sizes passed to `configure` do not include experts, so trust the program's setting.
     if "num_experts" not in settings and config.pairs:
         return True
-    # Pairs hide the communication of experts, which one rank alone does not have.
+    # Pairs hide the communication between experts, and there is none on a single rank.
     expert_ranks = settings.get("expert_model_parallel_size") or 1
     if not settings.get("num_experts") or expert_ranks == 1:
         return False
     if config.pairs:
         return True
-    # Rules drop the flag there, with a line (`incompatible.dropped`).
+    # In these cases the rules drop the flag, with a notice (`incompatible.dropped`).
     if config.slices > 1 or any(settings.get(dest) for dest in _UNPAIRED):
         return False
     return bool(settings.get("overlap_moe_expert_parallel_comm"))
@@ -73,18 +74,18 @@ def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
 
 @dataclass(frozen=True)
 class _WholeLayers:
-    """Layers of a stage that are recomputed as a whole."""
+    """The layers that are recomputed as a whole."""
 
     share: float = 0.0
-    """Of all layers."""
+    """Share of all layers."""
     at_a_time: int = 1
-    """Layers between two inputs that are kept."""
+    """Number of layers that are recomputed together, from one kept input."""
 
 
 def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return a configuration that counts what layers hold between I and W, if it does not yet.
+    """Return a configuration that counts the memory held between I and W, if not counted yet.
 
-    It follows from settings of the job, or from the fields of a `TransformerConfig`.
+    The settings are the job's, or the fields of a `TransformerConfig`.
     """
     if config.stash_ratio > 1:
         return config
@@ -104,7 +105,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     ratio = stash_ratio(
         settings.get("tensor_model_parallel_size", 1),
         sequence_parallel=bool(settings.get("sequence_parallel")),
-        # Megatron's own layers keep their part of a sequence and gather it again.
+        # Megatron's own layers keep only their part of a sequence and gather it again.
         keeps_gathered=is_te and find_spec("transformer_engine") is not None,
         recomputed=recomputed,
         offloaded=offloaded,
@@ -112,17 +113,17 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
         kept_inputs=1 / whole.at_a_time,
         divides_inputs=bool(settings.get("distribute_saved_activations")),
     )
-    # The order of a file is the user's.
+    # A table from a file keeps the user's order.
     at_once = config.weights_at_once or (whole.share == 1 and config.generator is not None)
     return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 
 def _recomputed_layers(config: PipelineConfig, settings: Mapping[str, Any]) -> _WholeLayers:
-    """Return which layers Megatron recomputes as a whole with full granularity."""
+    """Return which layers Megatron recomputes as a whole under full granularity."""
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "block":
         return _WholeLayers(share=1.0, at_a_time=count)
-    # So many of each stage; the others are not recomputed.
+    # The block method recomputes `count` layers of each stage, and not the others.
     chunks = config.chunks
     if not chunks:
         generator = config.generator

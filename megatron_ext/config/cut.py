@@ -1,8 +1,8 @@
-"""The user's cut of a model into stages, as Megatron reads it.
+"""The user's cut of a model into stages, as Megatron interprets it.
 
-Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
-virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
-and last ranks.
+Five mutually exclusive groups of Megatron's flags split a model into stages: the number of virtual
+stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first and
+last ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ EVEN_CUT = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
-"""Arguments about the cut that a layout replaces."""
+"""Arguments about the cut that are replaced by a layout."""
 
 
 class CutFlag(NamedTuple):
-    """A flag about the stages of each rank, with its value."""
+    """A flag that sets the stages of each rank, with its value."""
 
     flag: str
     value: Any
@@ -56,22 +56,23 @@ class UserCut:
 
     sizes: JobSizes
     pattern: str | None
-    """The layers of a hybrid model, one letter each, with `|` between stages; else None. From 0.17
-    on they replace `--num-layers`; in 0.16 `--hybrid-override-pattern` stands beside it."""
+    """The layers of a hybrid model, one letter per layer, with `|` between stages; None for other
+    models. From 0.17 on the pattern replaces `--num-layers`; in 0.16 `--hybrid-override-pattern` is
+    used together with it."""
     is_hybrid: bool
     counts_embedding: bool
     """Whether the embedding counts as a layer of the first stage."""
     counts_loss: bool
     """Whether the loss counts as a layer of the last stage."""
     layer_description: str | None
-    """The argument that describes each layer by itself, if any."""
+    """The argument that describes each layer individually, if any."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> UserCut:
-        """Return the cut that settings by the names of Megatron's arguments make.
+        """Return the cut that these settings describe, given by the names of Megatron's arguments.
 
         Raises:
-            ArgumentsError: A size is of another type, or too small.
+            ArgumentsError: A size has the wrong type or is too small.
         """
         all_layers = None
         if "hybrid_layer_pattern" in settings:
@@ -91,10 +92,10 @@ class UserCut:
 
     @property
     def chosen(self) -> CutFlag | None:
-        """The user's one flag about the stages of each rank.
+        """The user's flag that sets the stages of each rank, if any.
 
         Raises:
-            ArgumentsError: There are several.
+            ArgumentsError: The user gave several.
         """
         sizes = self.sizes
         segments = self.pattern if self.pattern and "|" in self.pattern else None
@@ -118,17 +119,17 @@ class UserCut:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, without those of multi-token prediction.
+        """Layers of the model, not counting multi-token prediction.
 
         Raises:
-            ArgumentsError: Nobody said.
+            ArgumentsError: The number is not given.
         """
         if self.pattern is None:
             count = self.sizes.num_layers
         else:
             count = len(self.pattern.replace("|", ""))
         if count is None:
-            # Megatron's validation, which comes later, takes it where --num-layers is missing.
+            # Megatron's validation, which runs later, uses it if --num-layers is missing.
             count = self.sizes.encoder_num_layers
         if not count:
             missing = "--num-layers is missing"
@@ -139,12 +140,12 @@ class UserCut:
 
     @property
     def num_split(self) -> int:
-        """Layers that Megatron splits evenly, with embedding and loss if they count."""
+        """Layers that Megatron splits evenly, including embedding and loss if they count."""
         return self.num_layers + self.counts_embedding + self.counts_loss
 
     @property
     def chunks(self) -> int:
-        """Stages of each rank under Megatron's own schedule, as Megatron counts them.
+        """Stages per rank under Megatron's own schedule, as Megatron counts them.
 
         Raises:
             ArgumentsError: The flags contradict each other, or do not divide.
@@ -173,27 +174,27 @@ class UserCut:
 
     @property
     def chunks_if_even(self) -> int | None:
-        """Stages of each rank under the user's flag; None: it does not divide.
+        """Stages per rank under the user's flag; None if the layers do not divide evenly.
 
         Raises:
             ArgumentsError: The flags contradict each other.
         """
-        _ = self.chosen  # a contradiction is no cut that does not divide
+        _ = self.chosen  # contradictory flags must raise, not return None
         with suppress(ArgumentsError):
             return self.chunks
         return None
 
     @property
     def end_layers(self) -> tuple[int | None, int | None]:
-        """Layers of the first and of the last rank; None: as many as the ranks between."""
+        """Layers of the first and the last rank; None: as many as on the ranks between."""
         sizes = self.sizes
         return sizes.decoder_first_pipeline_num_layers, sizes.decoder_last_pipeline_num_layers
 
     def layers_by_stage(self, placement: Placement) -> list[int] | None:
-        """Return the layers of each stage if these flags make Megatron build these stages.
+        """Return the layers per stage if these flags make Megatron build exactly these stages.
 
         Raises:
-            ArgumentsError: The flags contradict each other, or nobody said how many layers.
+            ArgumentsError: The flags contradict each other, or the number of layers is missing.
         """
         chosen = self.chosen
         num_layers = self.num_layers
@@ -209,7 +210,7 @@ class UserCut:
         if self.end_layers != (None, None):
             return self._layers_between_ends(placement)
         per_stage, num_left_over = divmod(self.num_split, placement.num_stages)
-        # Megatron cuts a pattern for one stage on each rank only.
+        # Megatron can cut a pattern only into one stage per rank.
         if num_left_over or (self.pattern and chunks > 1):
             return None
         layers_by_stage = [per_stage] * placement.num_stages
@@ -218,9 +219,9 @@ class UserCut:
         return layers_by_stage
 
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
-        """Return the layers of each stage where the first or the last rank has a number of its own.
+        """Return the layers per stage if the first or last rank has a different number of layers.
 
-        The layers of each rank spread evenly over its chunks.
+        The layers of each rank are spread evenly over its chunks.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
@@ -250,7 +251,8 @@ class UserCut:
         if not end_counts:
             last = float(self.counts_loss) + self.sizes.mtp_num_layers
             return EndWeights(float(self.counts_embedding), last)
-        # A rank with fewer layers than those between computes something else for the difference.
+        # If an end has fewer layers than the ranks between, assume that its other work makes up the
+        # difference.
         num_between = num_ranks - len(end_counts)
         usual: float = max(end_counts)
         if num_between:
@@ -262,12 +264,13 @@ class UserCut:
 def ends_of_layout(layout: str) -> EndWeights:
     """Return what the first and the last stage compute besides their layers.
 
-    Where a layout gives an end fewer layers than the stages between, the rest of that end weighs
-    the difference.
+    If a layout gives an end fewer layers than the stages between, its other work is assumed to make
+    up the difference.
     """
     stages = parse_layout(layout)
     counts = [stage.count("t") for stage in stages]
-    # Multi-token prediction may stand in a stage of its own before the loss: both are the end.
+    # Multi-token prediction may be in a separate stage before the loss; then both stages form the
+    # end.
     tail: list[int] = []
     between: list[int] = []
     for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):

@@ -1,10 +1,10 @@
-"""The entrance of a command line: `prepare` and `check`. Hosts enter by it, too.
+"""Entry points for a training's command line, also used by hosts: `prepare` and `check`.
 
-Megatron's training loop allows two points. `prepare` runs between parsing and Megatron's own
+Megatron's training loop offers two places to hook in. `prepare` runs between parsing and Megatron's
 validation: it translates the flags, works out the arguments that Megatron needs to host the
-pipeline, and activates the configuration. `check` runs after the validation, compares what Megatron
-computed with what was prepared, and logs what runs: the pipeline with its simulated makespan,
-bubble and memory.
+pipeline, and activates the configuration. `check` runs after the validation: it compares Megatron's
+results with the prepared ones, and logs the pipeline that runs, with its simulated makespan, bubble
+and memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# The attribute in which `prepare` keeps (old, new) of the arguments that it changed.
+# The attribute in which `prepare` keeps (old, new) for each argument that it changed.
 _REWRITTEN = "megatron_ext_rewritten"
 
 
@@ -58,26 +58,27 @@ def prepare(
 ) -> dict[str, Any]:
     """Activate a configuration; set and return the arguments that let Megatron host it.
 
-    The configuration is the argument of `configure`; None: flags among the arguments choose it. A
-    second call with the same arguments changes nothing; upstream's tools may make one.
-    `script_defaults` are what a training script brings for arguments that were not given; None:
-    they may lack what Megatron needs. `wording` says settings for whoever reads errors and the log.
+    `requested` is the argument of `configure`; None: flags among the arguments choose the pipeline.
+    A second call with the same arguments, as upstream's tools may make, changes nothing.
+    `script_defaults` are a training script's values for arguments that were not given; None: the
+    arguments may lack some that Megatron needs. `wording` renders settings for the reader of errors
+    and log lines.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
-        ScheduleError: The schedule does not exist, or not for these sizes.
+        ScheduleError: The schedule does not exist, or is impossible for these sizes.
     """
-    # First: if the flags are refused, nothing of a former training stays in force.
+    # Clear first, so that nothing of an earlier training stays in force if the flags are rejected.
     clear_configuration()
-    # Both runs of upstream's validation start from what the user gave. Nothing else changes
-    # arguments, so keeping (old, new) is enough to undo it; later changes by others stay.
+    # Upstream may validate twice, and both times must start from the user's arguments. Keeping
+    # (old, new) is enough to undo our changes; changes made by others since then stay.
     user_args = Namespace(**vars(args))
     for dest, (before, after) in vars(user_args).pop(_REWRITTEN, {}).items():
         if getattr(user_args, dest, None) == after:
             setattr(user_args, dest, before)
     preflight = inspect(user_args, requested, script_defaults=script_defaults)
     preflight.raise_refusals(wording)
-    # What an earlier call had changed is taken back even where this one changes nothing.
+    # Undo the changes of an earlier call even if this call changes nothing.
     vars(args).pop(_REWRITTEN, None)
     vars(args).update(vars(user_args))
     rewritten = {}
@@ -86,14 +87,14 @@ def prepare(
         setattr(args, dest, value)
     if rewritten:
         setattr(args, _REWRITTEN, rewritten)
-    if getattr(user_args, "rank", 0) == 0:  # of the job, not of a role
+    if getattr(user_args, "rank", 0) == 0:  # the job's first rank, not a role's
         log(*(reworded(line, wording) for line in (*preflight.changes, *preflight.notices)))
     put_in_force(preflight, requested, getattr(user_args, "seed", None))
     return preflight.arguments
 
 
 def put_in_force(preflight: Preflight, requested: PipelineConfig | None, seed: int | None) -> None:
-    """Put a checked configuration in force."""
+    """Activate a checked configuration."""
     config = preflight.config or requested
     assert config is not None
     activate_configuration(
@@ -109,14 +110,14 @@ def put_in_force(preflight: Preflight, requested: PipelineConfig | None, seed: i
 
 
 def check(args: Namespace) -> None:
-    """Compare Megatron's completed arguments with the prepared ones; log what runs.
+    """Compare Megatron's completed arguments with the prepared ones, and log what runs.
 
     Raises:
         ArgumentsError: They differ.
     """
     in_force = required()
     if in_force.config.variable_seq_lengths:
-        args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
+        args.variable_seq_lengths = True  # not a Megatron flag, and its validation clears it
     if in_force.pipeline is not None:
         _check_pipeline(args, in_force.pipeline)
     if getattr(args, "rank", 0) == 0:
@@ -124,7 +125,7 @@ def check(args: Namespace) -> None:
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
-    """Refuse sizes that Megatron computed and that differ from those of the tables."""
+    """Raise an error if sizes that Megatron computed differ from those of the tables."""
     placement = pipeline.placement
     prepared = {
         "pipeline ranks": placement.num_ranks,
@@ -134,13 +135,13 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
         "pipeline ranks": args.pipeline_model_parallel_size,
         "chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
     }
-    # Beside a schedule of batch sizes Megatron takes no --global-batch-size, and fills in one
-    # micro-batch for each replica: nothing to compare.
+    # With --step-batch-size-schedule, Megatron fills in one micro-batch per replica as the global
+    # batch size, so there is nothing to compare.
     if getattr(args, "step_batch_size_schedule", None) is None:
         samples = args.micro_batch_size * args.data_parallel_size
         prepared["micro-batches"] = pipeline.num_microbatches
         computed["micro-batches"] = args.global_batch_size // samples
-    # A later flag, a checkpoint's arguments or another program's patch may have changed them since.
+    # A later flag, a checkpoint's arguments or another program's patch may have changed the sizes.
     for size, count in prepared.items():
         if computed[size] != count:
             clear_configuration()
@@ -151,7 +152,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
 
 
 def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
-    """Yield lines about what runs, and what it lacks."""
+    """Yield log lines about what runs, and about its limitations."""
     job = in_force.job
     if job is not None:
         if job.rank == 0:
@@ -180,8 +181,8 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
 
 
 def _reads_mask(args: Namespace) -> bool:
-    """Return whether layers attend by a mask of documents that the data loader makes."""
-    # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+    """Return whether layers use an attention mask for documents from the data loader."""
+    # Transformer Engine ignores the mask; Megatron's own attention is causal without one.
     if getattr(args, "transformer_impl", None) != "local":
         return False
     settings = ("reset_attention_mask", "create_attention_mask_in_dataloader")
@@ -189,7 +190,7 @@ def _reads_mask(args: Namespace) -> bool:
 
 
 def running(pipeline: Pipeline) -> str:
-    """Return a line about the pipeline that runs, with its simulated bubble and memory."""
+    """Return a log line about the pipeline that runs, with its simulated bubble and memory."""
     config = pipeline.config
     if config.dynamic is None:
         timeline = evaluate(pipeline.full, pipeline.costs)
@@ -221,7 +222,7 @@ def running(pipeline: Pipeline) -> str:
 
 
 def _wires_in_words(transport: str) -> str:
-    """Return what carries messages; `auto` is decided when ranks connect, pair by pair."""
+    """Describe what carries messages; `auto` is resolved per pair of ranks when they connect."""
     if transport == "auto":
         return "the fastest wire of each pair of ranks (auto)"
     return transport
@@ -253,7 +254,7 @@ def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
 
 
 def warning(pipeline: Pipeline) -> str | None:
-    """Return advice if the static order is as fast while nothing is late, else None."""
+    """Return advice if the static order is just as fast when no message is late, else None."""
     calm = quiet(pipeline.costs)
     static = pipeline.static().full
     ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
@@ -270,16 +271,16 @@ def warning(pipeline: Pipeline) -> str | None:
 
 
 def log(*lines: str) -> None:
-    """Log notices, as warnings: scripts without logging set-up hide lower levels."""
+    """Log notices as warnings, because scripts that set up no logging hide lower levels."""
     for line in lines:
         _LOG.warning("%s", line)
 
 
 def count_recomputation(built: Any) -> None:
-    """Count what a program's model recomputes in the memory that a table keeps between I and W.
+    """Update the memory that tables count between I and W, from a program's recomputation settings.
 
-    `configure` comes before the model's settings, so it cannot; flags say it in advance. The object
-    is a `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
+    `configure` runs before the model's settings exist, so it cannot count this; flags give it in
+    advance. `built` is Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
     """
     in_force = required()
     is_model = hasattr(built, "recompute_granularity")
@@ -289,7 +290,7 @@ def count_recomputation(built: Any) -> None:
     if config == in_force.pipeline.config:
         return
     pipeline = replace(in_force.pipeline, config=config)
-    # Made now, so that a table that cannot be ends here and not in the first step.
+    # Generate the table now, so that an impossible one fails here and not in the first step.
     pipeline.schedule(pipeline.num_microbatches)
     in_force.config, in_force.pipeline = config, pipeline
     if in_force.environment.local_rank == 0:
@@ -297,6 +298,6 @@ def count_recomputation(built: Any) -> None:
 
 
 def await_host(config: PipelineConfig) -> None:
-    """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of its job."""
+    """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of the job."""
     clear_configuration()
     activate_configuration(Active(config, requested=config, is_sized=False))

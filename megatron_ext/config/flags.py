@@ -1,4 +1,4 @@
-"""Our command-line flags, and their one translation into a `PipelineConfig`."""
+"""Our command-line flags, and their translation into a `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 
 FLAG = "--forward-backward-disaggregating"
 FLAGS = "MEGATRON_EXT_FLAGS"
-"""Flags of this package for programs that do not parse Megatron's command line."""
+"""Environment variable with flags of this package, for programs that do not parse Megatron's
+command line."""
 _DPP = "--use-dpp"
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
-"""Flags that Megatron-LM has dropped, each with the reason why it is not needed any more. They are
+"""Flags that Megatron-LM has dropped, each with the reason why it is no longer needed. They are
 accepted with a notice and have no effect."""
 
 REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"}
-"""Flags of the release before that are refused, each with the remedy; kept for one release."""
+"""Flags of the previous release that are now rejected, each with the remedy; kept for one
+release."""
 
 
 _OPTIONS = "\n".join(
@@ -47,8 +49,9 @@ _OPTIONS = "\n".join(
     for key, values in generator.options.items()
 )
 _IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
-# Help texts by flag, with the field that it sets, `part.field` for one of a part, and how its value
-# is called. The field's type says what values there are; without a field a flag is a switch.
+# Help texts by flag. After the flag comes the field that it sets (`part.field` for a field of a
+# part) and the name of its value in the help. The field's type determines the accepted values; a
+# flag without a field is a switch.
 _HELP = f"""
 --device-backend device
     Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that build
@@ -147,8 +150,8 @@ _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": 
 _CHOICES = {
     "--device-backend": DEVICES,
     "--pipeline-layout": ("auto",),
-    # No default of argparse's: `_options` refuses an option of another schedule, and must know
-    # whether it was given, even with the default value.
+    # No argparse default: `_options` rejects options of other schedules, so it must know whether an
+    # option was given, even with its default value.
     **{
         generator.flag(key): values
         for generator in registered().values()
@@ -158,14 +161,14 @@ _CHOICES = {
 
 
 class _Row(NamedTuple):
-    """A flag of ours."""
+    """One of our flags."""
 
     flag: str
     part: str
-    """The part of the configuration that has the field; empty: none."""
+    """The part of the configuration that contains the field; empty: the configuration itself."""
     field: str
     parse: Callable[[str], object] | None
-    """Reads the value; its mistakes are errors of the flag."""
+    """Parses the value; its errors are reported as errors of the flag."""
     options: dict[str, Any]
     """Keywords for argparse."""
 
@@ -187,7 +190,7 @@ def _row(key: str, text: str) -> _Row:
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
-    # Fields of a part have no defaults here: without its switch they must be absent.
+    # Fields of a part get no defaults here: without the part's switch they must be absent.
     default = None if part else getattr(PipelineConfig, name, None)
     if "action" not in options and isinstance(default, str | int):
         options["default"] = default
@@ -197,7 +200,7 @@ def _row(key: str, text: str) -> _Row:
 _ROWS = [_row(key, text) for key, text in entries(_HELP)]
 
 DESTINATIONS = {flag[2:].replace("-", "_") for flag in (*REMOVED, *(row.flag for row in _ROWS))}
-"""Names of our flags' values."""
+"""Attribute names of our flags in the parsed arguments."""
 
 FLAG_OF = {
     "pipeline_ranks": "--pipeline-model-parallel-size",
@@ -217,26 +220,26 @@ FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 
 
 def in_flags(name: str, value: str) -> str:
-    """Return a field of `PipelineConfig`, or a flag, as a command line gives it (`Wording`)."""
+    """Return a field of `PipelineConfig`, or a flag, as written on a command line (`Wording`)."""
     flag = FLAG_OF.get(name, name)
     return f"{flag} {value}" if value else flag
 
 
 def with_flags(name: str, value: str) -> str:
-    """Return a field of `PipelineConfig` as `--flag=value`, for `errors.reworded` to read."""
+    """Return a field of `PipelineConfig` as `--flag=value`, which `errors.reworded` parses."""
     flag = FLAG_OF.get(name, name)
     return f"{flag}={value}" if value else flag
 
 
 def in_fields(flag: str, value: str) -> str:
-    """Return a flag as a program gives it: our argument, or a field of Megatron's objects."""
+    """Return a flag as written in a program: our argument, or a field of Megatron's objects."""
     if flag in FIELD_OF:
         return in_python(FIELD_OF[flag], value)
     return in_objects(flag, value)
 
 
 def in_objects(flag: str, value: str) -> str:
-    """Return a flag as a field: one of ours, or the one of Megatron's own objects."""
+    """Return a flag as a field of our configuration or of Megatron's objects."""
     dest = dest_of(flag)
     if dest in DESTINATIONS:
         return in_python(FIELD_OF.get(flag, dest), value)
@@ -252,14 +255,14 @@ MEGATRON_FIELDS = {
     "num_experts": "num_moe_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
-"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where they differ.
-Rules know the arguments."""
+"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where the names
+differ. Rules use the arguments' names."""
 
 
 class WordParser(ArgumentParser):
-    """A parser whose mistakes are exceptions, and which takes no abbreviations.
+    """A parser that raises exceptions instead of exiting, and accepts no abbreviations.
 
-    An abbreviation of ours could be a flag of Megatron's, or become one with its next release.
+    An abbreviation of one of our flags could be a Megatron flag, or become one in its next release.
     """
 
     def __init__(self, prog: str) -> None:
@@ -268,28 +271,28 @@ class WordParser(ArgumentParser):
             add_help=False,
             allow_abbrev=False,
             argument_default=SUPPRESS,
-            conflict_handler="resolve",  # a script may have a flag of Megatron's for its own parser
+            conflict_handler="resolve",  # a script may redefine a Megatron flag
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the words, in our own words."""
+        """Raise an `ArgumentsError` that rephrases argparse's message."""
         raise ArgumentsError(parser_line(self, message))
 
 
 def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
+    """Return the words in `MEGATRON_EXT_FLAGS`, split as by a shell; empty if it is not set.
 
     Raises:
-        ArgumentsError: A quotation does not end.
+        ArgumentsError: A quotation mark is not closed.
     """
     return split_words(environ.get(FLAGS, ""), FLAGS)
 
 
 def split_words(text: str, source: str) -> tuple[str, ...]:
-    """Return the words of a line of a source, split as by a shell.
+    """Return the words of a line, split as by a shell; `source` names the line in errors.
 
     Raises:
-        ArgumentsError: A quotation does not end.
+        ArgumentsError: A quotation mark is not closed.
     """
     try:
         return tuple(shlex.split(text))
@@ -298,10 +301,10 @@ def split_words(text: str, source: str) -> tuple[str, ...]:
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return what words of a source set, which are flags of this package and nothing else.
+    """Return the settings in words that may contain only flags of this package.
 
     Raises:
-        ArgumentsError: One is no flag of ours, or has no such value.
+        ArgumentsError: A word is not one of our flags, or a value is invalid.
     """
     parser = add_arguments(WordParser(source))
     for action in parser._actions:
@@ -316,27 +319,28 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our group of flags to a parser, once; return it."""
+    """Add our group of flags to a parser unless it has them, and return the parser."""
     if not any(group.title == "megatron_ext" for group in parser._action_groups):
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
             group.add_argument(row.flag, **row.options)
-        # With a value and without, as scripts may have it: the remedy answers, not argparse.
+        # Accept it with or without a value, as scripts may have it, so that the user sees the
+        # remedy and not an error of argparse.
         for flag in REMOVED:
             group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
 
 
 def _value(args: Namespace, flag: str) -> Any:
-    """Return the value of a flag; None: it is not given."""
+    """Return the value of a flag; None if it was not given."""
     return getattr(args, flag[2:].replace("-", "_"), None)
 
 
 def pipeline_config(args: Namespace) -> PipelineConfig:
-    """Translate the flags into a configuration; `completed` adds what they leave to sizes.
+    """Translate the flags into a configuration; `completed` adds what depends on the sizes.
 
-    Missing settings get their defaults: a namespace that upstream built from a YAML file holds
-    none of our flags.
+    Missing settings get their defaults, because a namespace that upstream built from a YAML file
+    has none of our flags.
 
     Raises:
         ArgumentsError: The flags contradict each other.
@@ -353,25 +357,25 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
         )
     tracing = fields_by_part["tracing"]
-    if "iterations" in tracing:  # a longer recording makes a longer interval
+    if "iterations" in tracing:  # a longer recording needs a longer interval
         tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
     settings = fields_by_part[""]
     for name, part in _PARTS.items():
-        # The switch of a part is the flag of its field; without it the part is off.
+        # A part is switched on by the flag for its field.
         is_on = settings.get(name)
         settings[name] = part(**fields_by_part[name]) if is_on else None
     settings["schedule"] = schedule
     settings["options"] = _options(args, schedule)
-    # Megatron's own time-out of collectives.
+    # Use Megatron's time-out of collectives.
     minutes = getattr(args, "distributed_timeout_minutes", None) or 10
     settings["message_timeout_s"] = 60.0 * minutes
     return PipelineConfig(**settings)
 
 
 def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the fields that flags set, by the part of the configuration that has them.
+    """Return the fields set by flags, grouped by the part of the configuration they belong to.
 
-    Those of the configuration itself have the part `""`.
+    Fields of the configuration itself are under `""`.
     """
     fields_by_part: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
     for row in _ROWS:
@@ -379,7 +383,7 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         if value is None or not row.field:
             continue
         switch = FLAG_OF.get(row.part)
-        # Not `if value`: a 0 was given too.
+        # Not `if value`, because 0 is also a given value.
         if switch is not None and value is not False and not _value(args, switch):
             raise ArgumentsError(
                 f"{row.flag} is for {switch}; add {switch}, or leave {row.flag} out"
@@ -407,7 +411,7 @@ def _schedule(args: Namespace) -> str | None:
 
 
 def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
-    """Return the options of the schedule that were given; those of another one are an error."""
+    """Return the schedule's options that were given; options of other schedules are an error."""
     options: dict[str, Option] = {}
     for generator in registered().values():
         for key in generator.options:

@@ -1,9 +1,9 @@
-"""The one check of a configuration: what a pipeline accepts, changes and refuses.
+"""Checks a configuration: what a pipeline accepts, changes and rejects.
 
-`preflight` answers for any settings, on any machine and without torch. `inspect` is the same check
-in a process of the job, which knows its device and its Transformer Engine; it also returns the
-pipeline, and the arguments with which Megatron hosts it: two mirrored pipelines on D ranks are to
-Megatron one of D/2 ranks with twice as many data-parallel replicas, and stages placed as a V or W
+`preflight` checks any settings, on any machine and without torch. `inspect` is the same check in a
+process of the job, which knows its device and its Transformer Engine. It also returns the pipeline,
+and the arguments with which Megatron hosts it: Megatron treats two mirrored pipelines on D ranks as
+one pipeline of D/2 ranks with twice as many data-parallel replicas, and stages placed as a V or W
 have a layout.
 """
 
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Megatron's defaults of what the checks read, where a missing argument does not mean the same.
+# Megatron's defaults for arguments that the checks read, if a missing argument would be read
+# differently.
 _MEGATRON_DEFAULTS = {
     "add_bias_linear": True,
     "attention_dropout": 0.1,
@@ -63,7 +64,7 @@ _MEGATRON_DEFAULTS = {
     "transformer_impl": "transformer_engine",
 }
 
-# Arguments of `megatron.training` that checks read: megatron-core alone does not know them.
+# Arguments of `megatron.training` that checks read; megatron-core alone does not have them.
 _OF_TRAINING = {
     "decrease_batch_size_if_needed", "dist_ckpt_optim_fully_reshardable",
     "distributed_timeout_minutes", "encoder_num_layers", "global_batch_size", "load",
@@ -81,23 +82,24 @@ def preflight(
     device_kind: DeviceKind | None = None,
     num_candidates: int = 2,
 ) -> Preflight:
-    """Return what a configuration takes, changes and refuses; imports neither torch nor Megatron.
+    """Return what a configuration accepts, changes and rejects; imports neither torch nor Megatron.
 
-    The job may run on another machine: devices are taken to be GPUs that reach each other if the
-    arguments name none, and Transformer Engine to be installed where its layers are chosen.
+    The job may run on another machine. If the arguments name no device, the devices are assumed to
+    be GPUs that reach each other, and if Transformer Engine's layers are chosen, it is assumed to
+    be installed.
 
     Args:
         arguments: A command line or its words, parsed arguments, or settings by the names of
-            Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing
-            ones have Megatron's defaults. What follows from missing sizes of the model or of the
-            batch is not checked.
+            Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing ones
+            get Megatron's defaults. Checks that need missing sizes of the model or of the batch are
+            skipped.
         config: The pipeline, as for `configure`; None: flags among the arguments choose it.
         world_size: Ranks of the job; None: `world_size` of the arguments, or one replica.
-        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`; None: that of the
-            configuration or the arguments.
+        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`; None: taken from
+            the configuration or the arguments.
         device_kind: The planner's description of the devices, for `--pipeline-schedule auto`; None:
-            it is not known.
-        num_candidates: How many schedules to check under `auto`, the best that are accepted.
+            unknown.
+        num_candidates: How many of the best accepted schedules to return under `auto`.
     """
     line: CommandLine | None = None
     answer = Preflight()
@@ -106,7 +108,7 @@ def preflight(
     elif isinstance(arguments, Mapping):
         user_args = dict(arguments)
     else:
-        # A string is a sequence too: of letters, of which none is a flag.
+        # A string is also a sequence, but one of letters, none of which is a flag.
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
         with answer.collecting("flags"):
@@ -157,20 +159,21 @@ def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
     )
     unknown_names = []
     for name in sorted(user_args.keys() - known_names):
-        # Some switches exist only to turn off what no other flag names: --no-position-embedding.
+        # Some switches exist only in their negative form, such as --no-position-embedding.
         if f"no_{name}" not in known_names:
             unknown_names.append(name)
     return unknown_names
 
 
 def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, Any]:
-    """Return the user's settings by the names of Megatron's arguments, with its defaults.
+    """Return the user's settings by the names of Megatron's arguments, with Megatron's defaults.
 
     Raises:
-        ArgumentsError: One holds settings of its own, or is no number where Megatron takes one.
+        ArgumentsError: A value contains nested settings, or is not a number although Megatron
+            requires one.
     """
     for name, value in user_args.items():
-        # Our own notes among the arguments of a running job are no settings.
+        # Attributes that this package keeps in a running job's arguments are not settings.
         if isinstance(value, Mapping) and not name.startswith("megatron_ext") and _READ & {*value}:
             raise ArgumentsError(
                 f"{name} holds settings, which are not read; give each by its name"
@@ -184,14 +187,14 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
         settings[_RENAMED.get(name, name)] = value
     layout = layout_text(user_args.get("pipeline_model_parallel_layout"))
     if layout and "virtual_pipeline_model_parallel_size" in user_args:
-        # Configuration objects hold both; Megatron derives this one from the layout.
+        # Configuration objects contain both; Megatron derives this one from the layout.
         settings["num_virtual_stages_per_pipeline_rank"] = None
     settings["pipeline_model_parallel_layout"] = layout
     return settings
 
 
 def _check_numbers(user_args: Mapping[str, Any]) -> None:
-    """Refuse values that are no number where the flag of their name takes a single number."""
+    """Reject values that are not numbers if the flag with their name takes a single number."""
     for flag in megatron_flags():
         kind = flag.keywords.get("type")
         value = user_args.get(flag.dest)
@@ -211,15 +214,15 @@ def inspect(
     device_kind: DeviceKind | None = None,
     num_candidates: int = 2,
 ) -> Preflight:
-    """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
+    """Check a configuration: what it accepts, changes and rejects, and what follows for Megatron.
 
     Args:
-        args: Megatron's arguments, which it has not validated yet.
+        args: Megatron's arguments, before Megatron validates them.
         requested: The pipeline; None: flags among the arguments choose it.
-        in_job: Whether this is a process of the job, with its device and its software.
-        script_defaults: Values of arguments that were not given, where these are all arguments of a
-            training script; None: they may lack what Megatron needs.
-        device_kind: As in `preflight`; a process of the job knows its device.
+        in_job: Whether this is a process of the job, with the job's device and software.
+        script_defaults: A training script's values for arguments that were not given; None: the
+            arguments may lack some that Megatron needs.
+        device_kind: As in `preflight`; a process of the job detects its device.
         num_candidates: As in `preflight`.
     """
     answer = Preflight()
@@ -237,25 +240,25 @@ def inspect(
             )
         answer.config = config = completed(vars(args), cut, config)
     answer.refusals += missing_flags(args, script_defaults)
-    # Without a configuration there is nothing to compare the rest with.
+    # Without a configuration there is nothing to check the other settings against.
     if answer.refusals:
         return answer
     roles = config.disaggregation
-    if roles is not None:  # rules know it by its flags
+    if roles is not None:  # rules refer to its flags
         args = copy(args)
         args.fbd_activations = roles.activations
         args.ignore_forward_tensor_parallel = roles.merged
 
-    # The sizes first: an error there leaves the later checks without a subject.
+    # Check the sizes first: the later checks are meaningless if the sizes are wrong.
     table = _add_pipeline(answer, args, cut, config, in_job=in_job)
     _add_stages(answer, args, cut, config, in_job=in_job)
 
-    # Then Megatron's own settings, against the configuration and its table.
+    # Then check Megatron's settings against the configuration and its table.
     args = _check_settings(answer, args, config, table)
     if answer.pipeline is not None:
         with answer.collecting("transformer_impl"):
             incompatible.suit_layers(answer, answer.pipeline, args, in_job=in_job)
-    # A job that is refused already has no roles to give out.
+    # A job that is already rejected needs no roles.
     if roles is not None and args.world_size and not (in_job and answer.refusals):
         _give_roles(answer, args, config, roles, in_job=in_job)
     if in_job:
@@ -281,12 +284,12 @@ def _choose(
     device_kind: DeviceKind | None,
     num_candidates: int,
 ) -> Preflight:
-    """Check the best schedules that the planner names, and return the answer for the first.
+    """Check the planner's best schedules, and return the answer for the first accepted one.
 
     Raises:
-        ArgumentsError: The planner cannot rank any.
+        ArgumentsError: The planner cannot rank any schedule.
     """
-    # Only here: the planner takes time to import, and other trainings need it not at start.
+    # Imported here because the planner takes time to import, and only `auto` needs it.
     from megatron_ext.config import automatic
 
     if in_job:
@@ -306,7 +309,7 @@ def _choose(
         if len(accepted) == num_candidates:
             break
     if first is None:
-        # What refuses all schedules refuses this one, too.
+        # A reason that excludes all schedules excludes this one as well, so report its refusals.
         config = replace(requested, schedule=automatic.REFERENCE)
         return inspect(args, config, in_job=in_job, script_defaults=script_defaults)
     first.candidates = accepted
@@ -317,10 +320,10 @@ def _choose(
 def _add_pipeline(
     answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
 ) -> Schedule | None:
-    """Add the pipeline that runs, or Megatron's own if our transport carries its messages.
+    """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
 
-    Returns its table, which is never executed where it is Megatron's own: it announces the messages
-    in advance. None: there is none.
+    Returns its table, or None without a pipeline. For Megatron's own pipeline, the table is never
+    executed: it only announces the messages in advance.
     """
     if config.disaggregation is not None:
         return None
@@ -339,7 +342,7 @@ def _add_pipeline(
         pp = cut.sizes.pipeline_model_parallel_size
         batches = None
         if in_job or _has_batch(args):
-            # Collected here: the table of a wrong batch is checked nevertheless, with another one.
+            # Collect the error and go on: the table is still checked, with a substitute batch.
             with answer.collecting("global_batch_size"):
                 batches = batches_of(args, pp, config.twins)
         else:
@@ -350,10 +353,11 @@ def _add_pipeline(
         pipeline = Pipeline(
             config,
             pp,
-            # Placement, splits and pairs do not depend on it: any that fills the pipeline will do.
+            # Placement, splits and pairs do not depend on this number, so any that fills the
+            # pipeline will do.
             2 * pp if batches is None else batches.num_microbatches,
-            # A dynamic order splits only to gain time, so what excludes W leaves its backwards
-            # whole.
+            # A dynamic order splits backwards only to save time, so if a setting excludes W, they
+            # stay whole.
             splits=not any(rule.refuses(args) for rule in RULES["whole"]),
             over_torch=over_torch,
         )
@@ -369,11 +373,11 @@ def _add_pipeline(
 
 
 def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> bool:
-    """Return whether `auto` selects torch.distributed: a static order between devices.
+    """Return whether `auto` selects torch.distributed, as for a static order between devices.
 
-    torch.distributed offers all that a schedule with a fixed order needs. Tables take it for every
-    pair of ranks that does not share device memory, on one host or several; Megatron's own
-    schedules only on one host, where nothing of them has to be replaced.
+    torch.distributed offers everything that a schedule with a fixed order needs. Tables use it for
+    every pair of ranks that does not share device memory, on one host or several. Megatron's own
+    schedules use it only on one host, where nothing in them has to be replaced.
     """
     if config.wire != "auto" or config.dynamic is not None:
         return False
@@ -403,22 +407,23 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
             f"--pipeline-transport {config.wire} carries tensors between pipeline ranks, "
             f"--pipeline-model-parallel-size {pp} has no second rank; leave it out"
         )
-    # Megatron would run without us too, so its own number of stages is taken as it is.
+    # Megatron would also run without this package, so use its stage count as is.
     chunks = cut.chunks
     return replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
 
 
 def _has_batch(args: Namespace) -> bool:
-    """Return whether the arguments say the batch, as those of a job do."""
+    """Return whether the arguments give the batch sizes, as those of a job do."""
     schedule = getattr(args, "step_batch_size_schedule", None)
     global_batch = getattr(args, "global_batch_size", None) or schedule
     return bool(global_batch and getattr(args, "micro_batch_size", None))
 
 
 def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool) -> None:
-    """Make the table of each batch size of a run, or refuse the first that has none.
+    """Generate the table for each batch size of a run, and reject the first one that has none.
 
-    All of them here: a batch size of a ramp-up without a table would fail hours later.
+    All tables are generated up front, because a ramp-up's batch size without a table would
+    otherwise fail hours later.
     """
     pp = pipeline.pp
     if pipeline.name.startswith(CSV_PREFIX):
@@ -426,7 +431,7 @@ def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_gr
     for global_batch, count in batches.counts.items():
         batch = f"{subject} with {batches.explained(global_batch)}"
         if fills_groups and count % pp:
-            # The groups in which Megatron sends micro-batches around must be full.
+            # Megatron's interleaved schedule needs full groups of micro-batches.
             fewer = count // pp * pp
             fitting = [str(batches.global_batch(fewer + pp))]
             if fewer:
@@ -446,7 +451,7 @@ def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_gr
 def _add_stages(
     answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
 ) -> None:
-    """Add the arguments that make Megatron build the stages of the schedule, or of both roles."""
+    """Add the arguments that make Megatron build the stages of the schedule or of both roles."""
     with answer.collecting("num_layers"):
         if config.disaggregation is not None:
             placement = linear(cut.sizes.pipeline_model_parallel_size)
@@ -470,16 +475,16 @@ def _add_stages(
 def _check_settings(
     answer: Preflight, args: Namespace, config: PipelineConfig, table: Schedule | None
 ) -> Namespace:
-    """Refuse, drop and set settings of Megatron's for a configuration and its table.
+    """Reject, drop and set Megatron's settings for a configuration and its table.
 
-    Returns the arguments without those that are dropped.
+    Returns the arguments without the dropped ones.
     """
     pipeline = answer.pipeline
-    # What needs a dropped setting is refused first, while the setting still counts.
+    # First reject settings that depend on a dropped one, while the dropped one is still there.
     if pipeline is not None and pipeline.full.splits_backward:
         subject = incompatible.flag_of(args, config, "schedule")
         answer.refusals += incompatible.refusals(subject, args, RULES["unfused"])
-    # Unused settings go before the rules, so that no rule rejects them.
+    # Drop unused settings before applying the rules, so that no rule rejects them.
     unused: tuple[Rule, ...] = ()
     if config.disaggregation is not None:
         unused = incompatible.DROPPED_BY_ROLES
@@ -493,7 +498,8 @@ def _check_settings(
     seq_length = getattr(args, "seq_length", None)
     if table is not None and table.num_slices > 1 and seq_length:
         with answer.collecting("slices"):
-            # Where even slices are too short, the last of those that attention makes uneven is too.
+            # If even slices are too short, so is the last slice of an uneven cut, which is shorter
+            # still.
             even = shares_of_equal_cost(table.num_slices)
             divisor = 1
             if getattr(args, "sequence_parallel", False):
@@ -510,7 +516,7 @@ def _give_roles(
     *,
     in_job: bool,
 ) -> None:
-    """Check that both roles can share out the ranks; in a process of the job, find its role."""
+    """Check that both roles can divide the ranks; in a process of the job, determine its role."""
     with answer.collecting("disaggregation"):
         ranks = rank_map(
             args.world_size,

@@ -1,7 +1,7 @@
-"""Training flags that exclude our schedules, each with the reason and a remedy.
+"""Training flags that our schedules exclude, each with the reason and a remedy.
 
-Some features of Megatron reorder computation, or assume where the first and the last stage are. A
-table does both, so they exclude each other.
+Some of Megatron's features reorder computation, or assume where the first and the last stage are. A
+table determines both, so it excludes such features.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 
-# Rules by what brings them, in the notation of `megatron_ext/rules.py`. `SUBJECT` in a remedy is
-# the feature's own flag. Features bring theirs (`feature_list.RULES`).
+# Rules grouped by the setting they belong to, in the notation of `megatron_ext/rules.py`. `SUBJECT`
+# in a remedy stands for the feature's flag. Features add their own (`feature_list.RULES`).
 
-# An implementation from 0.18 on, before that a scope, which Megatron still takes by three names.
+# From 0.18 on this is an implementation, before that a scope, which Megatron still accepts under
+# three names.
 _WHOLE_STEP = (
     "cuda_graph_scope=full_iteration | cuda_graph_scope_deprecated=full_iteration | "
     "cuda_graph_modules=full_iteration"
 )
 _GRAPHS = (
     "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph: "
-    # The switches are deprecated; Megatron turns them into the setting, but only after us.
+    # The switches are deprecated. Megatron turns them into the setting, but only after this check.
     f"cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph | {_WHOLE_STEP}"
 )
 _ENCODER_DECODER = "encoder-decoder models (--decoder-num-layers): decoder_num_layers"
 _TEXTS = {
-    # For every schedule. From 0.19 on weights may have more shards than tensor-parallel ranks.
+    # For every schedule. From 0.19 on, weights may have more shards than tensor-parallel ranks.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
             Megatron takes it without a pipeline only; use --recompute-granularity=selective instead
@@ -66,8 +67,8 @@ _TEXTS = {
         moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
             it needs --moe-expert-rank-capacity-factor there, and Megatron repeats a step that
             exceeds it under its own schedules only; use --moe-flex-dispatcher-backend=deepep""",
-    # Settings that a schedule of ours replaces or ignores: dropped where flags are read, refused
-    # where a program has already built its configuration.
+    # Settings that our schedules replace or ignore. They are dropped when flags are read, and
+    # rejected when a program has already built its configuration.
     "dropped": f"""
         {_GRAPHS} | inference_cuda_graph_scope!=none
             CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
@@ -85,20 +86,20 @@ _TEXTS = {
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
             the table postpones the weight gradients of experts already""",
-    # Settings that exclude split backwards; a dynamic order leaves its backwards whole instead.
+    # Settings that exclude split backwards; a dynamic order then leaves its backwards whole.
     "whole": """
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
             Megatron keeps fused experts outside the module tree, so W would not reach their weight
             gradients; leave it out""",
-    # For split backwards: settings that need a dropped one.
+    # For split backwards: settings that depend on a dropped one.
     "unfused": """
         --offload-modules=fused_group_mlp, --moe-single-grouped-weight or
         --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
         offload_modules=fused_group_mlp | moe_single_grouped_weight | moe_ncclep_static_shape
             it may need --use-transformer-engine-op-fuser, which is dropped, because W would not
             reach weight gradients of fused experts; use --pipeline-schedule=1f1b or interleaved""",
-    # Settings that do nothing with one stage on each rank.
+    # Settings without effect if each rank has one stage.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
             it gathers the first of several chunks while the others take their step, and each rank
@@ -106,7 +107,7 @@ _TEXTS = {
         overlap_p2p_comm_warmup_flush
             it is for the messages of virtual stages, and each rank has one stage""",
     # Settings that disaggregation replaces or ignores.
-    # fp4_param is 0.16's name of --fp4-param-gather.
+    # fp4_param is the name of --fp4-param-gather in 0.16.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
             forwards and backwards are on different ranks
@@ -117,7 +118,8 @@ _TEXTS = {
             new weights travel to forward ranks, which cast them, in the precision of the model;
             leave it out""",
     # For schedules that put the first and the last stage on one rank.
-    # Hybrid models of 0.16 have the first two; from 0.17 on the pattern itself has the cuts.
+    # The first two are for hybrid models in 0.16; from 0.17 on the pattern itself contains the
+    # cuts.
     "folded": """
         hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
         hybrid_override_pattern & !hybrid_layer_pattern
@@ -143,7 +145,7 @@ _TEXTS = {
     "twins": """
         use_mp_args_from_checkpoint_args
             a checkpoint holds the sizes of one of the two mirrored pipelines""",
-    # For random numbers by micro-batch under Megatron's own schedules; ours drop graphs.
+    # For random numbers by micro-batch under Megatron's own schedules; our schedules drop graphs.
     "microbatch_rng": f"""
         {_GRAPHS}
             they replay the recorded random numbers; leave one of them out
@@ -164,7 +166,7 @@ _TEXTS = {
         moe_enable_routing_replay & recompute_granularity
             recomputed routers replay their forwards in the order of a table; leave one of them
             out""",
-    # For ranks that choose their order and get activations from their twin.
+    # For ranks that choose their order and receive activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
             twins gather parameters for each other, and start their chunks in different orders; use
@@ -175,12 +177,13 @@ _TEXTS = {
             it gathers tokens in buffers of one size; use --moe-token-dispatcher-type=alltoall
         tp_comm_overlap
             its buffers have the size of one length; leave one of them out""",
-    # For such micro-batches under Megatron's own schedules.
+    # For micro-batches of different lengths under Megatron's own schedules.
     "stock_lengths": f"""
         {_GRAPHS}
             they replay tensors of one shape; leave one of them out""",
     # For forward and backward ranks.
-    # Both roles take a step of --freeze-all-layers, forward only from 0.20 on, for an evaluation.
+    # Both roles would take a --freeze-all-layers step, which is forward-only from 0.20 on, for an
+    # evaluation.
     "roles": """
         fine_grained_activation_offloading
             activations return from the host by the backwards of the same rank; use
@@ -236,7 +239,7 @@ _TEXTS = {
         hidden_dropout | attention_dropout
             one process draws other masks than the shards of a stage; add --hidden-dropout=0
             --attention-dropout=0, or leave it out""",
-    # For a transport of ours under Megatron's own schedules.
+    # For our transports under Megatron's own schedules.
     "transport": f"""
         use_ring_exchange_p2p
             it replaces the transport too; leave one of them out
@@ -253,7 +256,7 @@ _TEXTS = {
 
 
 def _all_texts() -> dict[str, str]:
-    """Return the texts above and those of features, by group."""
+    """Return the texts above combined with the texts of features, by group."""
     texts = dict(_TEXTS)
     for module in feature_list.RULES:
         texts |= import_module(module).TEXTS
@@ -261,7 +264,7 @@ def _all_texts() -> dict[str, str]:
 
 
 RULES = {group: read_rules(text) for group, text in _all_texts().items()}
-"""By feature, field or kind of table: the settings of Megatron's to refuse."""
+"""Rules about Megatron's settings, by feature, field or kind of table."""
 
 DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
 """Settings that disaggregation replaces or ignores."""
@@ -270,7 +273,7 @@ DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
     """Return the settings that exclude a feature.
 
-    The subject is the feature as the user chose it, such as `--pipeline-slices=4`.
+    `subject` is the feature as the user chose it, such as `--pipeline-slices=4`.
     """
     return [
         Refusal(
@@ -286,10 +289,10 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
 def rules_of(
     config: PipelineConfig, table: Schedule | None, args: Namespace
 ) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules of a configuration and of its table, each group by the flag that brings it.
+    """Return the rules for a configuration and its table, with the flag behind each group.
 
-    The table is that of the schedule, or of Megatron's own where our transport carries its
-    messages. None: there is none, so its rules stay out.
+    `table` is the schedule's table, or the table of Megatron's own schedule if our transport
+    carries its messages. None: rules about tables do not apply.
     """
     is_stock, has_roles = config.is_stock, config.disaggregation is not None
     groups = [
@@ -306,7 +309,8 @@ def rules_of(
     ]
     if table is not None and not is_stock:
         placement, chooses = table.placement, config.dynamic is not None
-        # Not the name of the schedule decides, but the table: a file may have any of these.
+        # Look at the table and not at the schedule's name, because a file may have any of these
+        # properties.
         groups += [
             ("schedule", "folded", placement.name in ("v", "w")),
             ("schedule", "chunks", placement.num_stages > placement.num_ranks),
@@ -322,7 +326,7 @@ def rules_of(
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
-    """Return a flag as the user chose it, with its value where it has several, for `reworded`."""
+    """Return a flag as the user chose it, with its value if there are several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
     values = {"transport": config.wire, "balance": config.balance, "slices": str(config.slices)}
@@ -330,7 +334,7 @@ def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
 
 
 def dropped(table: Schedule) -> tuple[Rule, ...]:
-    """Return the rules of settings that a table replaces or ignores."""
+    """Return the rules for settings that a table replaces or ignores."""
     placement = table.placement
     rules = RULES["dropped"]
     if table.splits_backward:
@@ -341,7 +345,7 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
 
 
 def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Add the arguments that a configuration sets for Megatron, changes and notices."""
+    """Add the arguments that a configuration sets for Megatron, the changes, and the notices."""
     _imply_pairs(answer, config, args)
     if config.slices > 1:
         _imply_slices(answer, args)
@@ -358,7 +362,7 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
 
 
 def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Let Megatron build its layers for pairs, or without them."""
+    """Make Megatron build its layers for pairs, or without them."""
     if config.pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = True
     elif config.schedule is not None and getattr(args, "overlap_moe_expert_parallel_comm", None):
@@ -372,30 +376,32 @@ def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> 
 
 
 def _imply_slices(answer: Preflight, args: Namespace) -> None:
-    """Set what layers need whose gradients come slice by slice."""
-    # Bridge has no such setting, and makes no masks.
+    """Set what layers need if their gradients arrive slice by slice."""
+    # Megatron-Bridge lacks this setting and creates no masks.
     makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
     if makes_mask and not getattr(args, "reset_attention_mask", None):
-        # Tensor-parallel ranks receive a mask in a buffer of the whole one's form.
+        # Tensor-parallel ranks receive the mask in a buffer with the shape of the whole mask, not
+        # of a slice.
         answer.arguments["create_attention_mask_in_dataloader"] = False
-    # With the cache, which fp8 alone uses, layers of Transformer Engine that fuse the
-    # accumulation of gradients overwrite what other slices have added.
+    # With this cache, which only fp8 uses, Transformer Engine's layers with fused gradient
+    # accumulation overwrite the gradients that other slices have added.
     answer.arguments["disable_parameter_transpose_cache"] = True
 
 
 def _imply_lengths(answer: Preflight, args: Namespace) -> None:
-    """Let Megatron take micro-batches of different lengths."""
+    """Make Megatron accept micro-batches of different lengths."""
     answer.arguments["variable_seq_lengths"] = True
     if not getattr(args, "num_experts", None):
-        # Megatron refuses them with allgather, its default, in models without experts too.
+        # Megatron rejects different lengths with its default dispatcher, allgather, even without
+        # experts.
         answer.arguments |= {"moe_token_dispatcher_type": "alltoall"}
 
 
 def _imply_optimizer_format(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Save the state of a distributed optimizer in a form that other schedules can load."""
+    """Save the distributed optimizer's state in a format that other schedules can load."""
     has_schedule = config.schedule is not None
     if getattr(args, "ckpt_format", None) == "torch":
-        # Left out by a device, or by the user, for whom Megatron would end in an assertion.
+        # A device or the user may have turned it off, and Megatron would then fail an assertion.
         needed = []
         for dest in ("enable_gloo_process_groups", "use_gloo_process_groups"):
             if getattr(args, dest, None) is False:
@@ -409,7 +415,7 @@ def _imply_optimizer_format(answer: Preflight, config: PipelineConfig, args: Nam
         if has_schedule and getattr(args, "ckpt_convert_format", None) == "torch_dist":
             answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
         return
-    # Local checkpoints exclude it: Megatron would end at the first one.
+    # Local checkpoints exclude this format: Megatron would fail when it saves the first one.
     if not has_schedule or getattr(args, "non_persistent_ckpt_type", None) == "local":
         return
     answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
@@ -422,7 +428,7 @@ def _imply_optimizer_format(answer: Preflight, config: PipelineConfig, args: Nam
 
 
 def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
-    """Yield notices of what logs and profiles lack under a configuration."""
+    """Yield notices about what logs and profiles lack under a configuration."""
     has_roles = config.disaggregation is not None
     if has_roles and profiles_with_torch(args):
         yield "--use-pytorch-profiler profiles backward ranks only"
@@ -438,7 +444,7 @@ def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
 
 
 def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
-    """Switch settings off that a table or roles do without; return the arguments that do it."""
+    """Switch off settings that a table or roles do not need; return the arguments that do so."""
     off: dict[str, Any] = {}
     for rule in rules:
         if rule.refuses(args):
@@ -450,7 +456,7 @@ def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str,
 
 
 def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool) -> None:
-    """Give the pipeline a form that the layers of Transformer Engine can run, or refuse it."""
+    """Put the pipeline into a form that Transformer Engine's layers can run, or reject it."""
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
     subject = f"--pipeline-schedule {pipeline.name}"
@@ -464,7 +470,7 @@ def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_jo
                 "which run later, and their gathered operands are copied"
             )
         return
-    # A dynamic table may be whole without our splitting, as those of 1f1b and interleaved are.
+    # Without our split, a dynamic table may have whole backwards, as in 1f1b and interleaved.
     unsplit = replace(pipeline, splits=False)
     if pipeline.dynamic is not None and not unsplit.full.splits_backward:
         answer.pipeline = unsplit
@@ -479,14 +485,15 @@ def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_jo
 
 
 def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None:
-    """Refuse settings of a configuration object that a model is built from.
+    """Reject settings in a configuration object that a model is built from.
 
-    Programs that call `configure` show Megatron their settings in no other place.
+    Programs that call `configure` pass their settings to Megatron only through these objects.
 
     Args:
-        built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
+        built: Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
         config: The configuration in force.
-        pipeline: Its pipeline, or Megatron's own schedule whose messages we carry.
+        pipeline: The pipeline in force, or Megatron's own schedule if our transport carries its
+            messages.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -496,17 +503,18 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     for dest, name in MEGATRON_FIELDS.items():
         if name in fields:
             setattr(args, dest, fields[name])
-    # The pattern is an argument of the model, not of its configuration.
+    # The pattern is an argument of the model, so the configuration only shows that the model is
+    # hybrid.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
     # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
     args.transformer_impl = None
     groups = rules_of(config, pipeline.full, args)
     overlaps = fields.get("overlap_moe_expert_parallel_comm")
     if config.is_stock:
-        # Megatron fills its own group size in; another one is refused when flags are parsed.
+        # Megatron fills in its default group size; other values are rejected when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
     elif overlaps not in (None, config.pairs):
-        # The table has pairs or not, and Megatron builds its layers for them or not.
+        # The table and the layers that Megatron builds must agree on whether there are pairs.
         raise ArgumentsError(
             f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
@@ -525,9 +533,9 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
 
 
 def why_not_split(config: Any) -> str | None:
-    """Return why this `TransformerConfig` rules out split backwards, with the remedy, or None.
+    """Return why this `TransformerConfig` excludes split backwards, with the remedy, or None.
 
-    Beside what `RULES` refuse under every schedule.
+    This is in addition to what `RULES` reject under every schedule.
     """
     if config.enable_autocast:
         return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
@@ -535,9 +543,9 @@ def why_not_split(config: Any) -> str | None:
 
 
 def uses_te(config: Any, *, in_job: bool = True) -> bool:
-    """Return whether layers of Transformer Engine are built: in a job, only where it is installed.
+    """Return whether Transformer Engine's layers are built: in a job, only if it is installed.
 
-    The configuration is a `TransformerConfig`, or arguments with the same names.
+    `config` is a `TransformerConfig`, or arguments with the same names.
     """
     chosen = config.transformer_impl == "transformer_engine"
     return chosen and (not in_job or find_spec("transformer_engine") is not None)
@@ -545,7 +553,7 @@ def uses_te(config: Any, *, in_job: bool = True) -> bool:
 
 def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
     """Return why Transformer Engine's layers cannot be split as configured (`uses_te`), or None."""
-    # On another machine nobody knows the version that will be installed.
+    # On another machine, the version that will be installed is unknown.
     if not in_job or not uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -559,7 +567,7 @@ def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
 
 
 def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
-    """Yield which weight gradients of Transformer Engine's layers stay in I, and why."""
+    """Yield the Transformer Engine layers whose weight gradients stay in I, and the reason."""
     if not uses_te(config, in_job=in_job):
         return
     settings = vars(config)
@@ -595,7 +603,7 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
 
 
 def _layers_that_add_bias(config: Any) -> list[str]:
-    """Return layers of Transformer Engine that add their bias; the others leave it to Megatron."""
+    """Return Transformer Engine's layers that add their bias; others leave that to Megatron."""
     settings = vars(config)
     has_bias = config.add_bias_linear
     if not has_bias and not settings.get("add_qkv_bias"):

@@ -1,4 +1,4 @@
-"""What a program builds its model with: the answer of `configure`."""
+"""The result of `configure`: the settings with which a program builds its model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class ModelBuild:
     """Settings with which Megatron hosts a pipeline."""
 
     pipeline_model_parallel_size: int
-    """Pipeline ranks that Megatron sees: half of the real ones if two pipelines are mirrored."""
+    """Pipeline ranks as Megatron sees them: half of the real ones if two pipelines are mirrored."""
     virtual_pipeline_model_parallel_size: int | None
-    """Model chunks on each rank; None: one."""
+    """Model chunks per rank; None: one."""
     pipeline_model_parallel_layout: str | None
     """The layers of each stage, in Megatron's notation; None: Megatron splits them evenly."""
     replicas: int
-    """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
+    """Data-parallel replicas that Megatron sees on these ranks: 1, or 2 if mirrored."""
     num_microbatches: int
-    """Micro-batches of one such replica in one step."""
+    """Micro-batches per such replica in one step."""
     variable_seq_lengths: bool
     """Whether micro-batches may have sequences of different lengths."""
     stages_of: tuple[tuple[int, ...], ...]
-    """By pipeline rank in Megatron's eyes: the stages that its chunks are."""
+    """By pipeline rank as Megatron numbers them: the stages that the rank's chunks hold."""
 
     @property
     def num_stages(self) -> int:
@@ -46,7 +46,8 @@ class ModelBuild:
     @property
     def transformer(self) -> dict[str, Any]:
         """Keywords for `megatron.core.transformer.TransformerConfig`."""
-        # Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
+        # Our messages bypass this overlap, but without it Megatron rejects several chunks on two
+        # ranks.
         overlaps = self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
         keywords: dict[str, Any] = {
             **self.groups,
@@ -59,7 +60,7 @@ class ModelBuild:
         return keywords
 
     def chunks(self, rank: int) -> list[dict[str, Any]]:
-        """Return the keywords to build each of a rank's model chunks with, say a `GPTModel`.
+        """Return the keywords for building each of a rank's model chunks, such as a `GPTModel`.
 
         Args:
             rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.

@@ -2,7 +2,7 @@
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-It holds neither sizes of the job nor caches (`active.Pipeline` does), and importing it is cheap.
+It contains neither sizes of the job nor caches (`active.Pipeline` does), and is cheap to import.
 `flags.py` translates the command line into it; `megatron_ext.configure` accepts it directly.
 """
 
@@ -32,17 +32,18 @@ TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 ranks. shm, tcp, rdma: the native core over this wire only."""
 
 DevicePath = Literal["auto", "staged", "ipc"]
-"""Ways of device tensors to other ranks: through pinned host memory, or directly by CUDA IPC."""
+"""How device tensors reach other ranks: through pinned host memory, or directly through CUDA
+IPC."""
 
 AUTO = "auto"
-"""The schedule that the planner chooses (`automatic.py`), or `auto:FOLDER`, with the costs of a
-traced run."""
+"""Lets the planner choose the schedule (`automatic.py`); `auto:FOLDER` uses the costs of a traced
+run."""
 
 Activations = Literal["recompute", "ship"]
 
 Balance = Literal["off", "order", "pack"]
-"""Effect of the lengths of micro-batches: none, on the order in which they enter the
-pipeline, or also on the data-parallel replica that runs them."""
+"""What the lengths of micro-batches affect: nothing, the order in which micro-batches enter the
+pipeline, or also which data-parallel replica runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class DynamicOrder:
     """Each rank chooses the order of its actions at run time."""
 
     policy: PolicyName = "hint"
-    """The rule that picks one of several ready actions (`schedules/search/policies.py`)."""
+    """The rule that chooses among ready actions (`schedules/search/policies.py`)."""
     extra_activations: int | None = None
     """Micro-batches that a rank may keep beyond the table's peak, with `hint`; None: 1."""
 
@@ -73,7 +74,7 @@ class DynamicOrder:
 
     @property
     def margin(self) -> int:
-        """Micro-batches beyond the table's peak."""
+        """Micro-batches that a rank may keep beyond the table's peak."""
         return 1 if self.extra_activations is None else self.extra_activations
 
 
@@ -99,7 +100,8 @@ class Tracing:
     interval: int = 100
     """Length of an interval, in iterations."""
     iterations: int | None = None
-    """Iterations to record in each interval; None: 10, or all of a shorter interval."""
+    """Iterations to record in each interval; None: 10, or all of them if the interval is
+    shorter."""
     directory: Path | None = None
     """Output folder of this run; None: a folder in benchmark/, named after the run's sizes."""
 
@@ -123,20 +125,20 @@ class Tracing:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The pipeline of a training run, as the user wants it.
+    """The user's settings for the pipeline of a training run.
 
     Raises:
         ConfigurationError: A value is impossible, or two values exclude each other.
-        ScheduleError: The schedule does not exist, or lacks an option.
+        ScheduleError: The schedule does not exist, or does not have a given option.
     """
 
     schedule: str | None = None
-    """A name that `megatron-ext plan` lists, or `csv:FILE`. `auto`: the fastest by forecast that
-    fits; `auto:FOLDER`: by the costs of a traced run. None: Megatron's own 1F1B or interleaved
-    schedule; with `dynamic`, the same table in dynamic order."""
+    """A name listed by `megatron-ext plan`, or `csv:FILE`. `auto`: the schedule with the fastest
+    forecast that fits into memory; `auto:FOLDER`: the fastest with the costs of a traced run. None:
+    Megatron's own 1F1B or interleaved schedule; with `dynamic`, the same table in dynamic order."""
     chunks: int | None = None
-    """Stages on each rank, if the schedule leaves their number open; None: its default, or one
-    under Megatron's own schedules."""
+    """Stages on each rank, if the schedule accepts different numbers; None: the schedule's default,
+    or one under Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of the schedule by name; missing ones get their defaults."""
     slices: int = 1
@@ -145,30 +147,31 @@ class PipelineConfig:
     """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
     pairs: bool = False
     """Whether a forward and the backward of another micro-batch run as one action, each hiding the
-    expert communication of the other. For models with experts on several ranks; from flags, where
+    expert communication of the other. For models with experts on several ranks; flags set it if
     Megatron overlaps that communication."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order; None: every rank runs the order of the table."""
     balance: Balance = "off"
-    """`order`: the micro-batches of a step enter the pipeline in an order that follows from their
-    lengths; `pack`: before that, data-parallel replicas share out the micro-batches of all of them
-    by cost; `off`: each replica runs its own in the order of the file."""
+    """`off`: each replica runs its micro-batches in the order of the data; `order`: their lengths
+    determine the order in which they enter the pipeline; `pack`: in addition, all micro-batches are
+    first distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
-    """Cost of a length, for `balance` and `slices`; None: that of the model's shape."""
+    """Cost as a function of length, for `balance` and `slices`; None: derived from the model's
+    shape."""
     stash_ratio: float = 1.0
-    """Memory that a micro-batch holds between I and W over what it holds between F and I, at least
-    1. Bounds on memory count it. From flags, what recomputation and Transformer Engine's layers
-    make it."""
+    """Memory that a micro-batch holds between I and W, divided by the memory it holds between F and
+    I; at least 1. Bounds on memory take it into account. With flags, it follows from recomputation
+    and from Transformer Engine's layers."""
     weights_at_once: bool = False
-    """Whether W runs right after I, so that a rank holds the operands of one W at a time. From
-    flags, where every layer is recomputed."""
+    """Whether W runs right after I, so that a rank holds the operands of one W at a time. With
+    flags, this is set if every layer is recomputed."""
     transport: TransportName | None = None
     """Transport of tensors; None: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
-    """Way of device tensors to other ranks if the transport is not torch. auto: under the transport
-    auto from device to device for each pair of ranks that can, otherwise staged."""
+    """How device tensors reach other ranks if the transport is not torch. auto: with the transport
+    `auto`, directly between devices for each pair of ranks that supports it; otherwise staged."""
     node_ips: tuple[str, ...] = ()
-    """Addresses of nodes or ranks, for wires between hosts; empty: detected."""
+    """Addresses of nodes or ranks, for connections between hosts; empty: detected automatically."""
     checksums: bool = False
     """Whether to checksum the bytes of messages if the transport is not torch."""
     disaggregation: Disaggregation | None = None
@@ -176,27 +179,28 @@ class PipelineConfig:
     tracing: Tracing | None = None
     """Settings of traces; None: nothing is recorded."""
     hang_timeout_s: float | None = None
-    """Longest time a training step may go without progress; None: the process groups' time-out."""
+    """Longest time a training step may make no progress; None: the process groups' time-out."""
     message_timeout_s: float = 600.0
     """Longest time a rank waits for one message."""
     variable_seq_lengths: bool = False
     """Whether micro-batches may have sequences of different lengths: shapes travel with tensors."""
     microbatch_rng: bool = False
-    """Whether iteration, stage and micro-batch determine dropout masks, as `dynamic` implies."""
+    """Whether iteration, stage and micro-batch determine dropout masks; implied by `dynamic`."""
     device: str = "auto"
     """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
     megatron.core is imported."""
 
     def __post_init__(self) -> None:
         """Check each value and their combinations."""
-        # argparse and YAML make lists; a frozen object should not hold what others can change.
+        # argparse and YAML produce lists, but a frozen object should not hold mutable values.
         node_ips: object = self.node_ips
         if isinstance(node_ips, list):
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
-        # A copy: tables are kept for these options, whatever the caller does to the dictionary.
+        # Copy, because tables are cached for these options even if the caller changes the
+        # dictionary.
         object.__setattr__(self, "options", dict(self.options))
-        # Roles bring schedule and transport along, so the checks of those have no subject.
+        # Roles imply the schedule and the transport, so there is nothing to check about those.
         has_roles = self.disaggregation is not None
         mistakes = (
             _mistake_of_values(self),
@@ -212,7 +216,7 @@ class PipelineConfig:
 
     @property
     def generator(self) -> Generator | None:
-        """The generator of the table; None: a file holds it, or no schedule is chosen yet."""
+        """The table's generator; None: the table is in a file, or no schedule is chosen yet."""
         name = self.schedule
         if name is None or name.startswith(CSV_PREFIX) or self.is_automatic:
             return None
@@ -225,24 +229,24 @@ class PipelineConfig:
 
     @property
     def trace_folder(self) -> Path | None:
-        """The folder of a traced run by whose costs the planner chooses; None: by forecast."""
+        """The traced run whose costs the planner uses; None: the planner uses its forecast."""
         if self.schedule is None or not self.schedule.startswith(f"{AUTO}:"):
             return None
         return Path(self.schedule.removeprefix(f"{AUTO}:"))
 
     @property
     def is_stock(self) -> bool:
-        """Whether Megatron's own schedules, or roles, run in place of a table of this package."""
+        """Whether Megatron's own schedules, or roles, run instead of a table of this package."""
         return self.schedule is None and self.dynamic is None
 
     @property
     def twins(self) -> int:
-        """Mirrored pipelines; to Megatron, each is a data-parallel replica."""
+        """Number of mirrored pipelines; Megatron treats each as a data-parallel replica."""
         return 1 if self.generator is None else self.generator.twins
 
     @property
     def tries_ipc(self) -> bool:
-        """Whether each pair of ranks whose devices reach each other uses that."""
+        """Whether ranks whose devices can reach each other send tensors directly between them."""
         return self.wire == "auto" and self.device_path == "auto" and not self.checksums
 
     @property
@@ -258,11 +262,12 @@ class PipelineConfig:
         return self.microbatch_rng or self.dynamic is not None
 
 
-# Each of these returns the template of a `ConfigurationError` about the first mistake, or None.
+# Each of these functions returns a template for a `ConfigurationError` about the first mistake, or
+# None.
 
 
 def _mistake_of_values(c: PipelineConfig) -> str | None:
-    """Return what is wrong with a value by itself, or beside a transport."""
+    """Return what is wrong with a single value, or with a value and the transport."""
     if c.device not in DEVICES:
         return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
     if c.length_costs is not None and c.balance == "off" and c.slices == 1:
@@ -313,7 +318,7 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_roles(c: PipelineConfig) -> str | None:
-    """Return what forward and backward ranks cannot run with."""
+    """Return which setting excludes separate forward and backward ranks."""
     if not c.is_stock or c.costs is not None:
         return (
             "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its own "
@@ -343,7 +348,7 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_schedules(c: PipelineConfig) -> str | None:
-    """Return what is impossible under a schedule, or needs one of this package."""
+    """Return which setting the schedule excludes, or which needs a schedule of this package."""
     if c.chunks is not None and c.chunks < 1:
         return "{chunks:{c.chunks}} must be at least 1"
     if c.is_stock and c.balance != "off":
@@ -374,7 +379,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_auto(c: PipelineConfig) -> str | None:
-    """Return what cannot be chosen beside a schedule that the planner chooses."""
+    """Return which setting cannot be combined with a schedule that the planner chooses."""
     if c.schedule == f"{AUTO}:":
         return "{schedule:auto:} names no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
     if c.chunks is not None or c.options:
@@ -391,7 +396,7 @@ def _mistake_of_auto(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_transports(c: PipelineConfig) -> str | None:
-    """Return what the transport cannot carry, or cannot carry so."""
+    """Return which setting the transport does not support."""
     if c.dynamic is not None and c.wire == "torch":
         return (
             "{dynamic} chooses by which messages have arrived, which torch.distributed cannot "
@@ -419,7 +424,7 @@ def check_types(settings: object) -> None:
     """Compare each field of a dataclass with its annotation.
 
     Raises:
-        ConfigurationError: A value has another type, or is none of the choices.
+        ConfigurationError: A value has the wrong type, or is not one of the choices.
     """
     for name, hint in get_type_hints(type(settings)).items():
         value = getattr(settings, name)
@@ -456,7 +461,7 @@ _WORDS = {
 
 
 def is_of_type(value: object, hint: Any) -> bool:
-    """Return whether a value fits an annotation; a whole number is a number, a bool is neither."""
+    """Return whether a value fits an annotation; an int fits float, but a bool fits neither."""
     if len(kinds := kinds_of(hint)) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
     origin, parts = get_origin(hint), typing.get_args(hint)

@@ -1,4 +1,4 @@
-"""The answer of `preflight`: what a configuration takes, changes and refuses."""
+"""The result of `preflight`: what a configuration accepts, changes and rejects."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Refusal:
     """A reason why a configuration cannot run, and the nearest thing that works."""
 
     rule: str
-    """The setting or the check that refuses."""
+    """The setting or check that rejects the configuration."""
     cause: str
-    """The reason, for `errors.reworded`: with settings as `--flag` or `--flag=value`."""
+    """The reason, with settings as `--flag` or `--flag=value`, as `errors.reworded` expects."""
     way_out: str
     """The remedy, in the same form; may be empty."""
     error: type[ArgumentsError | ScheduleError] = ArgumentsError
-    """The error that it is where training starts."""
+    """The type of error to raise when training starts."""
 
     @property
     def reason(self) -> str:
-        """Why it cannot run, in flags."""
+        """Why the configuration cannot run, worded with flags."""
         return reworded(self.cause, in_flags)
 
     @property
     def remedy(self) -> str:
-        """The nearest thing that works, in flags; may be empty."""
+        """The nearest thing that works, worded with flags; may be empty."""
         return reworded(self.way_out, in_flags)
 
     def worded(self, wording: Wording) -> str:
-        """Return reason and remedy in a reader's words, in one line."""
+        """Return reason and remedy on one line, in the given wording."""
         message = f"{self.cause}; {self.way_out}" if self.way_out else self.cause
         return reworded(message, wording)
 
@@ -59,30 +59,31 @@ class Refusal:
 
 @dataclass
 class Preflight:
-    """Answer of `preflight`: whether a training can run, and how it differs from its flags."""
+    """The result of `preflight`: whether a training can run, and how it differs from its flags."""
 
     refusals: list[Refusal] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    """Settings that the schedule replaces: the cut of the model, what is dropped or taken over."""
+    """Changes to the user's settings: the cut of the model, and settings dropped or taken over."""
     notices: list[str] = field(default_factory=list)
-    """Notices of settings with less effect than they seem to have."""
+    """Notices about settings that have less effect than they appear to have."""
     ignored: list[str] = field(default_factory=list)
-    """Settings that neither Megatron, where one is installed, nor this package knows. Of a command
-    line those that only a script of the user's may have."""
+    """Settings known neither to this package nor to Megatron, if it is installed. For a command
+    line, the flags that only a user's script may have."""
     suggestions: dict[str, str | None] = field(default_factory=dict)
-    """Flags that nobody here knows, each with a known one that is close, or None."""
+    """Unknown flags, each with a similar known flag, or None."""
     config: PipelineConfig | None = None
-    """The pipeline as the flags describe it; None: they contradict each other."""
+    """The pipeline as described by the flags; None: the flags contradict each other."""
     pipeline: Pipeline | None = None
-    """The pipeline that runs; None: Megatron's own schedules run, or it is refused."""
+    """The pipeline that runs; None: Megatron's own schedules run, or the configuration is
+    rejected."""
     transport_only: Pipeline | None = None
-    """Megatron's own schedule if its messages travel over our transport."""
+    """Megatron's own schedule if our transport carries its messages."""
     candidates: Sequence[Candidate] = ()
-    """The best schedules that `auto` may take here, as many as were asked for."""
+    """The best schedules that `auto` may choose here, as many as requested."""
     job: Job | None = None
-    """The disaggregated job, in a process of it."""
+    """The disaggregated job, if this process is part of one."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments by Megatron's names that let it host the pipeline."""
+    """Arguments, by Megatron's names, with which it can host the pipeline."""
     checked_args: Namespace = field(default_factory=Namespace)
     """The arguments that were checked, with Megatron's defaults for missing ones."""
 
@@ -92,7 +93,7 @@ class Preflight:
         return not self.refusals
 
     def unknown_flags(self) -> Iterator[str]:
-        """Yield a line for each flag that only a script of the user's may have."""
+        """Yield a line for each flag that only a user's script may have."""
         for flag, suggestion in self.suggestions.items():
             hint = "is it of your script?"
             if suggestion:
@@ -100,10 +101,10 @@ class Preflight:
             yield f"{flag} is unknown to the Megatron that is installed here; {hint}"
 
     def raise_refusals(self, wording: Wording = in_flags) -> None:
-        """Raise all refusals as one `ArgumentsError` or `ScheduleError`, a line for each.
+        """Raise all refusals as one `ArgumentsError` or `ScheduleError`, one line per refusal.
 
         Args:
-            wording: Says settings for the reader of the error.
+            wording: Renders settings for the reader of the error.
         """
         if self.refusals:
             message = "\n".join(refusal.worded(wording) for refusal in self.refusals)
@@ -113,7 +114,7 @@ class Preflight:
 
     @contextmanager
     def collecting(self, rule: str) -> Iterator[None]:
-        """Make errors inside this context refusals by a rule; the check goes on after it."""
+        """Turn errors inside this context into refusals by a rule; checking continues after it."""
         try:
             yield
         except UserError as error:
@@ -128,6 +129,7 @@ class Preflight:
                 refusal = Refusal(rule, reason, remedy, kind)
                 if not separator:
                     refusal = Refusal(rule, line, "", kind)
-                # Both the number of stages and the cut into them read the flags of a cut.
+                # Two checks read the flags of a cut (the number of stages and their layers), so an
+                # error may come twice.
                 if refusal not in self.refusals:
                     self.refusals.append(refusal)

@@ -1,7 +1,7 @@
-"""Flags that Megatron needs for a training, and sizes that it asserts, before torch is imported.
+"""Checks flags that Megatron requires and sizes that it asserts, before torch is imported.
 
-Upstream's scripts check some of them in `validate_args`, without naming the flag; the others are
-met after the start, as the division by an `--eval-interval` that nobody gave.
+Upstream's scripts check some of them in `validate_args`, without naming the flag. Others fail only
+after the start, such as a division by a missing `--eval-interval`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.rules import read_rules
 
-# Megatron fills these from elsewhere.
+# With these, Megatron takes arguments from elsewhere.
 _ELSEWHERE = ("use_checkpoint_args", "yaml_cfg")
 
 _NEEDED = read_rules("""
@@ -53,12 +53,12 @@ _IMPOSSIBLE = read_rules("""
 
 
 def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """Yield a refusal for each flag that a training's command line lacks, or that Megatron asserts.
+    """Yield a refusal for each missing required flag, and for each size that fails an assertion.
 
     Args:
-        args: What the flags set.
-        defaults: What a training script brings for arguments that are not given; None: they are not
-            those of a script, and anything may be missing.
+        args: The settings from the flags.
+        defaults: A training script's values for arguments that are not given; None: the arguments
+            do not come from a script, so any of them may be missing.
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
         return

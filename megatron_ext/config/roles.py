@@ -1,4 +1,4 @@
-"""Forward and backward roles of a disaggregated job: its ranks, and the arguments of each role.
+"""Forward and backward roles of a disaggregated job: the ranks and arguments of each role.
 
 Tensor-parallel ranks are innermost, then the two roles, then context-parallel ranks, data-parallel
 replicas and pipeline stages. For TP 2, PP 2 and one replica:
@@ -6,8 +6,8 @@ replicas and pipeline stages. For TP 2, PP 2 and one replica:
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
 
-Megatron gets the arguments of an ordinary job that consists of the processes of one role. From them
-it derives data-parallel size, micro-batches, sampler and groups as usual.
+Megatron gets the arguments of an ordinary job that consists of the processes of one role. From
+these it derives data-parallel size, micro-batches, sampler and groups as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     role: Role
     dp: int
-    """Data-parallel replica, or with context parallelism the part of a sequence in it."""
+    """Data-parallel replica; with context parallelism, combined with the part of the sequence."""
     pp: int
     """Pipeline stage."""
     tp: int
@@ -42,20 +42,20 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMap:
-    """All processes of a job, by global rank; each role also numbers its own."""
+    """All processes of a job, by global rank; each role also numbers its processes."""
 
     tp: int
     """Tensor-parallel size of the backward ranks."""
     pp: int
     dp: int
-    """Copies of the model that forward ranks hold, and backward ranks: data-parallel replicas times
+    """Copies of the model held by the ranks of each role: data-parallel replicas times
     context-parallel ranks, which hold the same weights."""
     merged: bool = False
     """Whether one forward rank replaces all tensor-parallel ranks of its stage."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the whole job."""
+        """Number of processes in the whole job."""
         return self.role_size("forward") + self.role_size("backward")
 
     def role_tp(self, role: Role) -> int:
@@ -69,9 +69,10 @@ class RankMap:
         return self.role_tp(role) * self.pp * self.dp
 
     def place(self, rank: int) -> Place:
-        """Return role and position of a global rank."""
-        # The two roles of one part of the model are neighbours, which exchange the most; the last
-        # process is a backward rank of the last stage, which logs; each role has Megatron's order.
+        """Return the role and position of a global rank."""
+        # The two roles of one part of the model are neighbours, because they exchange the most. The
+        # last process is a backward rank of the last stage, because Megatron logs there. Within
+        # each role, ranks are in Megatron's order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
         if offset < self.role_tp("forward"):
@@ -79,7 +80,7 @@ class RankMap:
         return Place("backward", dp, pp, offset - self.role_tp("forward"))
 
     def rank(self, place: Place) -> int:
-        """Return the global rank of a role and position."""
+        """Return the global rank with a role and position."""
         num_forward = self.role_tp("forward")
         block = place.pp * self.dp + place.dp
         rank = block * (num_forward + self.tp) + place.tp
@@ -88,11 +89,11 @@ class RankMap:
         return rank
 
     def role_rank(self, place: Place) -> int:
-        """Return the rank of a process among those of its role, in Megatron's own order."""
+        """Return the rank of a process within its role, in Megatron's order."""
         return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
 
     def twins(self, place: Place) -> list[Place]:
-        """Return the processes of the other role that hold the same weights, or shards of them."""
+        """Return the processes of the other role that hold the same weights or shards of them."""
         if self.merged and place.role == "backward":
             return [Place("forward", place.dp, place.pp, 0)]
         if self.merged:
@@ -102,10 +103,10 @@ class RankMap:
 
 
 def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
-    """Return the map of a job with `world_size` processes, by its parallel sizes.
+    """Return the rank map of a job with `world_size` processes and these parallel sizes.
 
     Raises:
-        ArgumentsError: The number of processes does not fit; the message names numbers that do.
+        ArgumentsError: The number of processes does not fit; the message suggests numbers that do.
     """
     ranks_of_stage = 2 * tp
     if merged:
@@ -144,15 +145,15 @@ class Job:
     message_bytes: int = 1 << 20
     """Size of the largest message between stages."""
     gathers_late: bool = False
-    """Whether each replica updates a shard of the weights and gathers in the next forward."""
+    """Whether each replica updates a shard of the weights and gathers them in the next forward."""
     ends_by_itself: bool = False
-    """Whether backward ranks may find that it is time to end, at any step."""
+    """Whether backward ranks may decide at any step to end the training."""
     recomputes_routers: bool = False
-    """Whether the job routes tokens to experts without gradients, to do it again with them."""
+    """Whether tokens are first routed to experts without gradients, and again with gradients."""
 
     @property
     def place(self) -> Place:
-        """Role and position of this process."""
+        """The role and position of this process."""
         return self.ranks.place(self.rank)
 
     @property
@@ -162,7 +163,7 @@ class Job:
 
     @property
     def role_rank(self) -> int:
-        """Rank among the processes of the same role."""
+        """This process's rank within its role."""
         return self.ranks.role_rank(self.place)
 
     def name_of(self, rank: int | None) -> str:
@@ -174,12 +175,12 @@ class Job:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each replica sends its shard of the weights to the forward ranks of all."""
+        """Whether each replica sends its shard of the weights to all replicas' forward ranks."""
         return self.gathers_late and self.ranks.dp > 1
 
     @property
     def weight_partners(self) -> list[Place]:
-        """Processes of the other role that exchange weights with this one, replica by replica."""
+        """Processes of the other role that exchange weights with this one, in order of replicas."""
         if not self.shares_weights:
             return self.ranks.twins(self.place)
         partners = []
@@ -189,32 +190,33 @@ class Job:
 
     @property
     def window(self) -> int:
-        """Micro-batches that a forward rank may run ahead of the backward rank of its stage."""
-        # A backward rank grants one more credit with each micro-batch that it begins. That bounds
-        # the messages waiting on any process: backwards of neighbouring stages are one micro-batch
-        # apart, and nobody overtakes the forwards. It cannot deadlock: the credit for a micro-batch
-        # depends only on earlier ones. Their messages wait in memory. With equal stages, fewer than
-        # two for each stage are enough to lose no time, in either mode and for any number of
-        # tensor-parallel ranks that a forward rank replaces.
+        """Micro-batches by which a forward rank may be ahead of the backward rank of its stage."""
+        # A backward rank grants another credit with each micro-batch that it starts. That bounds
+        # the messages waiting on any process, because backwards of neighbouring stages are one
+        # micro-batch apart and cannot overtake the forwards. It cannot deadlock, because the credit
+        # for a micro-batch depends only on earlier ones, whose messages wait in memory. With equal
+        # stages, fewer than two credits per stage are enough to lose no time, in either mode and
+        # for any number of tensor-parallel ranks replaced by one forward rank.
         return 2 * self.ranks.pp
 
     @property
     def position(self) -> int:
         """Row of the table that this process runs."""
-        # Down the forward stages and up the backward ones, as data flow.
+        # Down the forward stages, then up the backward stages, in the direction of the data flow.
         stage, pp = self.place.pp, self.ranks.pp
         if self.role == "forward":
             return stage
         return 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table of one replica, both roles, for a number of micro-batches."""
+        """Return the table of one replica, covering both roles, for a number of micro-batches."""
         return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
 
     def peers(self, position: int) -> list[int]:
-        """Return the global ranks in a row of the table that exchange tensors with this process.
+        """Return the global ranks at a row of the table that exchange tensors with this process.
 
-        One rank of this replica, or all tensor-parallel ranks that a merged forward rank replaces.
+        That is one rank of this replica, or all tensor-parallel ranks that a merged forward rank
+        replaces.
         """
         pp, merged = self.ranks.pp, self.ranks.merged
         role: Role = "forward"
@@ -230,11 +232,11 @@ class Job:
 
 
 def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
-    """Return the disaggregated job of some ranks, including the role of this process."""
+    """Return the disaggregated job on these ranks, including this process's role."""
     disaggregation = config.disaggregation
     assert disaggregation is not None
-    # Of one activation `[s, b, h]` in fp32, or of a stage's shipped ones; a stage with more layers
-    # than the others sends longer messages, in pieces.
+    # The size of one activation `[s, b, h]` in fp32, or of all activations that a stage ships. A
+    # stage with more layers than the others sends longer messages, in pieces.
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
@@ -255,7 +257,7 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
 
 def _recomputes_routers(args: Namespace) -> bool:
     granularity = getattr(args, "recompute_granularity", None)
-    # Megatron turns the two deprecated flags into recomputation, but only after us.
+    # Megatron turns the two deprecated flags into recomputation, but only after this check.
     if getattr(args, "moe_layer_recompute", False):
         return True
     if getattr(args, "recompute_activations", False):
@@ -266,19 +268,20 @@ def _recomputes_routers(args: Namespace) -> bool:
 
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
-    """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
+    """Return the arguments, by name, with which Megatron treats one role's processes as a job."""
     arguments: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
     if getattr(args, "rerun_mode", None) == "validate_results":
-        # Backward ranks would rerun a step with an unexpected loss and wait for forwards that
-        # never come. Disabled, such a loss ends the job at once.
+        # Backward ranks would rerun a step with an unexpected loss and wait for forwards that never
+        # come. With this disabled, such a loss ends the job at once.
         arguments["rerun_mode"] = "disabled"
     if job.role == "backward":
         return arguments
-    # A forward rank has no gradients and writes no files. Recomputation would only cost time.
+    # A forward rank computes no gradients and writes no files, and recomputation would only cost
+    # time.
     settings: dict[str, Any] = {
         "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
         "use_distributed_optimizer": False,
-        # Megatron takes these with the distributed optimizer only.
+        # Megatron accepts these only with the distributed optimizer.
         "num_distributed_optimizer_instances": 1,
         "use_precision_aware_optimizer": False,
         "optimizer_cpu_offload": False,
@@ -298,7 +301,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "tensorboard_dir": None,
         "logits_save_dir": None,  # kept until a checkpoint is saved
         "moe_routing_trace_path": None,  # files by rank, which backward ranks write
-        # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
+        # torch's profiler writes next to TensorBoard's files, which only backward ranks write.
         "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
         "wandb_project": "",
     }
@@ -307,14 +310,14 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
             "tensor_model_parallel_size": 1,
             "sequence_parallel": False,
             "tp_comm_overlap": False,  # Megatron requires sequence parallelism with it
-            # Pads the vocabulary to the same size as the shards do.
+            # Pad the vocabulary to the same size as on the backward ranks, which hold shards.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
     return arguments | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
 
 
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
-    """Return a log line about the disaggregated schedule of some micro-batches, with its bubble."""
+    """Return a log line about the disaggregated schedule of `count` micro-batches."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
     timeline = evaluate(job.schedule(count), UNIT)
     num_forward, num_backward = job.ranks.role_size("forward"), job.ranks.role_size("backward")
@@ -327,12 +330,12 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
 
 
 def profiles_with_torch(args: Namespace) -> bool:
-    """Return whether torch's profiler is on, which writes beside the files of TensorBoard."""
+    """Return whether torch's profiler is on, which writes next to TensorBoard's files."""
     return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
 
 
 def _gathers_late(args: Namespace) -> bool:
-    """Return whether replicas still hold only their own updated shard when a step ends."""
+    """Return whether a replica still holds only its updated shard when a step ends."""
     if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
         return False  # replicas form groups, and each group has gathered by then
     if getattr(args, "fp4_param_gather", False):

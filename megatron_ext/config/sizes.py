@@ -1,4 +1,4 @@
-"""The sizes of a job: read once, with their types, from whatever describes the job."""
+"""The sizes of a job, read and type-checked once, whatever the job is described by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.errors import ArgumentsError
 # Letters of Megatron's layout notation, by layer name.
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
 
-# Sizes that are a number of ranks, stages or layers of a stage: none of them can be 0.
+# Sizes that count ranks, stages or layers per stage, which cannot be 0.
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -22,9 +22,9 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizes:
-    """Sizes of a job, by the names of Megatron's arguments; None: nobody said.
+    """Sizes of a job, by the names of Megatron's arguments; None: not given.
 
-    They are whole numbers of at least 0, or 1 for what counts ranks and stages.
+    They are integers of at least 0, or at least 1 for numbers of ranks and stages.
     """
 
     world_size: int | None = None
@@ -37,7 +37,7 @@ class JobSizes:
 
     num_layers: int | None = None
     encoder_num_layers: int | None = None
-    """Megatron takes it where `num_layers` is missing."""
+    """Megatron uses it if `num_layers` is missing."""
     mtp_num_layers: int = 0
     num_experts: int | None = None
     seq_length: int | None = None
@@ -56,10 +56,10 @@ class JobSizes:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> JobSizes:
-        """Return the sizes among settings by the names of Megatron's arguments.
+        """Return the sizes found in settings, which use the names of Megatron's arguments.
 
         Raises:
-            ArgumentsError: One is of another type, or too small; a line for each.
+            ArgumentsError: Sizes have the wrong type or are too small; one line per size.
         """
         sizes: dict[str, Any] = {}
         mistakes: list[str] = []
@@ -81,7 +81,7 @@ class JobSizes:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job, or of one replica where the job's are not known."""
+        """Ranks of the job, or of one replica if the size of the job is unknown."""
         if self.world_size:
             return self.world_size
         return math.prod(
@@ -95,7 +95,7 @@ class JobSizes:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Values that a size may have."""
+    """The values that a size may have."""
 
     words: str
     remedy: str
@@ -120,9 +120,9 @@ def _rule_of(name: str, annotation: str) -> _Rule:
 
 
 def layout_text(layout: Any) -> Any:
-    """Return a layout in Megatron's notation; configuration objects may name the layers.
+    """Return a layout in Megatron's notation; configuration objects may hold a list of names.
 
-    What is no layout is returned as it is.
+    Anything that is not a layout is returned unchanged.
     """
     stages = getattr(layout, "input_data", layout)
     if not isinstance(stages, list | tuple):

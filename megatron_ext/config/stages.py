@@ -1,4 +1,4 @@
-"""The stages that Megatron builds for a schedule: the arguments that cut its model into them."""
+"""Computes the arguments that make Megatron cut its model into a schedule's stages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.schedules.table.placement import Placement
 
-# Placements that deal stages out round-robin, as Megatron does.
+# Placements that assign stages round-robin, as Megatron does.
 _DEALT = ("linear", "loop")
 _PLACED = (*_DEALT, "v", "w")
 
 
 @dataclass
 class StageArguments:
-    """What makes Megatron build the stages of a schedule."""
+    """Arguments that make Megatron build the stages of a schedule."""
 
     values: dict[str, Any]
-    """By the names of Megatron's arguments."""
+    """Values by the names of Megatron's arguments."""
     changes: list[str] = field(default_factory=list)
-    """Lines about cuts of the user's that they replace."""
+    """Lines about the user's settings that these arguments replace."""
 
 
 def stage_arguments(
@@ -35,7 +35,7 @@ def stage_arguments(
 ) -> StageArguments:
     """Return the arguments that make Megatron build the stages of a schedule.
 
-    The subject is the flag that chose them.
+    `subject` is the flag that chose the schedule.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
@@ -49,8 +49,9 @@ def stage_arguments(
     built = StageArguments({"pipeline_model_parallel_size": num_ranks})
     if chunks > 1 and num_ranks == 2:
         built.values["overlap_p2p_comm"] = True  # see ModelBuild.transformer
-    # A table fixes the number of stages. The user's cut stays where it makes that many; else it
-    # says what the ends compute besides their layers, and the layers are spread evenly by it.
+    # A table fixes the number of stages. If the user's cut gives that number, it is kept. Otherwise
+    # it only tells how much the ends compute besides their layers, and the layers are spread
+    # evenly.
     makes_stages = placement.name in _DEALT and cut.layers_by_stage(placement) is not None
     if makes_stages and not is_auto:
         if chosen is None and chunks > 1:
@@ -83,11 +84,11 @@ def stage_arguments(
 
 
 def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> None:
-    """Refuse cuts that are not of this model, or that a schedule's stages cannot have."""
+    """Reject cuts that do not fit this model or the stages of the schedule."""
     num_layers = cut.num_layers
     if cut.layout is not None:
         _check_letters(cut.layout, num_layers, cut.sizes.mtp_num_layers)
-    # Megatron's builders give these layers no chunk, and their offsets none either.
+    # Megatron builds these layers, and computes their offsets, without a chunk number.
     if chunks > 1 and cut.layer_description is not None:
         raise ArgumentsError(
             f"{subject} has {chunks} stages on each rank, and Megatron builds the layers of "
@@ -115,7 +116,7 @@ def _cut_pattern(
     num_layers, num_stages = cut.num_layers, placement.num_stages
     if cut.pattern is None:
         if placement.name not in _DEALT:
-            return  # refused, see RULES["folded"]
+            return  # rejected by RULES["folded"]
         fewer = num_layers // num_stages * num_stages
         fitting = [str(count) for count in (fewer, fewer + num_stages) if count]
         raise ScheduleError(
@@ -129,7 +130,7 @@ def _cut_pattern(
     counts = spread(num_layers, num_stages, weights.first, weights.last, placement.rank_of)
     segments = ["".join(islice(letters, count)) for count in counts]
     user_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    # Behind the first / stands multi-token prediction, which stays.
+    # Multi-token prediction follows the first "/", and stays.
     new_pattern = user_pattern.replace(cut.pattern, "|".join(segments), 1)
     built.values["hybrid_layer_pattern"] = new_pattern
     built.values |= dict.fromkeys(replaced)
@@ -148,12 +149,12 @@ def _lay_out(
     *,
     is_auto: bool,
 ) -> None:
-    """Give Megatron a layout in place of the user's cut, and say what it replaces."""
+    """Give Megatron a layout in place of the user's cut, and record what it replaces."""
     num_layers, num_stages = cut.num_layers, placement.num_stages
     for dest, value in replaced.items():
         built.values[dest] = False if value is True else None
     built.values["pipeline_model_parallel_layout"] = layout
-    # An even cut goes without saying, unless the user wants to know what auto makes.
+    # An even cut needs no notice, unless the user asked for `auto`.
     is_even = not replaced and cut.layout is None and num_layers % num_stages == 0
     if layout != cut.layout and (is_auto or not is_even):
         former = [f"--{dest.replace('_', '-')}" for dest in replaced]
@@ -181,11 +182,12 @@ def layout_string(
 ) -> str:
     """Return the layout for a model on a placement, in Megatron's notation.
 
-    The user's is returned unchanged where it has these stages. `first` and `last` are what the ends
-    compute besides their layers, in layers; None: the layers of multi-token prediction.
+    The user's layout is returned unchanged if it has these stages. `first` and `last` are the work
+    of the ends besides their layers, in layers; None: the layers of multi-token prediction.
 
     Raises:
-        ScheduleError: The layout is not of this model, or no model can be built on the placement.
+        ScheduleError: The layout does not fit this model, or no model can be built on the
+            placement.
     """
     if placement.name not in _PLACED:
         raise ScheduleError(
@@ -205,7 +207,7 @@ def layout_string(
         last = mtp
     counts = spread(num_layers, num_stages, first, last, placement.rank_of)
     per_stage, num_left_over = divmod(num_layers, num_stages)
-    # Even stages where the longest one then takes no longer.
+    # Prefer even stages if the longest one then takes no longer.
     longest = max(*counts, counts[0] + first, counts[-1] + last)
     if not num_left_over and per_stage + max(first, last) <= longest:
         counts = [per_stage] * num_stages
@@ -221,7 +223,7 @@ def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
 
 
 def chooser(args: Namespace, config: PipelineConfig) -> str:
-    """Return the flag that chose the schedule, with its value if it has one, for `reworded`."""
+    """Return the flag that chose the schedule, with any value, for `errors.reworded`."""
     if getattr(args, "pipeline_schedule", None) is None:
         if getattr(args, "enable_bitpipe_schedule", None):
             return "--enable-bitpipe-schedule"
@@ -231,7 +233,7 @@ def chooser(args: Namespace, config: PipelineConfig) -> str:
 
 
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:
-    """Refuse a number of ranks on which Megatron cannot host the schedule; name one that works."""
+    """Reject numbers of ranks on which Megatron cannot host the schedule; name one that works."""
     pp = args.pipeline_model_parallel_size
     schedule, switch = "{schedule:{c.schedule}}", "{schedule}"
     flag, _, name = chooser(args, config).partition("=")

@@ -79,7 +79,7 @@ class Timeline:
 
     @cached_property
     def hidden(self) -> float:
-        """The share of all-to-all that runs behind computation, over all ranks; 0 without any."""
+        """The share of all-to-all hidden by computation, over all ranks; 0 if there is none."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
         total = sum(all_to_all_of(action) for row in self.schedule.rows for action in row)
         if not total:
