@@ -1,8 +1,8 @@
-"""Computes one action at a time through Megatron's own forward and backward steps.
+"""Computes one action at a time, using Megatron's forward and backward steps.
 
-Upstream's schedules feed `forward_step` and `backward_step` by position in a loop. Here data,
-random numbers, losses and saved activations are keyed by stage and micro-batch, so actions run in
-any order.
+Upstream's schedules call `forward_step` and `backward_step` in a loop, whose position determines
+the data. Here data, random numbers, losses and saved activations are keyed by stage and
+micro-batch, so actions can run in any order.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class MicrobatchData:
-    """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
+    """The items of one chunk's data iterator for one step. Micro-batch i always gets item i.
 
-    The iterator is None on ranks that read no data. `exchange` swaps an item with the twin's, on
-    stages that run the twin's micro-batches.
+    The iterator is None on ranks that read no data. On stages that run the twin's micro-batches,
+    `exchange` swaps an item with the twin.
     """
 
     iterator: Iterator[Any] | None
@@ -55,15 +55,15 @@ class MicrobatchData:
     _items: dict[int, Any] = field(default_factory=dict, init=False)
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
-        """Return an iterator over the single item of a micro-batch; None without data.
+        """Return an iterator that yields a micro-batch's only item; None without data.
 
         Raises:
-            ScheduleError: Data without `__next__` are read out of order, or swapped.
+            ScheduleError: Data without `__next__` would have to be read out of order or swapped.
         """
         if self.iterator is None:
             return None
-        # Megatron's forward steps call `next`: without this the order of calls, which differs
-        # between stages, would decide which tokens a micro-batch gets.
+        # Megatron's forward steps call `next` on it. Without this view, the order of calls, which
+        # differs between stages, would decide which tokens a micro-batch gets.
         if hasattr(self.iterator, "__next__"):
             return map(self.take, repeat(microbatch))
         if microbatch != self._fetched or self.exchange is not None:
@@ -76,13 +76,13 @@ class MicrobatchData:
         return self.iterator
 
     def take(self, microbatch: int) -> Any:
-        """Return a micro-batch's item, once; keep those before it for their own micro-batches.
+        """Return a micro-batch's item, once only; keep earlier items for their micro-batches.
 
         Raises:
             ScheduleError: The item was already taken.
         """
         assert self.iterator is not None
-        # On demand only: the middle stages of a GPT read none.
+        # Read only on demand, because the middle stages of a GPT read no data.
         while self._fetched <= microbatch:
             self._items[self._fetched] = next(self.iterator)
             self._fetched += 1
@@ -93,7 +93,8 @@ class MicrobatchData:
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
-        # The data of such a stage, BERT's padding mask for one, must match its activations.
+        # On such a stage the data, such as BERT's padding mask, must belong to the same samples as
+        # the activations.
         if self.exchange is not None:
             item = self.exchange(item)
         for observer in self.observers:
@@ -102,8 +103,8 @@ class MicrobatchData:
 
 
 def swapped(group: dist.ProcessGroup, item: Any) -> Any:
-    """Return the twin's item in exchange for `item`. Collective over the group of both twins."""
-    # The twin runs the same actions in the same order.
+    """Exchange items with the twin and return its item. Collective over the two twins."""
+    # Both twins run the same actions in the same order, so their calls match.
     items: list[Any] = [None, None]
     dist.all_gather_object(items, item, group=group)
     return items[1 - group.rank()]
@@ -111,30 +112,30 @@ def swapped(group: dist.ProcessGroup, item: Any) -> Any:
 
 @contextmanager
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Seed all generators for one forward, and restore their states afterwards.
+    """Seed all random generators for one forward, and restore their states afterwards.
 
-    These are torch's, Megatron's, and those of `random` and `numpy.random`. The numbers depend on
-    the arguments and on the tensor- and expert-parallel rank only: neither on the pipeline rank,
-    nor on execution order or repetition. `iteration` counts from the start of training.
+    This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
+    only on the arguments and on the tensor- and expert-parallel rank, and not on the pipeline rank,
+    the execution order or repetition. `iteration` counts from the start of training.
 
     Raises:
-        ScheduleError: The run has no seed.
+        ScheduleError: No seed is set.
     """
 
     def fresh(state: Any, place: torch.device, *key: int | str) -> Any:
-        """Return a state of the same type as `state`, seeded for a key."""
+        """Return a state of the same type as `state`, seeded with a key."""
         seed = active.seed_of(*key, iteration, stage, microbatch)
-        if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
+        if isinstance(state, torch.Generator):  # a tracker made for CUDA graphs
             seeded = state.clone_state()
             seeded.manual_seed(seed)
             return seeded
         return torch.Generator(place).manual_seed(seed).get_state()
 
-    # Without an index: a state fits every device of its type.
+    # No device index, because a state fits every device of the same type.
     device_type = torch.device(devices.current().torch_device().type)
-    # Recomputation needs nothing here: upstream restores torch's states by itself, and in its own
-    # schedules, too, nobody restores those of `random` and `numpy`.
-    # Megatron's own pair of functions, which knows the generators of each release.
+    # Recomputation needs no handling here: upstream restores torch's states itself, and never
+    # restores those of `random` and `numpy`, not even in its own schedules. Megatron's own pair of
+    # functions, which knows the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
@@ -155,27 +156,27 @@ _UNCHANGED = nullcontext()
 
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
-    """Seed all generators for one forward of the current step, if it trains and seeds each one."""
+    """Seed all generators for one forward, if the step trains and draws by micro-batch."""
     if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
         return _UNCHANGED
     return microbatch_rng(active.iteration(), stage, microbatch)
 
 
 def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
-    """Set all generators to states that Megatron's `_get_all_rng_states` returned."""
+    """Set all generators to the states returned by Megatron's `_get_all_rng_states`."""
     if tracked:
         random._set_all_rng_states(host, device, dict(tracked))
         return
-    # Upstream's function would make a tracker without generators look initialised.
+    # Not upstream's function, which would mark a tracker without generators as initialised.
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
     random._set_cuda_rng_state(device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker))
 
 
 def _shard(name: str) -> tuple[int, ...]:
-    """Return the ranks that distinguish a tracker generator within one stage."""
-    # As under upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on the
-    # ranks of a stage and on its replicas.
+    """Return the ranks that tell apart copies of a tracker generator within one stage."""
+    # The same as in upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on
+    # all ranks of a stage and on its replicas.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),
@@ -183,13 +184,13 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
-    if name == "mtp-hsm-rng":  # 0.20: tensor-parallel ranks mix the same hidden states
+    if name == "mtp-hsm-rng":  # 0.20: equal on tensor-parallel ranks, which mix the same states
         return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
 
 
 Tensors = list[torch.Tensor | None]
-"""Output of a stage for the next: one tensor, or as many as Megatron's shapes specify."""
+"""A stage's output for the next stage: one tensor, or as many as Megatron's shapes specify."""
 
 
 @dataclass
@@ -207,7 +208,7 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Tokens of a sequence; read by tables of slices only."""
+    """Tokens of a sequence; only tables with slices read it."""
 
 
 class _Stage(NamedTuple):
@@ -216,12 +217,12 @@ class _Stage(NamedTuple):
     model: torch.nn.Module
     data: MicrobatchData
     vp_stage: int | None
-    """Megatron's virtual stage: the chunk, or None if the rank has only one."""
+    """Megatron's virtual stage: the chunk number, or None if the rank has only one chunk."""
     is_last: bool
     checks_lengths: bool
-    """True if lengths of sequences may vary."""
+    """Whether to check sequence lengths, because they may vary."""
     backward_step: Callable[[Tensors, Tensors, Tensors], Tensors]
-    """Megatron's, for this model."""
+    """Megatron's backward step for this kind of model."""
 
 
 @dataclass
@@ -231,30 +232,30 @@ class StageCompute:
     call: Call
     table: Table
     num_inputs: int = 1
-    """Activations that a stage receives; the first stage gets None for each."""
+    """Number of activations that a stage receives; the first stage gets None for each."""
     handed_on: Sequence[tuple[int, ...] | None] = ()
-    """Shapes of the activations that a stage sends, `[s, b, h]` each, as far as they are fixed."""
+    """Shapes of the activations that a stage sends, `[s, b, h]` each; None if a shape may vary."""
     splits: SplitBackward = field(default_factory=SplitBackward)
-    """Holds weight gradients between I and W."""
+    """Keeps weight gradients between I and W."""
     reports: dict[int, Any] = field(default_factory=dict)
-    """Reports of the loss function by micro-batch; only on the rank of the last stage."""
+    """Reports of the loss function, by micro-batch; only on the rank of the last stage."""
     ignored_inputs: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Stages and micro-batches whose backward brought no gradient of an input."""
+    """Stages and micro-batches whose backward produced no gradient for an input."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     """One per forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: Counter[int] = field(default_factory=Counter, init=False)
-    """By stage: forwards of this step so far."""
+    """By stage: number of forwards in this step so far."""
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:
         return active.draws_by_microbatch()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action: take its inputs and return its outputs, in the order of the table.
+        """Run one action on its inputs and return its outputs.
 
-        Activations of the previous stage become leaves.
+        Activations from the previous stage become leaves of the autograd graph.
         """
         stage, kind, microbatch, _ = action
         if kind in ("F", "R"):
@@ -265,7 +266,7 @@ class StageCompute:
             outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
-            if not self._stage(stage).is_last:  # only the graph is needed, as after a send
+            if not self._stage(stage).is_last:  # only the graph is still needed, as after a send
                 self.release(outputs)
             return []
         if kind == "W":
@@ -274,17 +275,18 @@ class StageCompute:
         return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
-        """Run F: return the activations for the next stage, `[s, b, h]` each, or the loss.
+        """Run F and return the activations for the next stage, `[s, b, h]` each, or the loss.
 
-        `inputs` are those of the previous stage, leaves that require grad; None for the first one.
+        `inputs` are the previous stage's activations, as leaves that require grad; None for the
+        first stage.
 
         Raises:
-            ScheduleError: The activations have other shapes than the next stage expects.
+            ScheduleError: The activations do not have the shapes that the next stage expects.
         """
         is_first = not self._forwards[stage]
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
-        # Upstream's partial checkpointing: of the live micro-batches, it spares the first few.
+        # Upstream's partial checkpointing exempts the first few live micro-batches.
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:
@@ -320,7 +322,7 @@ class StageCompute:
         num_tokens: torch.Tensor,
         store: list[Any],
     ) -> Tensors:
-        """Keep what a forward made; return its outputs in a form that `release` can free."""
+        """Keep a forward's results, and return its outputs in a form that `release` can free."""
         if not self._stage(stage).is_last:
             for tensor, shape in zip(outputs, self.handed_on, strict=False):
                 if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
@@ -330,12 +332,12 @@ class StageCompute:
                         "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
                         "model's configuration)"
                     )
-            # `release` could not free a view, which a model may hand on, and which a full backward
-            # hook on a stage's last module makes.
+            # `release` cannot free a view. A model may return one, and a full backward hook on a
+            # stage's last module creates one.
             outputs = [
                 make_viewless_tensor(output, output.requires_grad, keep_graph=True)
                 if isinstance(output, torch.Tensor)
-                else output  # None, or a tree, whose tensors are not released here
+                else output  # None, or a tree, whose tensors are released elsewhere
                 for output in outputs
             ]
         self._forwards[stage] += 1
@@ -347,12 +349,12 @@ class StageCompute:
         return outputs
 
     def finalize(self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None) -> None:
-        """Let Megatron complete the gradients of a training step. Collective over its `groups`."""
+        """Let Megatron complete the gradients of a training step. Collective over `groups`."""
         call, total = self.call, None
         if call.forward_only or call.config.finalize_model_grads_func is None:
             return
         if call.config.calculate_per_token_loss:
-            # Ranks without the last stage count none.
+            # Ranks without the last stage count no tokens.
             zero = torch.zeros((), dtype=torch.int, device=devices.device_of(call.chunks))
             total = functools.reduce(operator.add, self._num_tokens, zero)
         call.config.finalize_model_grads_func(
@@ -360,11 +362,11 @@ class StageCompute:
         )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
-        """Return the inputs and outputs kept for a backward, which drops them; None afterwards."""
+        """Return the inputs and outputs kept for a backward; None once it has taken them."""
         return self._live.get((action.stage, action.microbatch))
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs that were sent; the backward only needs their graph."""
+        """Free the data of outputs that were sent, because the backward needs only their graph."""
         # Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
         # allocating a new one takes as long as sending the tensor.
         if self.call.config.deallocate_pipeline_outputs:
@@ -374,11 +376,11 @@ class StageCompute:
                     tensor.data = _scalar(tensor.dtype, tensor.device)
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
-        """Run B, or I with `split`: return the gradients of the inputs; None for the first stage.
+        """Run B, or I with `split`; return the gradients of the inputs (None on the first stage).
 
-        `gradients` are those of the outputs, `[s, b, h]` each; None for the last stage.
+        `gradients` are the gradients of the outputs, `[s, b, h]` each; None on the last stage.
         """
-        # Gone from here before the backward runs, so that it frees what it has used.
+        # Remove the entry before the backward runs, so that autograd can free memory as it goes.
         inputs, outputs = self._live.pop((stage, microbatch))
         with self.splits.defer(stage, microbatch) if split else _UNCHANGED:
             sent_back = self._stage(stage).backward_step(inputs, outputs, gradients)
@@ -387,10 +389,10 @@ class StageCompute:
     def _sent_back(
         self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
     ) -> Tensors:
-        """Return the gradients that the previous stage waits for: zeros for an ignored input."""
-        # As on a single device, where nothing would reach the layers before. Megatron's own
-        # schedules send nothing: the previous stage takes the gradient of the next micro-batch in
-        # its place, and waits for the last one until the process group's time-out.
+        """Return the gradients for the previous stage, with zeros for an ignored input."""
+        # Zeros match a single device, where no gradient would reach the earlier layers. Megatron's
+        # own schedules send nothing: the previous stage then takes the next micro-batch's gradient
+        # in its place, and waits for the last one until the process group times out.
         sent = list(gradients)
         for index, tensor in enumerate(inputs):
             if tensor is not None and sent[index] is None:
@@ -401,17 +403,17 @@ class StageCompute:
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F of a micro-batch and B or I of another; return the outputs of each."""
+        """Run F of one micro-batch and B or I of another, and return the outputs of both."""
         raise NotImplementedError(f"{type(self).__name__} runs no pairs")
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Let observers see what this computes besides actions."""
+        """Let observers see computation that is not part of an action."""
 
     def end_step(self) -> None:
-        """Note that this rank has completed the step."""
+        """Record that this rank has completed the step."""
 
     def unfinished(self) -> list[str]:
-        """Return the backward actions whose saved tensors are still held."""
+        """Return the backward actions whose saved tensors are still kept."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()]
 
@@ -432,8 +434,9 @@ class StageCompute:
         return known_stage
 
     def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Return the context of an F: postponing layers, seeds, a check of lengths."""
-        # Most forwards need none of them, and an empty context costs as much as a real one.
+        """Return the context of an F: it postpones layers, seeds generators and checks lengths."""
+        # Most forwards need none of these, and entering an empty context costs as much as a real
+        # one.
         contexts: list[AbstractContextManager[Any]] = []
         if (stage, microbatch) in self.table.split_backwards:
             postponing = self.splits.postponing(stage)
@@ -456,8 +459,8 @@ class StageCompute:
 
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the placeholder for freed data, valid in inference mode and in training."""
-    # Made in inference mode, as an evaluation may be the first to need it, it could not be part of
-    # a graph later.
+    """Return the placeholder for freed data, usable in inference mode and in training."""
+    # An evaluation may be the first to need it. A tensor created in inference mode could not be
+    # part of a graph later.
     with torch.inference_mode(mode=False):
         return torch.empty(1, dtype=dtype, device=device)

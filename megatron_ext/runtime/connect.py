@@ -1,4 +1,4 @@
-"""Opens the transport of a configuration between the ranks whose messages a table has."""
+"""Opens the configured transport between the ranks that exchange messages in a table."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Slot size when message sizes are unknown. Longer messages are sent in pieces.
+# Slot size if message sizes are unknown. Longer messages are sent in pieces.
 _SLOT_BYTES = 1 << 20
 
 
 def links_of(table: Table, peers: Peers) -> set[Link]:
-    """Return the global ranks (source, target) between which this rank's messages travel."""
+    """Return the links, as global ranks (source, target), that carry this rank's messages."""
     me, links = peers.pipeline[table.rank], set()
     for exchange in table.exchanges:
         for transfer in (*exchange.all_inputs, *exchange.all_outputs):
@@ -61,12 +61,13 @@ def open_transport(
 ) -> Transport:
     """Connect this rank to its peers. Collective over all ranks of the job.
 
-    `device` is where received tensors are allocated, and `links` has all (source, target) with
-    this rank. Stages exchange tensors of `shapes`, `[s, b, h]` each, and `dtype`.
+    Received tensors are allocated on `device`. `links` contains every (source, target) that
+    includes this rank. Stages exchange tensors of these `shapes`, `[s, b, h]` each, and this
+    `dtype`.
 
     Raises:
-        TransportError: The transport, or the chosen path between devices, is not available; says
-            why.
+        TransportError: The transport, or the chosen path between devices, is not available; the
+            message says why.
     """
     connections = _Connections(
         pipeline=pipeline,
@@ -75,10 +76,10 @@ def open_transport(
         shapes=[shape for of_kind in shapes.values() for shape in of_kind],
         dtype=dtype,
         bypasses=bypasses,
-        # On all ranks, though only those with a direct peer may open the native transport.
+        # Count on all ranks, although only ranks with a direct peer may open the native transport.
         name=name_transport("pipeline"),
     )
-    # By settings that are the same on all ranks, because finding direct peers is collective.
+    # Decide by settings that are equal on all ranks, because finding direct peers is collective.
     tries_ipc = pipeline.config.tries_ipc and not devices.current().is_host
     if tries_ipc or pipeline.config.device_path == "ipc":
         return connections.between_devices()
@@ -87,19 +88,19 @@ def open_transport(
 
 @dataclass(frozen=True, kw_only=True)
 class _Connections:
-    """One rank's connections, and the ways to open them."""
+    """Opens one rank's connections."""
 
     pipeline: Pipeline
     device: torch.device
     """Where received tensors are allocated."""
     links: Set[Link]
-    """All (source, target) with this rank, as global ranks."""
+    """Every (source, target) that includes this rank, as global ranks."""
     shapes: Sequence[tuple[int, ...] | None]
-    """Of all tensors that stages exchange; None: the shape travels with the tensor."""
+    """Shapes of all tensors that stages exchange; None: the shape travels with the tensor."""
     dtype: torch.dtype
     bypasses: tuple[Bypass, ...]
     name: str
-    """The transport's name in the job's store."""
+    """Name of the transport in the job's store."""
 
     @property
     def peers(self) -> set[int]:
@@ -107,19 +108,19 @@ class _Connections:
         return {rank for link in self.links for rank in link} - {dist.get_rank()}
 
     def through_host_memory(self) -> Transport:
-        """Open the transport without a direct path between devices. Collective over the job."""
+        """Open the transport without direct paths between devices. Collective over the job."""
         if self.pipeline.transport == "torch":
             return self._over_torch(self.links)
         host = self._native(self.peers, self.pipeline.transport, for_notes=False)
         return through_host(host, self.device, self.pipeline.timeout_s)
 
     def between_devices(self) -> Transport:
-        """Open direct paths where devices have one, and another transport for the other peers.
+        """Open direct paths between devices that have one, and another transport for other peers.
 
         Collective over the job.
 
         Raises:
-            TransportError: A link has no direct path, and the configuration wants no other.
+            TransportError: A link has no direct path, but the configuration requires one.
         """
         backend = devices.current()
         reach = find_reach(self.peers, lambda: backend.sharing(self.device))
@@ -141,14 +142,14 @@ class _Connections:
     def _beside_torch(
         self, direct_peers: Set[int]
     ) -> tuple[NativeTransport | None, Transport | None]:
-        """Open torch.distributed for indirect links, and the native core for notes of direct ones.
+        """Open torch.distributed for indirect links, and the native core for notes on direct links.
 
         Each is None if no link needs it. Collective over the job.
         """
-        # Only a dynamic order asks what has arrived, which torch.distributed cannot answer; under a
-        # table it serves the indirect links, and the native core stays out of their way.
+        # Only a dynamic order needs to know what has arrived, which torch.distributed cannot tell.
+        # Under a static table it can serve the indirect links, without the native core.
         indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
-        over_torch = self._over_torch(indirect_links)  # collective, even without such a link
+        over_torch = self._over_torch(indirect_links)  # collective, so always called
         if not direct_peers:
             return None, over_torch
         host = self._native(direct_peers, "shm", for_notes=True)
@@ -158,11 +159,12 @@ class _Connections:
         self, direct_peers: Set[int], reach: Reach
     ) -> tuple[NativeTransport, Transport | None]:
         """Open the native core for all peers, and a transport over it; None if all are direct."""
-        # Slots have the same size on all ranks, so short ones are for jobs without indirect links.
+        # Slots have the same size on all ranks, so use short ones only if the job has no indirect
+        # link.
         host = self._native(self.peers, self.pipeline.transport, for_notes=reach.is_complete)
         if direct_peers and not reach.reasons:
             return host, None
-        # Its exit hook runs after that of the direct transport, as hooks run in reverse.
+        # Exit hooks run in reverse order, so this one runs after the hook of the direct transport.
         return host, through_host(host, self.device, self.pipeline.timeout_s)
 
     def _direct(
@@ -172,7 +174,7 @@ class _Connections:
         direct_peers: Set[int],
         indirect: Transport | None,
     ) -> Transport:
-        """Return the transport of direct links, with the one of the others in it."""
+        """Return the transport for direct links, which contains the one for all other links."""
         assert host is not None
         assert reach.sharing is not None
         transport = DirectTransport(
@@ -188,7 +190,7 @@ class _Connections:
         return transport
 
     def _over_torch(self, links: Set[Link]) -> TorchTransport:
-        """Open torch.distributed for some links. Collective over all ranks of the job."""
+        """Open torch.distributed for these links. Collective over all ranks of the job."""
         return TorchTransport(
             self.device,
             links,
@@ -197,7 +199,7 @@ class _Connections:
         )
 
     def _native(self, peers: Set[int], wire: TransportName, *, for_notes: bool) -> NativeTransport:
-        """Open the native transport to some peers, with slots for whole tensors, or for notes."""
+        """Open the native transport to these peers, with slots for whole tensors or just notes."""
         assert wire != "torch"
         num_slots = slots_of(self.pipeline, self.bypasses)
         slot_bytes = self._tensor_bytes()
@@ -205,7 +207,7 @@ class _Connections:
             slot_bytes = NOTE_BYTES
             if self.pipeline.dynamic is not None:
                 # A dynamic order sends two notes about each tensor: one when the sender has
-                # launched it, one when it is there.
+                # launched it, and one when it is ready.
                 num_slots *= 2
         return open_native(
             self.name,
@@ -221,7 +223,7 @@ class _Connections:
         )
 
     def _tensor_bytes(self) -> int:
-        """Return the size of the largest tensor, in bytes, as far as sizes are known."""
+        """Return the size in bytes of the largest tensor whose size is known."""
         sizes = [
             math.prod(shape) * self.dtype.itemsize for shape in self.shapes if shape is not None
         ]
@@ -229,7 +231,7 @@ class _Connections:
 
     @staticmethod
     def _log_indirect(transport: Transport, reach: Reach) -> None:
-        """Log the links without a direct path; the transport itself logs those with one."""
+        """Log the links without a direct path; the transport logs the direct ones itself."""
         me, wires = dist.get_rank(), transport.stats().wires
         for peer, reason in sorted(reach.reasons.items()):
             if me < peer:  # one line for both ranks
@@ -237,7 +239,7 @@ class _Connections:
 
 
 def _no_direct_path(reach: Reach) -> str:
-    """Return the error of a job whose devices must exchange tensors directly, and cannot."""
+    """Return the error message if devices must exchange tensors directly but cannot."""
     reasons = [f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()]
     between = "; ".join(reasons) or "where those of other ranks cannot"
     return (
@@ -247,7 +249,7 @@ def _no_direct_path(reach: Reach) -> str:
 
 
 def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
-    """Return the slots of the arena for each link."""
+    """Return the number of arena slots per link."""
     margin = None
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
@@ -268,18 +270,19 @@ def open_native(
     timeout_s: float,
     device: torch.device,
 ) -> NativeTransport:
-    """Open the native core, on the address that the configuration and the launcher give this host.
+    """Open the native core on this host's address, from the configuration or the launcher.
 
-    Ranks count all processes of the job, which find each other in `store` by the transport's name
-    (`name_transport`); each of the `peers` names this one. `slots` is how many messages of each
-    peer have room here. The core carries tensors of `device`, or copies.
+    `rank` and `num_ranks` count all processes of the job. They find each other in `store` under the
+    transport's name (`name_transport`), and each of the `peers` must list this rank as a peer.
+    `slots` is the number of messages from each peer that fit here. The core carries tensors of
+    `device`, or copies of them.
 
     Raises:
         TransportError: See `NativeTransport`.
     """
     config, environment = required().config, required().environment
     local_world_size = environment.local_world_size
-    ip = None  # no other host connects over shared memory
+    ip = None  # shared memory needs no address
     if wire != "shm":
         host = environment.rendezvous_host
         ip = own_address(config.node_ips, rank, num_ranks, local_world_size, host)
@@ -301,14 +304,15 @@ def open_native(
 
 
 def through_host(host: NativeTransport, device: torch.device, timeout_s: float) -> Transport:
-    """Return a transport for a device's tensors over one of the host, closed at exit at the latest.
+    """Return a transport for a device's tensors on top of a host transport, closed at exit.
 
-    It closes `host` too. `timeout_s` is how long a step waits for the sends of the previous one.
+    Closing it also closes `host`. `timeout_s` limits how long a step waits for the sends of the
+    previous step.
     """
     transport: Transport = host
     backend = devices.current()
     if not backend.is_host:
         transport = StagedTransport(host, backend.copies(device), timeout_s=timeout_s)
-    # A process that just ends looks to its peers as if it had died.
+    # To its peers, a process that exits without closing looks as if it had crashed.
     atexit.register(transport.close)
     return transport

@@ -1,8 +1,9 @@
 """The replacement for Megatron's schedules: `forward_backward`, with the same keywords.
 
-The patched `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule
-is active (`patches/schedules.py`). It keeps the contract of
-`forward_backward_pipelining_with_interleaving` in `megatron/core/pipeline_parallel/schedules.py`.
+While a schedule is active, the patched `get_forward_backward_func` of
+`megatron.core.pipeline_parallel` returns this function (`patches/schedules.py`). It keeps the
+contract of `forward_backward_pipelining_with_interleaving` in
+`megatron/core/pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one step under the active schedule. Takes the keywords of Megatron's own schedules.
+    """Run one step under the active schedule, with the keywords of Megatron's own schedules.
 
     Returns:
         The loss function's reports in micro-batch order; empty on ranks without the last stage.
@@ -115,15 +116,16 @@ def _shapes(
     size: tuple[int, int],
     adjust: Callable[..., Any] | None,
 ) -> Shapes:
-    """Return the shapes that stages receive, of activations (F) and gradients (B).
+    """Return the shapes of activations (F) and gradients (B) that stages receive.
 
-    `size` is (sequence length, micro-batch size), and `adjust` the caller's function for shapes.
+    `size` is (sequence length, micro-batch size), and `adjust` the caller's function that adjusts
+    shapes.
     """
     received: Any = [shape_between_stages(config, groups, *size)]
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
-    # Shapes travel with the tensors if lengths vary.
+    # If lengths vary, shapes travel with the tensors.
     if config.variable_seq_lengths or config.mtp_standalone:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
     return {"F": [tuple(shape) for shape in received], "B": [tuple(shape) for shape in sent]}
@@ -131,7 +133,7 @@ def _shapes(
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Measure a step with Megatron's timer, which it logs by its name, whichever schedule runs."""
+    """Measure a step with Megatron's timer, which it logs under the same name for all schedules."""
     if not config.timers:
         yield
         return
@@ -143,7 +145,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[None]:
-    """Bring offloaded activations back in the order of a table, if Megatron offloads them."""
+    """Return offloaded activations in the order of a table, if Megatron offloads any."""
     if not getattr(config, "fine_grained_activation_offloading", False):
         yield
         return
@@ -153,7 +155,7 @@ def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[N
 
 
 def refuse_modules(groups: Any) -> None:
-    """Refuse multi-module jobs (MIMO), which run one pipeline per module.
+    """Reject multi-module jobs (MIMO), which run one pipeline per module.
 
     Raises:
         ScheduleError: The groups belong to several modules.
@@ -166,7 +168,7 @@ def refuse_modules(groups: Any) -> None:
 
 
 def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
-    """Return one data iterator for each chunk; a single one is shared by all of them."""
+    """Return one data iterator per chunk; a single iterator is shared by all chunks."""
     iterators = list(data) if isinstance(data, (list, tuple)) else [data]
     if len(iterators) == num_chunks:
         return iterators
@@ -184,17 +186,18 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
             "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
             "for each chunk"
         )
-    # Each chunk reads all micro-batches, at its own pace. Megatron's RerunDataIterator has no
-    # __iter__. Copies, because forward steps write into the items that they read.
+    # Each chunk reads all micro-batches at a different pace. `map(next, ...)` is needed because
+    # Megatron's RerunDataIterator has no __iter__, and `copy` because forward steps write into the
+    # items that they read.
     return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
 
 
 def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that models have what Megatron's steps read of them, and name all that they lack."""
-    # Once, before the first step: in the middle of one a missing attribute would end this rank
-    # while its peers wait for its tensors.
+    """Check that models have every attribute that Megatron's steps read; name all missing ones."""
+    # Checked once, before the first step, because in the middle of a step a missing attribute would
+    # end this rank while its peers wait for its tensors.
     for chunk in chunks:
-        # DDP and Float16Module, which pass on what the model has, and the model itself.
+        # The attribute may be on the wrappers, DDP and Float16Module, or on the model itself.
         modules = [chunk]
         while isinstance(getattr(modules[-1], "module", None), torch.nn.Module):
             modules.append(modules[-1].module)  # type: ignore[arg-type]

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
-"""Runs a forward and the backward of another micro-batch together: takes both and the inputs of
-each, as `StageCompute.run` does, and returns the outputs of each."""
+"""Runs a forward and the backward of another micro-batch together: takes both actions and their
+inputs, as `StageCompute.run` does, and returns the outputs of both."""
 
 _NOTHING = nullcontext()
 
 
 def num_out_of_order(executed: Sequence[Executed]) -> int:
-    """Return how many actions of a complete step ran before an earlier action of the table."""
+    """Return how many actions of a step ran before an action that precedes them in the table."""
     positions = [position for position, _, _ in executed]
-    if positions == sorted(positions):  # every static order: spare it the loop
+    if positions == sorted(positions):  # true for every static order, so skip the loop
         return 0
     done = bytearray(len(positions))
     head = num_jumps = 0
@@ -53,9 +53,9 @@ def num_out_of_order(executed: Sequence[Executed]) -> int:
 
 
 class ProfilerRanges(Observer):
-    """Names each action (`2F0`, as in the table) in a profile of torch's, or in NVTX under nsys.
+    """Names each action (`2F0`, as in the table) in torch's profiles, or in NVTX under nsys.
 
-    Megatron's `--profile` with nsys emits ranges of `record_function` as NVTX ranges.
+    With nsys, Megatron's `--profile` emits `record_function` ranges as NVTX ranges.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ProfilerRanges(Observer):
         self._ranges[-1].__enter__()
 
     def end_action(self, position: int, action: Action) -> None:
-        """Close it."""
+        """Close the range of the action."""
         self._ranges.pop().__exit__(None, None, None)
 
 
@@ -84,9 +84,9 @@ class Executor:
     transport: Transport
     timeout_s: float
     name_of: Callable[[int | None], str]
-    """Names a global rank in error messages; None stands for this rank."""
+    """Names a global rank for error messages; None stands for this rank."""
     run_ahead: RunAhead | None = None
-    """Bounds how far the host runs ahead of the device; None if the device is the host."""
+    """Bounds how far the host runs ahead of the device; None if the host itself computes."""
     observers: Sequence[Observer] = ()
     _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
     """Tensors in transit between two stages of this rank."""
@@ -103,19 +103,21 @@ class Executor:
 
         Raises:
             TransportError: An input timed out or its peer failed, or an action did not end on the
-                device in time; names the blocked action.
+                device in time; the message names the blocked action.
             MegatronExtError: The order ended before every action was executed.
         """
         begin_s = time.perf_counter()
         observers = list(self.observers)
-        # Profilers start and stop between steps; without one, a range still costs microseconds.
+        # Profilers start and stop between steps. Without one, a range would still cost
+        # microseconds.
         if torch._C._autograd._profiler_enabled():
             observers.append(ProfilerRanges())
-        # Between two actions the device may idle: skip observers that override nothing.
+        # The device may idle between two actions, so skip observers that override nothing.
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
-        # Before the first action: some wires need a message's size, or a buffer, before it arrives.
+        # Announce messages before the first action: some wires need a message's size, or a buffer
+        # for it, before it arrives.
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
         begins = self.table.begins
@@ -126,7 +128,7 @@ class Executor:
             else:
                 forward, backward = choice
                 self._run(choice, exchanges[forward]._replace(partner=exchanges[backward]))
-        # Here, so that a send that fails is an error of this step and not of what comes next.
+        # Flush here, so that a failed send is reported by this step and not by a later one.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -135,20 +137,23 @@ class Executor:
 
     def _run(self, positions: Sequence[int], exchange: Exchange) -> None:
         actions, partner, run_ahead = exchange.actions, exchange.partner, self.run_ahead
-        # Before the inputs are received: on the device they would hold memory during the wait.
+        # Wait before receiving the inputs, because received tensors would occupy device memory
+        # during the wait.
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
         for stage, *_ in actions:
-            # Also before: the gather of parameters then overlaps the wait for the inputs.
+            # Also before receiving, so that the gather of parameters overlaps the wait for the
+            # inputs.
             if self._remaining[stage] == self.table.actions_by_stage[stage]:
                 self.sync.before(stage)
             self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
         gradients = [] if partner is None else self._inputs(partner)
-        # Of a pair it is the backward: no forward is the last of its stage, or has saved tensors.
+        # For a pair this is the backward: a forward is never its stage's last action and has no
+        # saved tensors.
         action = actions[-1]
         stage, is_last = action.stage, not self._remaining[action.stage]
-        # This reference keeps a backward's graph alive until its results have been sent.
+        # This reference keeps a backward's graph alive until the results have been sent.
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(action) if is_backward else None
         for observer in self._begins:
@@ -157,7 +162,7 @@ class Executor:
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        # An empty context would take as long as the bookkeeping.
+        # A shared empty context, because creating one would take as long as the bookkeeping.
         with self.sync.around_last(action) if is_last else _NOTHING:
             if partner is None:
                 outputs = self.compute.run(action, inputs)
@@ -183,7 +188,7 @@ class Executor:
             self.sync.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
-        """Receive the credits and tensors that an action awaits, then grant its own credits."""
+        """Receive the credits and tensors that an action needs, then grant credits to its peers."""
         for credit in exchange.awaits:
             self._receive(exchange, credit)
         inputs: Tensors = []
@@ -196,7 +201,8 @@ class Executor:
                 raise MegatronExtError(
                     f"{exchange.action} cannot run before {transfer.message} was handed over"
                 )
-        # Only now: a credit lets a forward rank send the message that takes the place of these.
+        # Grant credits only after the receives: a credit lets a forward rank send the message that
+        # takes the slot of these.
         for credit in exchange.grants:
             self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
         return inputs
@@ -226,15 +232,15 @@ class Executor:
                 continue
             self._handed[message] = tensor
             if message.kind == "F" and tensor is not None:
-                # So that the backward stops at the stage boundary.
+                # Detach, so that the backward stops at the stage boundary.
                 self._handed[message] = tensor.detach()
             self.order.handed(message)
-        # The transport and the next stage hold the storage by themselves.
+        # The transport and the next stage hold their own references to the storage.
         if exchange.action.kind == "F":
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
-        # An order that ends early would leave out gradients, and nothing else would show it.
+        # An order that ends early would skip gradients without any other sign.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed

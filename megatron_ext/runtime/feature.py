@@ -1,7 +1,7 @@
-"""What a feature adds to the steps of a model: the seam between the runtime and `features/`.
+"""How features extend a model's steps: the interface between the runtime and `features/`.
 
-A runtime makes one `Feature` of each kind at its first step and calls the methods below. Those of
-this class add nothing; a feature overrides the ones that it needs.
+A runtime creates one object of each `Feature` class at its first step and calls the methods below.
+The base class does nothing; a feature overrides the methods that it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model at its first step, under a pipeline."""
+    """A model at its first step, with its pipeline."""
 
     pipeline: Pipeline
     groups: ProcessGroupCollection
@@ -37,7 +37,7 @@ class Model:
     config: Any
     """A `TransformerConfig`."""
     shapes: Shapes
-    """Of what stages exchange."""
+    """Shapes of the tensors that stages exchange."""
     seq_length: int
     """Tokens of a sequence."""
 
@@ -49,14 +49,14 @@ class Step:
     table: Table
     call: Call
     shapes: Shapes
-    """Of what stages exchange."""
+    """Shapes of the tensors that stages exchange."""
     peers: Peers
     splits: SplitBackward
-    """Weight gradients between I and W."""
+    """Keeps weight gradients between I and W."""
 
 
 class DataOrder(Protocol):
-    """The order in which one training step runs the micro-batches of its data."""
+    """The order in which one training step runs its micro-batches of data."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in this order; None without data."""
@@ -67,17 +67,17 @@ class DataOrder(Protocol):
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch of the table as reports by micro-batch of the file."""
+        """Convert reports keyed by the table's micro-batches to keys in the order of the data."""
 
 
 class Feature:
-    """A feature in the steps of one model. All ranks call its methods in the same order.
+    """A feature's part in the steps of one model. All ranks call its methods in the same order.
 
-    Making it is collective over all ranks of the job.
+    Its constructor is collective over all ranks of the job.
     """
 
     bypasses: tuple[Bypass, ...] = ()
-    """Messages past stages that the model sends."""
+    """Messages that the model sends past stages."""
 
     def __init__(self, model: Model) -> None:
         pass
@@ -86,59 +86,59 @@ class Feature:
     def refuse_roles(
         chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
     ) -> None:
-        """Refuse a model that disaggregated ranks cannot run. Collective over a pipeline's group.
+        """Reject a model that disaggregated ranks cannot run. Collective over a pipeline's group.
 
         Raises:
-            ScheduleError: The model needs this feature, which such jobs do not have.
+            ScheduleError: The model needs this feature, which disaggregated jobs do not support.
         """
 
     @staticmethod
     def refuse_model(
         pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
     ) -> None:
-        """Refuse a model before its first step, or the caller's forward step.
+        """Reject a model, or the caller's forward step, before the first step.
 
         Raises:
-            ScheduleError: They lack what this feature needs.
+            ScheduleError: They lack something that this feature needs.
         """
 
     @staticmethod
     def pipeline_of(
         pipeline: Pipeline,
-        config: Any,  # noqa: ARG004 - for those that override it
+        config: Any,  # noqa: ARG004 - for overriding methods
         seq_length: int,  # noqa: ARG004
     ) -> Pipeline:
-        """Return the pipeline for the shape of a model: its `TransformerConfig`, and tokens."""
+        """Return the pipeline, adapted to a model's `TransformerConfig` and sequence length."""
         return pipeline
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return the shapes of the tensors that the transport carries, by kind."""
+        """Return the shapes of the tensors that the transport carries, by kind of message."""
         return shapes
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Let another model on the same process groups run, or other wrappers of the same one.
+        """Accept another model on the same process groups, or other wrappers of the same model.
 
         Raises:
-            ScheduleError: It needs something else than the first model.
+            ScheduleError: It needs something different from the first model.
         """
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return what computes the actions of a step, and the ends of its messages.
+        """Return the object that computes a step's actions, and the ends of its messages.
 
-        None: this feature has no part in the step.
+        None: this feature does not take part in the step.
         """
         return None
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order in which a training step runs its data; None: that of the file."""
+        """Return the order in which a training step runs its data; None: the order of the data."""
         return None
 
     def step_failed(self) -> None:
-        """Drop what the failed step has left."""
+        """Drop the state left by a failed step."""
 
 
 def features() -> list[type[Feature]]:
-    """Return what all features add to steps, in the order in which they are asked."""
+    """Return the `Feature` classes, in the order in which their methods are called."""
     classes: list[type[Feature]] = []
     for entry in STEPS:
         module, _, name = entry.partition(":")

@@ -1,11 +1,12 @@
 """Adapts Megatron to folded pipelines, whose first and last stage share a rank (V and W).
 
 Megatron assumes that the first and the last stage are on different ranks, and that the world's last
-rank has the loss and logs it. Here both copies of the word embedding live in one process, and
-losses must be sent to the rank that logs. In other placements these functions do nothing.
+rank has the loss and logs it. In a folded pipeline both copies of the word embedding live in one
+process, and losses must be sent to the rank that logs. For other placements these functions do
+nothing.
 
-Each rank builds the layers that a `PipelineParallelLayerLayout` gives it. Upstream's class assigns
-stages to ranks round-robin; `PlacedLayout` follows a `Placement`.
+Each rank builds the layers assigned to it by a `PipelineParallelLayerLayout`. Upstream's class
+assigns stages to ranks round-robin; `PlacedLayout` follows a `Placement`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's word embedding into the last stage's copy.
 
-    Call it after all chunks are built and before an optimizer copies their parameters.
+    Call this after all chunks are built and before an optimizer copies their parameters.
     """
-    # Upstream's all-reduce between the ranks of both copies has no effect within one rank.
+    # Upstream all-reduces between the ranks of the two copies, which has no effect within one rank.
     tied = _tied_weights(chunks)
     if tied is None:
         return
@@ -50,7 +51,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
     tied = _tied_weights(chunks)
-    # A diverged training has NaN in both copies, which equal nothing: its own trouble.
+    # Ignore NaN, which is unequal to itself: a diverged training has it in both copies.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
         return None
     first, last = tied
@@ -62,20 +63,20 @@ def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Set `main_grad` of both copies of the word embedding to the sum of the two.
+    """Set `main_grad` of both copies of the word embedding to the sum of their gradients.
 
-    Replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
+    This replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
     reduction and before gradients are scaled by the number of tokens.
     """
     # With the distributed optimizer each replica owns one shard of the gradient. Tied weights have
-    # their own buckets, so the shards of both copies match.
+    # separate buckets, so the shards of both copies match.
     tied = _tied_weights(chunks)
     if tied is None:
         return
     first, last = (getattr(weight, "main_grad", None) for weight in tied)
     if first is None or last is None:  # frozen
         return
-    # Both get the sum: equal gradients and equal states of the optimizer keep the copies equal.
+    # Both copies get the sum: equal gradients and equal optimizer states keep them equal.
     first.add_(last)
     last.copy_(first)
 
@@ -95,9 +96,9 @@ def _tied_weights(
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
-    """Return the model below a chunk's wrappers that says whether it shares its embedding.
+    """Return the model inside a chunk's wrappers that tells whether it shares its embedding.
 
-    Megatron's language models do; None for a module of another kind.
+    Megatron's language models do; return None for other modules.
     """
     model: Any = chunk
     while not hasattr(model, "share_embeddings_and_output_weights"):
@@ -108,23 +109,23 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
 
 
 def keep_one_main_copy(sharded_state_dict: Any) -> None:
-    """Keep one of two copies of a tensor as the main replica that is saved or loaded.
+    """Make one of a tensor's two copies the main replica, which is saved or loaded.
 
-    The dict has upstream's replica ids for parallel saving or loading; 0 marks the tensors that
-    this rank handles. It is modified in place.
+    The dict holds upstream's replica ids for parallel saving or loading; 0 marks the tensors that
+    this rank handles. The dict is modified in place.
     """
     main_copies: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
             name = (shard.key, shard.global_offset)
             if name in main_copies:
-                # Any number but 0: this rank then leaves the tensor to its first copy.
+                # Any number other than 0 leaves the tensor to its first copy.
                 shard.replica_id = 1
             main_copies.add(name)
 
 
 def with_own_tensors(state_dict: Any) -> Any:
-    """Copy every tensor that a loaded state dict has in two places, in place; return the dict."""
+    """Copy every tensor that appears twice in a loaded state dict; modify and return the dict."""
     tensor_ids: set[int] = set()
 
     def own(value: Any) -> Any:
@@ -143,11 +144,12 @@ def share_losses(
 ) -> dict[str, torch.Tensor]:
     """Broadcast the last stage's losses, by name, to all stages. Collective over the pipeline.
 
-    Other ranks may pass anything. If the placement is not folded, it returns `losses` unchanged.
+    Other ranks may pass anything. If the placement is not folded, `losses` is returned unchanged.
     """
     if not is_folded():
         return dict(losses)
-    # As objects on the host: names and shapes differ between models, and only one rank knows them.
+    # Broadcast objects on the host: names and shapes differ between models, and only one rank knows
+    # them.
     group = (groups or default_groups()).pp
     source = dist.get_process_group_ranks(group)[0]
     has_losses = dist.get_rank() == source
@@ -162,7 +164,7 @@ def share_losses(
 
 
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
-    """Broadcast this step's losses and hits of multi-token prediction to all stages. Collective."""
+    """Broadcast this step's multi-token prediction losses and hits to all stages. Collective."""
     if not is_folded():
         return
     tracker = MTPLossLoggingHelper.tracker
@@ -172,14 +174,14 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
             step_values[name] = values
     shared = share_losses(step_values, groups)
     if shared:
-        # Upstream averages over the replicas of the rank that computed the values. Now the replicas
-        # of every rank hold them, so the average is right on the rank that logs.
+        # Upstream averages over the replicas of the rank that computed the values. Now every rank's
+        # replicas hold them, so the average is also correct on the rank that logs.
         replicas = (groups or default_groups()).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout, in upstream's notation in stage order, that assigns stages to ranks by a placement.
+    """A layout in upstream's notation, in stage order, whose placement assigns stages to ranks.
 
     Raises:
         ScheduleError: The layout and the placement have different numbers of stages.
@@ -192,18 +194,18 @@ class PlacedLayout(PipelineParallelLayerLayout):
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
                 f"schedule has {placement.num_stages}; separate that many with |"
             )
-        # Arguments and checkpoints keep the plain string in stage order, so that checkpoints do not
+        # Arguments and checkpoints keep the plain string in stage order, so checkpoints do not
         # depend on the placement.
         super().__init__(layout, placement.num_ranks)
-        # Plain tuples: hosts copy a configuration by assigning to every attribute that they can
-        # reach from it, which a frozen `Placement` refuses.
+        # Store plain tuples: hosts copy a configuration by assigning to every attribute reachable
+        # from it, which raises an error on a frozen `Placement`.
         self.stages_of = placement.stages_of
         self.stages = stages
         self.layout = [[stages[stage] for stage in held] for held in placement.stages_of]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
         """Run upstream's checks; return whether an MTP layer is outside the last stage."""
-        # Upstream decides that by rank, which is wrong for these placements.
+        # Upstream decides this by rank, which is wrong for these placements.
         super().validate_layer_layout(num_layers, mtp_num_layers)
         return any(LayerType.mtp in stage for stage in self.stages[:-1])
 
@@ -213,7 +215,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Count the layers of one type in all stages before a chunk of a rank, by default this."""
+        """Count the layers of one type in all stages before a rank's chunk; default: this rank."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.stages_of[pp_rank]
@@ -222,5 +224,5 @@ class PlacedLayout(PipelineParallelLayerLayout):
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
-# Upstream builds a new configuration for every micro-batch.
+# Cached because upstream builds a new configuration for every micro-batch.
 placed_layout = lru_cache(maxsize=16)(PlacedLayout)

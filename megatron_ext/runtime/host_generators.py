@@ -1,7 +1,7 @@
-"""Seeds the generators of Python and NumPy that a process shares, for the time of one forward.
+"""Seeds the global generators of Python and NumPy for the duration of one forward.
 
-Megatron draws from torch's generators only, but models and loss functions of others use `random`
-and `numpy.random` as well.
+Megatron draws only from torch's generators, but users' models and loss functions also use `random`
+and `numpy.random`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# A spare generator for all forwards. To exchange NumPy's generator takes less than a microsecond,
-# to copy its state and set it again takes 60 of them.
+# A spare generator for all forwards. Swapping NumPy's generator takes less than a microsecond;
+# copying its state and setting it again takes 60.
 _SPARE = np.random.MT19937()
 
 
 @contextmanager
 def host_generators(seed: int) -> Iterator[None]:
-    """Seed `random` and `numpy.random` with 63 bits, and let them go on afterwards where they were.
+    """Seed `random` and `numpy.random` with 63 bits, and restore their states afterwards.
 
-    NumPy draws normal numbers in pairs; the second number of a pair that is half used is lost.
+    NumPy draws normal numbers in pairs; if only the first number of a pair was used, the second is
+    lost.
     """
     python_state, numpys = random.getstate(), np.random.get_bit_generator()
     random.seed(seed)
     np.random.set_bit_generator(_SPARE)
-    np.random.seed(seed % 2**32)  # the most that it takes
+    np.random.seed(seed % 2**32)  # NumPy accepts at most 32 bits
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Lengths of the sequences in a micro-batch: read, checked, and what one costs in a model."""
+"""Reads and checks the lengths of a micro-batch's sequences, and gives their cost in a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def refusing_long_sequences(
     model: torch.nn.Module, stage: int, microbatch: int, cp_size: int
 ) -> Iterator[None]:
-    """Check the tokens that a first stage reads inside the block, which upstream does not.
+    """Check the number of tokens that a first stage reads in this context; upstream does not.
 
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions.
     """
-    # Too long a sequence would end in an index error of the embedding (on a GPU in an assertion of
-    # the device), or with rotary embeddings not at all.
+    # A sequence that is too long would raise an index error in the embedding (on a GPU, a
+    # device-side assertion), or no error at all with rotary embeddings.
     reader = unwrap_model(model)
     limit = getattr(reader, "max_sequence_length", None)
     if limit is None or not getattr(reader, "pre_process", False):
@@ -54,24 +54,26 @@ def refusing_long_sequences(
 
 
 class ItemSize(NamedTuple):
-    """Size of a micro-batch, from which its cost follows."""
+    """Size of a micro-batch, which determines its cost."""
 
     tokens: int
-    """All, padding too."""
+    """All tokens, including padding."""
     pairs: int
-    """Pairs of tokens of one sample: the sum of the squares of lengths."""
+    """Pairs of tokens within a sample: the sum of the squared lengths."""
 
 
 def item_size(item: Any) -> ItemSize | None:
-    """Return the size of a micro-batch; None: it holds no lengths.
+    """Return the size of a micro-batch, or None if its lengths are unknown.
 
-    It has `tokens`, `[b, s]`, or for packed samples `cu_seqlens`, `[n]` or `[b, n]`: where each
-    begins and the last one ends, which may repeat. `cu_seqlens_padded` has the same with padding.
+    The item has `tokens`, `[b, s]`, or for packed samples `cu_seqlens`, `[n]` or `[b, n]`: the
+    start of each sample and the end of the last one, which may be repeated. `cu_seqlens_padded` has
+    the same bounds with padding.
     """
     if not isinstance(item, Mapping):
         return None
-    # With Megatron's packing scheduler middle stages read only the bounds. With those of the padded
-    # samples they find what stages with tokens find, or the stages would choose different orders.
+    # With Megatron's packing scheduler, middle stages read only the bounds. The padded bounds give
+    # them the same size as on stages with tokens; otherwise the stages would choose different
+    # orders.
     tokens = item.get("tokens")
     bounds = item.get("cu_seqlens_padded")
     if bounds is None:
@@ -88,7 +90,7 @@ def item_size(item: Any) -> ItemSize | None:
 
 
 def cost_of_model(config: Any) -> LengthCost:
-    """Return what a length costs in a model with this `TransformerConfig`."""
+    """Return the cost of a sample by length, in a model with this `TransformerConfig`."""
     num_experts, ffn_width = 1, config.ffn_hidden_size
     if config.num_moe_experts:
         num_experts = config.moe_router_topk

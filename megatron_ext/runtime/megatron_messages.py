@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Request:
-    """A request for Megatron; that of a send is complete from the beginning."""
+    """A request in the form that Megatron expects; a send's request is complete from the start."""
 
     arrive: Callable[[], None] | None = None
 
@@ -43,13 +43,13 @@ class _Request:
             self.arrive = None
 
 
-# Megatron's schedules match tensors by call order, not by name. So the n-th tensor of a direction
-# gets the name of the n-th message in the table of the same schedule, which sender and receiver
-# both know.
+# Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
+# gets the name of the n-th message in the same schedule's table, which sender and receiver both
+# know.
 class StockPipeline:
     """The messages of Megatron's own schedule on one pipeline, in the order of its table.
 
-    `call` has the keywords of the first step. The constructor is collective over the job.
+    `call` holds the keywords of the first step. The constructor is collective over the job.
     """
 
     def __init__(self, pipeline: Pipeline, groups: Any, call: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class StockPipeline:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         self._pipeline = pipeline
-        self._group = groups.pp  # held, so its id stays unique
+        self._group = groups.pp  # a reference, so that its id stays unique
         self._peers = Peers(dist.get_process_group_ranks(groups.pp))
         self._device, self._dtype = device_of(chunks), config.pipeline_dtype
         # By number of micro-batches.
@@ -77,15 +77,15 @@ class StockPipeline:
         return self._tables[num_microbatches]
 
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
-        """Begin a step; an evaluation runs its forwards in the order of training."""
+        """Begin a step; an evaluation runs its forwards in the same order as training."""
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
             sent += [transfer for transfer in exchange.outputs if transfer.verb == "SEND"]
         kinds: tuple[MessageKind, ...] = ("F", "B")
-        if forward_only:  # an evaluation has no gradients
+        if forward_only:  # an evaluation sends no gradients
             kinds = ("F",)
-        # With names a send never blocks, whatever order the peer receives in.
+        # Messages are named, so a send never blocks, whatever order the peer receives in.
         self._to_send = _by_kind(sent, kinds)
         self._to_receive = _by_kind(table.arrivals, kinds)
         expected = []
@@ -96,17 +96,18 @@ class StockPipeline:
         self.transport.begin(expected, table.slots)
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
-        """Send the next tensor of a direction, `[s, b, h]`."""
+        """Send the next tensor, `[s, b, h]`, in a direction."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
-        return _Request()  # nothing to wait for: the transport holds the storage
+        return _Request()  # nothing to wait for, because the transport holds the storage
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
         """Return an empty leaf that requires grad, and the request that fills it."""
-        # Fixed here, because Megatron may wait in another order than it requests.
+        # Fix the name here, because Megatron may wait in a different order than it requests.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self._peers.of(transfer), transfer.message
-        # Empty: shapes travel with the tensors, so variable lengths need no exchange beforehand.
+        # Start empty: shapes travel with the tensors, so variable lengths need no exchange
+        # beforehand.
         tensor = torch.empty(0, dtype=self._dtype, device=self._device, requires_grad=True)
 
         def arrive() -> None:
@@ -167,7 +168,7 @@ class StockPipeline:
 def _by_kind(
     transfers: Iterable[Transfer], kinds: Iterable[MessageKind]
 ) -> dict[MessageKind, deque[Transfer]]:
-    """Return a queue of transfers for each kind, in the order of the table."""
+    """Return a queue of transfers per kind, in the order of the table."""
     queues: dict[MessageKind, deque[Transfer]] = {kind: deque() for kind in kinds}
     for transfer in transfers:
         if transfer.message.kind in queues:
@@ -180,12 +181,12 @@ class StockPipelines:
     """Megatron's own schedules of a configuration, whose messages travel over our transport."""
 
     by_group: dict[int, StockPipeline] = field(default_factory=dict)
-    """By id of the pipeline group, which the pipeline holds, so its id stays unique."""
+    """By id of the pipeline group. The pipeline holds a reference to it, so the id stays unique."""
     running: StockPipeline | None = None
-    """The one whose step runs."""
+    """The pipeline whose step is running."""
 
     def step(self, schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
-        """Run one of Megatron's schedules as one step of the transport."""
+        """Run one step of Megatron's schedule, with the transport carrying its messages."""
         pipeline = active.transport_only()
         assert pipeline is not None, "the patch asks for it while there is a pipeline"
         assert self.running is None, "a step inside of a step"
@@ -206,8 +207,8 @@ class StockPipelines:
         return result
 
     def abort(self, reason: str) -> None:
-        """Abort the transports; another thread than the training's calls it."""
-        for stock in list(self.by_group.values()):  # the training may make one meanwhile
+        """Abort the transports; called from a thread other than the training's."""
+        for stock in list(self.by_group.values()):  # a copy: the training may add one
             stock.transport.abort(reason)
 
     def close(self) -> None:

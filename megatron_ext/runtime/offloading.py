@@ -1,8 +1,8 @@
-"""Brings offloaded activations back in the order in which a table runs its backwards.
+"""Returns offloaded activations in the order in which a table runs its backwards.
 
-Megatron's fine-grained offloading moves saved tensors to the host behind each forward of the first
-step, and from then on fetches those of the next backward ahead of time. It derives the order of
-backwards from the number of virtual stages; a table has its own.
+Megatron's fine-grained offloading moves saved tensors to the host after each forward, starting in
+the first step, and later prefetches the tensors of the next backward. Megatron derives the order of
+backwards from the number of virtual stages, but a table may have a different order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 class Offloading:
-    """The order in which activations return, for the step in progress."""
+    """Keeps the order in which activations return in the current step."""
 
     def __init__(self) -> None:
-        # Numbers of forwards, in the order of their backwards; empty in evaluations.
+        # Indices of forwards, in the order of their backwards; empty in evaluations.
         self._order: tuple[int, ...] = ()
-        # The order that Megatron has in memory.
+        # The order that Megatron has learned.
         self._learned: tuple[int, ...] = ()
-        # Forwards of this step so far.
+        # Number of forwards in this step so far.
         self._begun = 0
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Take the order of a rank's actions; another one than before is learned anew."""
+        """Take the order of a rank's actions; if it has changed, Megatron learns it again."""
         numbers: dict[tuple[int, int], int] = {}
         order = []
         for action in row:
@@ -41,18 +41,19 @@ class Offloading:
         self._order = tuple(order)
         self._begun = 0
         if self._order and self._order != self._learned:
-            # In the first step too: a schedule before this configuration may have left its own.
+            # Also reset in the first step, because a schedule before this configuration may have
+            # left another order.
             _interface().reset_instance()
             self._learned = self._order
 
     def begin_forward(self, call: Any, kwargs: dict[str, Any]) -> None:
-        """Let Megatron prepare for the saved tensors of one forward, and sort what it has."""
+        """Let Megatron prepare for one forward's saved tensors, and reorder its records."""
         if not self._order:
             return
-        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})  # so it derives nothing
+        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})  # so that it does not derive an order
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
-        # Before the end of the first step Megatron knows the forwards so far.
+        # During the first step Megatron has records only of the forwards so far.
         by_backward = [chunks[number] for number in self._order if number < len(chunks)]
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]
@@ -60,7 +61,7 @@ class Offloading:
 
     @staticmethod
     def end_step() -> None:
-        """Begin with the first forward and the first backward again."""
+        """Restart with the first forward and the first backward."""
         _interface().reset()
 
 

@@ -1,9 +1,10 @@
-"""Orders a rank's actions, and bounds how far ahead of the device the host launches them.
+"""Orders a rank's actions, and bounds how far the host launches ahead of the device.
 
-The order is that of the rank's table, what a policy chooses, or what its leader has decided.
+The order comes from the rank's table, from a policy, or from the decisions of a leader.
 
-The executor iterates over positions in the table. When it asks for the next position, it has
-launched the previous action. On the host that action is complete then; a device may still run it.
+The executor iterates over positions in the table. When it requests the next position, it has
+launched the previous action. If the host computes, that action has then ended; a device may still
+be running it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
-# Why following a leader cannot deadlock: ranks with one leader run one order, so they count as one
-# rank. The leader only runs an action whose inputs have arrived, so the leader of the previous
-# stage has run the action that produced them. Its followers run that action too, and their peers in
-# this stage get their inputs.
+# Following a leader cannot deadlock: ranks with the same leader run the same order, so they count
+# as one rank. The leader runs only actions whose inputs have arrived, so the leader of the previous
+# stage has run the action that produced them. That leader's followers run the action as well, so
+# their peers in this stage receive their inputs.
 def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, list[int]]:
-    """Return the leader and the followers of this rank, if it leads. Collective over the job.
+    """Return this rank's leader, and its followers if it leads. Collective over the job.
 
     An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
     twins that read data for each other. Ranks that share such groups, directly or through other
-    ranks, follow one leader, which sends its choices as messages.
+    ranks, follow the same leader, which sends its choices as messages.
 
-    The collectives of `groups` and of the expert groups run inside this rank's actions; `others`
-    are further global ranks that must run the same order.
+    Collectives over `groups` and over the expert groups run inside this rank's actions; `others`
+    are additional global ranks that must run the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
@@ -57,7 +58,7 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, 
     for group in (*groups, *experts):
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))
-    # Over the whole job: two ranks that share no group may be linked by a third.
+    # Gather over the whole job, because two ranks without a common group may be linked by a third.
     peers_by_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(peers_by_rank, peers)
     leader_of = leaders(peers_by_rank)
@@ -67,9 +68,9 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, 
 
 
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
-    """Return the lowest rank of each rank's connected component.
+    """Return the lowest rank in each rank's connected component.
 
-    `peers` has, by rank, the ranks that must run the same order.
+    `peers` lists, for each rank, the ranks that must run the same order.
     """
     leader = list(range(len(peers)))
 
@@ -86,22 +87,22 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 
 Choice = int | tuple[int, int]
-"""Position of the exchange that a rank runs next, or those of a forward and a backward,
-as a pair."""
+"""Position of the exchange that a rank runs next, or the positions of a forward and a backward that
+run as a pair."""
 
 
 @dataclass
 class Order:
-    """The order in which one rank runs its actions in one step: the table's own."""
+    """The order in which one rank runs its actions in one step; this class keeps the table's."""
 
     table: Table
 
     def expected(self) -> list[Expected]:
-        """Return the messages that the order itself receives, beyond those of the actions."""
+        """Return the messages that the order itself receives, besides the actions' messages."""
         return []
 
     def __iter__(self) -> Iterator[Choice]:
-        """Yield choices; the caller runs each before it takes the next."""
+        """Yield choices; the caller runs each one before it takes the next."""
         return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
@@ -110,33 +111,35 @@ class Order:
 
 @dataclass
 class PolicyOrder(Order):
-    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has."""
+    """Runs what a policy chooses among the ready actions; sleeps if there are none."""
 
     policy: Policy
     transport: Transport
     num_parts: Mapping[str, int]
-    """Tensors per message, by kind of message."""
+    """Number of tensors per message, by kind of message."""
     followers: Sequence[int]
     """Global ranks that follow these decisions."""
     timeout_s: float
     run_ahead: RunAhead | None = None
-    """Knows when the device has ended an action; None if the host computes."""
+    """Reports when the device has ended an action; None if the host computes."""
     _durations: Sequence[float] = field(init=False)
-    """By index: cost units of each action; empty: nobody asks how long a unit takes."""
+    """By index: cost of each action in units; empty: the policy never waits, so no pace is
+    needed."""
     _ran_s: float = field(default=0.0, init=False)
-    """Time of the actions that ended in this step."""
+    """Total time of the actions that have ended in this step."""
     _ran_units: float = field(default=0.0, init=False)
-    """Their cost units."""
+    """Total cost of these actions, in units."""
     _arrived: Counter[Message] = field(default_factory=Counter, init=False)
-    """Tensors that have arrived of each message of several, and notices of their launches."""
+    """Number of tensors, or launch notices, that have arrived for each message of several
+    tensors."""
     _running: deque[Sequence[int]] = field(default_factory=deque, init=False)
-    """Actions that the device has not ended, alone or as pairs, oldest first."""
+    """Actions, alone or as pairs, that the device has not ended, oldest first."""
     _idle_s: float = field(default=0.0, init=False)
-    """When this rank had nothing to run any more, by the host's clock."""
+    """Time, on the host's clock, at which this rank became idle."""
 
     def __post_init__(self) -> None:
-        """Begin a step."""
-        patience = self.policy.patience  # None: the policy never waits for a better action
+        """Start a step."""
+        patience = self.policy.patience  # None: the policy never waits for the head
         self._durations = () if patience is None else patience.durations
 
     def __iter__(self) -> Iterator[Choice]:
@@ -148,13 +151,14 @@ class PolicyOrder(Order):
         progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                if transfer.message.kind in ("P", "G"):  # bypasses, which policies ignore
+                if transfer.message.kind in ("P", "G"):  # policies ignore bypasses
                     progress.require(exchange.action, transfer.message)
         if ahead is not None:
-            # Peers over ipc send notices of what they have launched; others send none.
+            # Only peers over ipc send notices of what they have launched.
             wires = self.transport.stats().wires.values()
             progress.hears_launches = all(wire == "ipc" for wire in wires)
-            # An evaluation may still run, whose actions are none of this table.
+            # An evaluation may still be running on the device, and its actions are not in this
+            # table.
             ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
@@ -173,10 +177,11 @@ class PolicyOrder(Order):
                     self._ended(indices, time.perf_counter() - begin_s)
                 else:
                     self._running.append(indices)
-                # On a device it has only been launched; what it enables runs behind it.
+                # On a device the action has only been launched, but what it enables runs behind it
+                # anyway.
                 for index in indices:
                     progress.finished(index)
-            # Nothing waits for the end of the last.
+            # Nothing waits for the end of the last action.
             while len(self._running) > 1:
                 self._wait()
         finally:
@@ -184,29 +189,30 @@ class PolicyOrder(Order):
                 ahead.listen(None)
 
     def _decisions(self, positions: Sequence[int]) -> Sequence[int]:
-        """Return what followers are sent about an action, or a pair."""
+        """Return the decisions to send to followers for an action or a pair."""
         if len(positions) == 1:
             return positions
-        # Of a pair the forward is marked; the backward follows.
+        # An offset marks the forward of a pair; its backward follows as the next decision.
         forward, backward = positions
         return forward + len(self.policy.progress.row), backward
 
     def handed(self, message: Message) -> None:
-        """Mark the tensor as arrived; its consumer may become ready."""
+        """Mark a tensor as arrived, which may make its consumer ready."""
         self._note([message])
 
     def _choose(self) -> Sequence[int]:
         self._idle_s = time.perf_counter()
         self._sleep(0.0)
-        # On a device, choose while the last action runs if the policy looks ahead, so that a launch
-        # takes no time of the device; else once the last action has ended.
+        # On a device, choose while the last action runs if the policy looks ahead, so that the
+        # device does not idle during the launch. Otherwise choose once the last action has ended.
         while len(self._running) >= AHEAD:
             self._wait()
         self.policy.progress.began()
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # At the pace of this step; 0 until an action has ended.
+            # Convert the wait to seconds at the pace of this step; no wait until an action has
+            # ended.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0
@@ -222,12 +228,12 @@ class PolicyOrder(Order):
         """Sleep until a message arrives or an action ends."""
         deadline_s = time.perf_counter() + self.timeout_s
         while not self._sleep(deadline_s - time.perf_counter()):
-            # On a device it wakes early for an end that was known already.
+            # On a device this may wake early, for an end that was already known.
             if self.run_ahead is None or time.perf_counter() >= deadline_s:
                 raise TransportTimeout(self._missing())
 
     def _sleep(self, timeout_s: float) -> bool:
-        """Sleep for a time at most; return whether a message arrived or an action ended."""
+        """Sleep for at most `timeout_s`; return whether a message arrived or an action ended."""
         messages = self.transport.poll(max(0.0, timeout_s))
         self._note(messages)
         ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
@@ -237,7 +243,7 @@ class PolicyOrder(Order):
         return bool(messages or ended_s)
 
     def _ended(self, indices: Sequence[int], took_s: float) -> None:
-        """Count an action, or a pair, that has ended."""
+        """Add the time and cost of an action or pair that has ended."""
         self._ran_s += took_s
         if self._durations:
             self._ran_units += sum(self._durations[index] for index in indices)
@@ -246,7 +252,7 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            # Tensors of one hand-over are one message; those of bypasses differ by their direction.
+            # For the policy, all tensors of one hand-over are one message. Bypasses are left out.
             message = part._replace(header=False)
             if part.kind not in ("P", "G"):
                 message = message._replace(part=0)
@@ -256,10 +262,10 @@ class PolicyOrder(Order):
                 else:
                     progress.arrived(message)
             elif part.header and self._is_whole(message.notice):
-                progress.launched(message)  # no notice precedes a header, which the host receives
+                progress.launched(message)  # a header counts as its launch notice
 
     def _is_whole(self, message: Message) -> bool:
-        """Count one more tensor of a message, or notice; return whether it was the last."""
+        """Count another tensor, or launch notice, of a message; return whether it was the last."""
         number = self.num_parts[message.kind]
         if number > 1:
             self._arrived[message] += 1
@@ -288,7 +294,7 @@ class PolicyOrder(Order):
 
 @dataclass
 class LedOrder(Order):
-    """Follows the leader's decisions, one message per action; a pair takes two."""
+    """Follows the leader's decisions: one message per action, two per pair."""
 
     transport: Transport
     leader: int
@@ -308,7 +314,8 @@ class LedOrder(Order):
         Raises:
             TransportError: A decision timed out, or the leader failed.
         """
-        # Decisions carry their number as micro-batch: they may arrive ahead of their turn.
+        # A decision carries its number in the micro-batch field, because decisions may arrive
+        # early.
         count = len(self.table.exchanges)
         forward = None
         for number in range(count):
@@ -326,9 +333,9 @@ class LedOrder(Order):
 # -- how far the host runs ahead -------------------------------------------------------------------
 
 
-# A host that launches a whole step at once holds the memory of every message of that step: a tensor
-# that a copy stream uses becomes free only when the device has reached the copy. So each action
-# ends with an event, and the host launches the next one only while few are unfinished.
+# A host that launches a whole step at once would occupy memory for every message of the step,
+# because a tensor used by a copy stream is freed only once the device has reached the copy. So each
+# action ends with an event, and the host launches the next action only while few are unfinished.
 class RunAhead:
     """Counts and times the actions that a device has finished. One thread makes all calls."""
 
@@ -336,21 +343,23 @@ class RunAhead:
         self._backend, self._device, self._timeout_s = backend, device, timeout_s
         # Start of the action that is being launched.
         self._began: torch.Event | None = None
-        # Actions whose end was not noted, oldest first, and the seconds that the device spends.
+        # Unfinished actions, oldest first, each with a future for the seconds that the device
+        # spends on it.
         self._unfinished: deque[tuple[object, Future[float]]] = deque()
         self._ended_s: list[float] = []
         self._wake: Callable[[], None] | None = None
-        # Of each action: events at its start and end, its seconds, what to call at its end.
+        # For each action: events at its start and end, the future for its seconds, and what to call
+        # at its end.
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # It sleeps on the events, because a device's own waits have no time-out. A daemon: a device
-        # that hangs must not keep the process from exiting.
+        # This thread waits on the events, because a device's waits have no time-out. It is a
+        # daemon, because a device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
         self._thread.start()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Keep durations for `ended_s`; call `wake` in another thread behind each further action.
+        """Keep durations for `ended_s`, and call `wake` from another thread after each action ends.
 
-        None: no more. An action that fails wakes too.
+        None stops this. An action that fails also wakes the caller.
         """
         self._wake = wake
         self._ended_s.clear()
@@ -368,12 +377,13 @@ class RunAhead:
 
     def begin(self) -> None:
         """Mark the start of an action."""
-        # Behind the wait of the current stream for its inputs, which is no time of the action.
+        # Recorded after the current stream's wait for inputs, which does not count as part of the
+        # action.
         self._began = self._backend.timing_event()
         self._began.record()
 
     def record(self, action: object) -> torch.Event:
-        """Mark the end of an action behind all work of the current stream; return the event."""
+        """Mark the end of an action, after all work in the current stream; return the event."""
         event, took_s = self._backend.timing_event(), Future[float]()
         event.record()
         self._unfinished.append((action, took_s))
@@ -382,14 +392,15 @@ class RunAhead:
         return event
 
     def wait_until(self, unfinished: int) -> None:
-        """Sleep until at most that many recorded actions are unfinished.
+        """Sleep until at most this many recorded actions are unfinished.
 
         Raises:
             TransportTimeout: An action did not end in time; the device may wait for a peer.
             MegatronExtError: The device failed.
         """
-        # This cannot deadlock: it waits for the end of this rank's own earlier work, and all that
-        # follows in the table runs later anyway (`schedules/search/queues.py` proves the order).
+        # This cannot deadlock: it waits only for this rank's earlier work, and everything that
+        # follows in the table runs later anyway (`schedules/search/queues.py` proves that the order
+        # completes).
         begin_s = time.perf_counter()
         while len(self._unfinished) > unfinished:
             action, took_s = self._unfinished[0]
@@ -405,7 +416,7 @@ class RunAhead:
             self._note_end()
 
     def close(self) -> None:
-        """End the thread once the device has reached the events of all actions."""
+        """Stop the thread once the device has reached the events of all actions."""
         self._launched.put(None)
 
     def _note_end(self) -> None:
@@ -421,13 +432,14 @@ class RunAhead:
         while (launched := self._launched.get()) is not None:
             begin, end, took_s, wake = launched
             try:
-                # A new thread is on the first device. Here, so that a failure has an action.
+                # A new thread uses the first device by default. Bind inside the loop, so that a
+                # failure is reported with an action.
                 self._backend.bind(self._device.index)
                 end.synchronize()
                 took_s.set_result(0.0 if begin is None else 1e-3 * begin.elapsed_time(end))
-            except BaseException as error:  # noqa: BLE001 - the other thread raises it
+            except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 took_s.set_exception(error)
-            # Not after its step: nobody would ask, and the transport may be closed.
+            # Don't wake after the step has ended: the transport may already be closed.
             if wake is self._wake and wake is not None:
-                with suppress(MegatronExtError):  # the step has failed, and says why itself
+                with suppress(MegatronExtError):  # the failed step reports its own error
                     wake()

@@ -40,10 +40,11 @@ class Table:
     rank: int
     """Pipeline rank of this process."""
     slots: int
-    """Most messages in flight on one edge; with this many slots no send blocks."""
+    """Largest number of messages in flight on one edge; with this many slots no send blocks."""
 
     window: int | None = None
-    """Disaggregated tables only: how many micro-batches forwards may run ahead (`exchanges`)."""
+    """For disaggregated tables only: how many micro-batches forwards may run ahead
+    (`exchanges`)."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -52,12 +53,12 @@ class Table:
 
     @cached_property
     def begins(self) -> Sequence[int]:
-        """Position of each exchange in the row: of its action, or of the first one of a pair."""
+        """Position of each exchange in the row; for a pair, the position of its first action."""
         return self.schedule.begins(self.rank)
 
     @cached_property
     def positions(self) -> Mapping[Action, int]:
-        """Index of each of this rank's actions in table order."""
+        """Index of each of this rank's actions, in table order."""
         return {action: index for index, action in enumerate(self.schedule.rows[self.rank])}
 
     @cached_property
@@ -67,7 +68,7 @@ class Table:
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives, per source in sending order."""
+        """The messages that this rank receives; those from the same source are in sending order."""
         return tuple(
             Transfer("RECV", sent.message, rank, sent.to_twin)
             for rank in range(self.schedule.placement.num_ranks)
@@ -78,18 +79,18 @@ class Table:
 
     @cached_property
     def order(self) -> MessageOrder:
-        """The message order that all ranks share."""
+        """The message order shared by all ranks."""
         return MessageOrder(self.schedule)
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The stages of this rank in the order in which the table completes them."""
+        """This rank's stages, in the order in which the table completes them."""
         return reduction_order(self.schedule.rows[self.rank])
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards."""
-        # Slices are numbered through the step, as micro-batches (`SlicedCompute`).
+        # Slices are numbered across the whole step, like micro-batches (`SlicedCompute`).
         count = self.schedule.num_slices
         return frozenset(
             (a.stage, a.microbatch * count + a.slice)
@@ -99,7 +100,7 @@ class Table:
 
     @cached_property
     def max_live(self) -> int:
-        """Peak number of this rank's forwards whose backward has not run; 1 without backwards."""
+        """Peak number of this rank's forwards with a pending backward; 1 without backwards."""
         return int(most_alive(self.schedule.rows[self.rank], stash_ratio=0.0))
 
 
@@ -113,25 +114,26 @@ def make_table(
 ) -> Table:
     """Generate and validate the table of a pipeline rank for a number of micro-batches.
 
-    Without `backward` it has forwards only, for evaluations.
+    Without `backward` the table has only forwards, for evaluations.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
-        # Not the table without its backwards: forwards alone have a shorter order, one for all.
+        # Not the training table without its backwards: forwards alone have a shorter order, the
+        # same for all schedules.
         schedule = forward_only(pipeline.placement, num_microbatches)
         schedule = replace(schedule, bypasses=bypasses)
-        # Nothing bounds the bypasses under way but the number of micro-batches.
+        # Only the number of micro-batches bounds the bypasses in flight.
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
     schedule = replace(pipeline.schedule(num_microbatches), bypasses=bypasses)
-    if pipeline.dynamic is not None:  # ranks choose their pairs themselves
+    if pipeline.dynamic is not None:  # ranks choose their pairs at run time
         schedule = replace(schedule, pairs=())
-    # The pipeline has checked its own table; bypasses put more messages into that order.
+    # The pipeline has already checked this table without bypasses, which add messages to the order.
     if bypasses and pipeline.transport == "torch":
         check_queues(schedule)
-    # Activations and bypasses share a direction of data flow, and its slots.
+    # Activations and bypasses in the same direction share slots.
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in validate(schedule).slots.items():
         by_pair[source, target, kind in ("F", "P")] += count
@@ -144,10 +146,10 @@ def check_agreement(
     """Check that all ranks of all groups run the same table. Collective over each group.
 
     Raises:
-        ScheduleError: Tables differ in a group. Every rank of that group raises it.
+        ScheduleError: Tables differ within a group. Every rank of that group raises this.
     """
-    # Ranks with different tables would wait for messages that nobody sends, until their time-outs.
-    # 15 hexadecimal digits fit an int64.
+    # Ranks with different tables would wait until the time-out for messages that are never sent. 15
+    # hexadecimal digits fit into an int64.
     digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
         digests = [torch.empty_like(digest) for _ in range(group.size())]
@@ -163,18 +165,18 @@ def check_agreement(
 
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
-"""By message kind (F, B), the shape of each tensor, `[s, b, h]`. None: the shape travels with the
-tensor."""
+"""By kind of message (F, B): the shape of each tensor, `[s, b, h]`. None: the shape travels with
+the tensor."""
 
 
 def shape_between_stages(
     config: Any, groups: Any, length: int, micro_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return the shape that stages hand on, `[s, b, h]`; n residual streams have n times that h.
+    """Return the shape that stages exchange, `[s, b, h]`; n residual streams multiply h by n.
 
-    s is the length on this rank, after context and sequence parallelism have divided it.
+    s is the length on this rank, after division by context and sequence parallelism.
     """
-    # Not upstream's `get_tensor_shapes`, which knows no residual streams.
+    # Not upstream's `get_tensor_shapes`, which does not support residual streams.
     divisor = groups.cp.size()
     if config.sequence_parallel:
         divisor *= groups.tp.size()
@@ -185,12 +187,12 @@ def shape_between_stages(
 
 @dataclass(frozen=True)
 class Peers:
-    """Global ranks of the peers that this rank exchanges tensors with."""
+    """Global ranks of the peers with which this rank exchanges tensors."""
 
     pipeline: Sequence[int]
-    """By pipeline rank."""
+    """Global ranks, by pipeline rank."""
     mirrored: Sequence[int] = ()
-    """By rank of the mirrored pipeline, where twins hold the same stages; empty without twins."""
+    """Global ranks of the mirrored pipeline, by pipeline rank; empty without twins."""
 
     def of(self, transfer: Transfer) -> int:
         """Return the global rank at the other end of a transfer."""
@@ -198,7 +200,7 @@ class Peers:
         return ranks[transfer.peer]
 
     def leads(self, rank: int) -> bool:
-        """Return whether a pipeline rank sends to its twin first; the lower global rank does."""
+        """Return whether a pipeline rank sends to its twin first, as the lower global rank does."""
         return not self.mirrored or self.pipeline[rank] < self.mirrored[rank]
 
 
@@ -211,26 +213,26 @@ class Form(NamedTuple):
     part: int = 0
     """Index of the tensor in its hand-over."""
     header: bool = False
-    """True if it describes the tensors that follow."""
+    """Whether this tensor describes the tensors that follow."""
 
     def named(self, message: Message) -> Message:
-        """Return the name of this tensor in a hand-over."""
+        """Return the message name of this tensor in a hand-over."""
         return message._replace(part=message.part + self.part, header=self.header)
 
 
 class Ends(Protocol):
-    """Resolves a table's transfers to peers and tensors."""
+    """Resolves the transfers of a table to peers and tensors."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return the global ranks at the other end."""
+        """Return the global ranks at the other end of a transfer."""
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
-        """Return the tensors that one moves from or to each rank there, in their order."""
+        """Return the tensors that a transfer moves from or to each of these ranks, in order."""
 
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The ends of a pipeline with one peer per transfer (`Ends`)."""
+    """The `Ends` of a pipeline with one peer per transfer."""
 
     peers: Peers
     received: Mapping[str, Sequence[Form]]
@@ -239,50 +241,51 @@ class PipelineEnds:
 
     @classmethod
     def of_shapes(cls, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
-        """Return the ends of an ordinary pipeline, with one dtype for all tensors."""
+        """Return the ends of an ordinary pipeline, with the same dtype for all tensors."""
         forms = {
             kind: [Form(shape, dtype, part) for part, shape in enumerate(shapes_of_kind)]
             for kind, shapes_of_kind in shapes.items()
         }
-        # A sent F has as many tensors as the B that comes back.
+        # A sent F consists of as many tensors as the B that comes back.
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return the one global rank at the other end."""
+        """Return the only global rank at the other end of a transfer."""
         return (self.peers.of(transfer),)
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
-        """Return the tensors that one moves, in their order."""
+        """Return the tensors that a transfer moves, in order."""
         by_kind = self.received if transfer.verb == "RECV" else self.sent
         return by_kind[transfer.message.kind]
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's exchanges, where peers are global ranks and each transfer is one tensor.
+    """One rank's exchanges, with global ranks as peers and one tensor per transfer.
 
-    Of a transfer of several tensors to several peers all get the first tensor, then the second.
+    If a transfer moves several tensors to several peers, all peers get the first tensor, then all
+    get the second.
     """
 
     exchanges: tuple[Exchange, ...]
     expected: tuple[Expected, ...]
-    """In the message order that all ranks share."""
+    """Messages to receive, in the message order shared by all ranks."""
 
 
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
-    Of two twins one `leads`: it sends before it receives.
+    One of two twins `leads`: it sends before it receives.
     """
-    # Between two actions the device waits for the host, so nothing may be looked up there. Peers
-    # and names depend only on the table and the shapes, so steps share one program.
+    # The device waits for the host between two actions, so look up everything in advance. Peers and
+    # names depend only on the table and the shapes, so all steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     # (transfer, number of transport calls before it is posted), in the shared order.
     turns: list[tuple[Transfer, int]]
-    if table.schedule.disaggregated:  # needs a transport that matches messages by name
+    if table.schedule.disaggregated:  # its transport matches messages by name
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
-        # What stays on this rank (LOCAL) is no call of the transport.
+        # Tensors that stay on this rank (LOCAL) never reach the transport.
         received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
         sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
         calls = list(accumulate(map(add, received, sent), initial=0))

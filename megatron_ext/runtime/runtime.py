@@ -1,7 +1,7 @@
-"""State of the models on one set of process groups across steps, and how they run a step.
+"""Keeps the state of models on one set of process groups across steps, and runs their steps.
 
-A `Runtime` is made at a model's first step and closed with the configuration. Training statistics
-are summed and logged here too.
+A `Runtime` is created at a model's first step and closed with the configuration. This module also
+sums and logs training statistics.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Measured(Observer):
     steps: int = 0
     actions: int = 0
     out_of_order: int = 0
-    """Actions that ran before an earlier action of the table."""
+    """Actions that ran before an action that precedes them in the table."""
     busy_s: float = 0.0
-    """Time in actions, in seconds of host time."""
+    """Host time spent in actions, in seconds."""
     wall_s: float = 0.0
-    """Time in steps, in seconds."""
+    """Time spent in steps, in seconds."""
     peak_live: float = 0
     """Peak number of live stage activations."""
     shares: Sequence[float] = (1.0,)
-    """Of each slice of a micro-batch."""
+    """Share of a micro-batch in each of its slices."""
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Add a finished step."""
@@ -83,7 +83,7 @@ class Measured(Observer):
         self.peak_live = max(self.peak_live, most_alive(row, slices=self.shares))
 
     def add(self, other: Measured) -> None:
-        """Add the statistics of another rank or of further steps."""
+        """Add the statistics of another rank or of more steps."""
         self.steps = max(self.steps, other.steps)
         self.actions += other.actions
         self.out_of_order += other.out_of_order
@@ -93,10 +93,10 @@ class Measured(Observer):
 
 
 class Runtime:
-    """The state that models on one set of process groups keep across steps.
+    """The state of models on one set of process groups, kept across steps.
 
-    The constructor is collective over all ranks of the job. There is one of `iterators` for each of
-    the model's `chunks` on this rank, whose `config` is a `TransformerConfig`.
+    The constructor is collective over all ranks of the job. `iterators` has one entry for each of
+    the model's `chunks` on this rank; `config` is their `TransformerConfig`.
 
     Raises:
         ScheduleError: Ranks, chunks or a feature of the model do not fit the schedule.
@@ -119,10 +119,11 @@ class Runtime:
         self.placement = placement = pipeline.placement
         self.rank = rank = groups.pp.rank()
         self._check_fit(chunks)
-        # Chunks that were checked.
+        # Chunks that have been checked.
         self.known = WeakSet(chunks)
         self.device = devices.device_of(chunks)
-        # From here to the end in one order on all ranks of the job: most of it is collective.
+        # From here on, all ranks of the job must run the same calls in the same order, because most
+        # of them are collective.
         model = Model(pipeline, groups, chunks, config, shapes, seq_length)
         self.features = [make(model) for make in features()]
         bypasses: list[Bypass] = []
@@ -134,10 +135,10 @@ class Runtime:
         full = replace(pipeline.full, bypasses=self.bypasses)
         links = links_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
-        # Leader and followers of a dynamic order; None: every rank runs the table's order.
+        # Leader and followers in a dynamic order; None: every rank runs the table's order.
         self.agreement: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
-            # Twins that read data on crossed stages swap it, so they follow one leader too.
+            # Twins that read data on crossed stages swap it, so they must follow the same leader.
             swaps = any(
                 is_crossed and iterator is not None
                 for is_crossed, iterator in zip(crossed, iterators, strict=True)
@@ -156,7 +157,7 @@ class Runtime:
         )
         self.transport = observed(transport, self.observers)
         self.splits = in_force().splits
-        # Swaps data with the twin on stages that run its micro-batches.
+        # Swaps data with the twin on stages that run the twin's micro-batches.
         self.exchange = self._exchange_with_twin(mirrored, reads_for_twin=any(crossed))
         # Bounds how far the host runs ahead of the device; None if the device is the host.
         backend = devices.current()
@@ -165,20 +166,20 @@ class Runtime:
             self.run_ahead = RunAhead(backend, self.device, timeout_s=pipeline.timeout_s)
         self.measured = Measured(shares=pipeline.full.slices)
         self._tables: dict[tuple[int, bool], Table] = {}
-        # By table: the latest program with the ends it was made for.
+        # By table: the latest program, with the ends it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
-        # The tables that layers can run which overwrite their first gradients.
+        # Tables checked to be safe for layers that overwrite their first gradients.
         self._checked: set[Table] = set()
         # Whether a training step of this rank has split a backward.
         self._has_split = False
-        # Whether the log names a stage whose input had no gradient.
+        # Whether a stage whose input got no gradient has been logged.
         self._has_ignored_input = False
 
     def _mirrored_ranks(self) -> list[int]:
         """Return the global ranks of the twins, by pipeline rank; empty without twins."""
         if self.pipeline.config.twins < 2:
             return []
-        # A twin is the neighbour in the data-parallel group.
+        # The twin is the neighbour in the data-parallel group.
         replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         twin = replicas[replicas.index(dist.get_rank()) ^ 1]
         mirrored = [0] * self.groups.pp.size()
@@ -187,7 +188,7 @@ class Runtime:
 
     @staticmethod
     def _decision_links(leader: int, followers: Sequence[int]) -> set[tuple[int, int]]:
-        """Return (source, target) of the decisions that this rank sends or receives."""
+        """Return (source, target) for the decisions that this rank sends or receives."""
         me = dist.get_rank()
         links = {(me, follower) for follower in followers}
         if leader != me:
@@ -197,10 +198,11 @@ class Runtime:
     def _exchange_with_twin(
         self, mirrored: Sequence[int], *, reads_for_twin: bool
     ) -> Callable[[Any], Any] | None:
-        """Return what swaps a data item with the twin; None: this rank runs no stage for it."""
+        """Return a function that swaps a data item with the twin; None if no stage needs it."""
         if not self.placement.twin_hops:
             return None
-        # Ranks without such stages take part too: making groups is collective over the job.
+        # Ranks without such stages also take part, because creating groups is collective over the
+        # job.
         twins = []
         if reads_for_twin:
             low, high = sorted((dist.get_rank(), mirrored[self.rank]))
@@ -223,22 +225,23 @@ class Runtime:
             )
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Let another model on these process groups run, or other wrappers of the same one.
+        """Accept another model on these process groups, or other wrappers of the same model.
 
         Raises:
-            ScheduleError: It has other chunks, or needs other things of a feature, than the first.
+            ScheduleError: It has different chunks, or different requirements for a feature, than
+                the first model.
         """
         try:
             self._check_fit(chunks)
             for feature in self.features:
                 feature.admit(chunks)
         except ScheduleError as error:
-            self.transport.abort(str(error))  # other stages may find nothing, and begin the step
+            self.transport.abort(str(error))  # other stages may find no fault and start the step
             raise
         self.known.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
-        """Return each chunk's data, to be read by micro-batch."""
+        """Return each chunk's data, readable by micro-batch."""
         crossed = map(self.placement.is_crossed, self.placement.stages_of[self.rank])
         return [
             MicrobatchData(iterator, self.exchange if is_crossed else None, self.observers)
@@ -246,7 +249,7 @@ class Runtime:
         ]
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return what orders the micro-batches of one step; None: they keep the file's order."""
+        """Return the order of the micro-batches of one step; None: the order of the data."""
         for feature in self.features:
             order = feature.data_order(table, config)
             if order is not None:
@@ -256,11 +259,11 @@ class Runtime:
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
 
-        Collective over the pipeline, data- and tensor-parallel groups if the table is new: they
-        check that all ranks made the same one.
+        If the table is new, this is collective over the pipeline, data- and tensor-parallel groups,
+        which check that all ranks generated the same table.
 
         Raises:
-            ScheduleError: The schedule cannot run this number, or tables differ between ranks.
+            ScheduleError: The schedule cannot run this number, or the tables differ between ranks.
         """
         key = (num_microbatches, backward)
         if key not in self._tables:
@@ -292,7 +295,7 @@ class Runtime:
             sync = TrainingSync(
                 call.config, call.chunks, table, self.splits, force_all_reduce=force_all_reduce
             )
-        # Statistics, too, cover training only.
+        # Statistics cover only training.
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
@@ -317,11 +320,12 @@ class Runtime:
             with sync:
                 executor.run()
         except BaseException as error:
-            # Peers end their waits with this error now, if the wire can, not with their time-outs.
+            # Report the error to peers if the transport can, so that they stop waiting before their
+            # time-outs.
             self.splits.clear()
             for feature in self.features:
                 feature.step_failed()
-            self.transport.abort(str(error) or type(error).__name__)  # of Ctrl-C
+            self.transport.abort(str(error) or type(error).__name__)  # Ctrl-C has no message
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
@@ -334,7 +338,7 @@ class Runtime:
     def _compute(
         self, table: Table, call: Call, shapes: Shapes
     ) -> tuple[StageCompute, PipelineEnds]:
-        """Return what computes the actions of one step, and the ends of its messages."""
+        """Return the object that computes a step's actions, and the ends of its messages."""
         step = Step(table, call, shapes, self.peers, self.splits)
         for feature in self.features:
             computed = feature.compute(step)
@@ -351,13 +355,13 @@ class Runtime:
         return StageCompute(call, table, len(shapes["F"]), shapes["B"], self.splits), ends
 
     def _on_wires(self, shapes: Shapes) -> Shapes:
-        """Return the shapes that the transport carries; stages exchange tensors of `shapes`."""
+        """Return the shapes that the transport carries if stages exchange tensors of `shapes`."""
         for feature in self.features:
             shapes = feature.shapes_on_wires(shapes)
         return shapes
 
     def _program(self, table: Table, ends: PipelineEnds) -> Program:
-        """Return the program of a table, made anew if its ends have changed."""
+        """Return the program of a table, rebuilt if its ends have changed."""
         latest = self._programs.get(table)
         if latest is not None and latest[0] == ends:
             return latest[1]
@@ -366,7 +370,7 @@ class Runtime:
         return program
 
     def _name_of(self, rank: int | None) -> str:
-        """Name a global rank in errors; None stands for this one."""
+        """Return the name of a global rank for errors; None stands for this rank."""
         if rank is None:
             return f"rank {dist.get_rank()} (pipeline rank {self.rank})"
         return f"rank {rank}"
@@ -382,9 +386,9 @@ class Runtime:
         )
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
-        """Log after this rank's first step with split backwards if W had nothing to do."""
-        # The step is right, only slower than its table: `split_backward.linear` no longer sees the
-        # layers of this Megatron, or the model has layers of its own.
+        """Log after this rank's first step with split backwards if W had nothing to compute."""
+        # The step is correct, but slower than its table: either `split_backward.linear` no longer
+        # patches the layers of this Megatron release, or the model has custom layers.
         self._has_split = any(action.kind == "I" for action in table.schedule.rows[self.rank])
         trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
         if self._has_split and trains and not self.splits.has_deferred and not dist.get_rank():
@@ -396,7 +400,7 @@ class Runtime:
             )
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
-        """Return what decides about the order; evaluation keeps the table's, which is shortest."""
+        """Return the step's order; evaluation keeps the table's order, which is the shortest."""
         timeout_s = self.pipeline.timeout_s
         if self.agreement is None or call.forward_only:
             return Order(table)
@@ -416,28 +420,28 @@ class Runtimes:
     by_group: dict[int, Runtime] = field(default_factory=dict)
     """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
     splits: SplitBackward = field(default_factory=SplitBackward)
-    """Weight gradients between I and W; patches of layers record them here."""
+    """Weight gradients between I and W; patched layers record them here."""
     kept_by_feature: dict[str, Any] = field(default_factory=dict)
-    """What features keep, by name; their patches of layers read it here."""
+    """State of features, by name; the layers they patch read it here."""
     offloading: Offloading = field(default_factory=Offloading)
-    """In which order Megatron brings offloaded activations back."""
+    """The order in which Megatron returns offloaded activations."""
     stock: StockPipelines = field(default_factory=StockPipelines)
-    """Megatron's own schedules, whose messages travel over our transport."""
+    """Megatron's own schedules, if our transport carries their messages."""
     last_counts: tuple[float, list[float]] | None = None
-    """When the counts for writers of scalars were read last, and what they were."""
+    """Time and values of the last reading of the counts for scalar writers."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())
 
     def abort(self, reason: str) -> None:
-        """Abort the transports; another thread than the training's calls it."""
-        for runtime in list(self):  # the training may make one meanwhile
+        """Abort the transports; called from a thread other than the training's."""
+        for runtime in list(self):  # copied, as the training may add one
             runtime.transport.abort(reason)
         self.stock.abort(reason)
 
     def close(self) -> None:
         """Close the transports."""
-        # The device's thread first: it rings the transport when an action ends.
+        # Stop the device's thread first, because it wakes the transport when an action ends.
         for runtime in self:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
@@ -446,7 +450,7 @@ class Runtimes:
 
 
 def in_force() -> Runtimes:
-    """Return the runtimes of the active configuration; the first call makes them."""
+    """Return the runtimes of the active configuration; the first call creates them."""
     configuration = active.required()
     if configuration.runtimes is None:
         configuration.runtimes = Runtimes()
@@ -455,7 +459,7 @@ def in_force() -> Runtimes:
 
 
 def totals() -> tuple[Measured, int]:
-    """Return this process's training statistics so far, and the bytes that it sent."""
+    """Return this process's training statistics so far, and the number of bytes it has sent."""
     together = Measured()
     runtimes = list(in_force())
     for runtime in runtimes:
@@ -464,11 +468,11 @@ def totals() -> tuple[Measured, int]:
 
 
 def log_statistics(*, of_all: bool = True) -> None:
-    """Log training statistics on rank 0: those of all ranks, which is collective, or its own."""
+    """Log training statistics on rank 0: of all ranks (a collective call), or of rank 0 alone."""
     for runtime in in_force():
         by_rank, where = [runtime.measured], " on this rank"
         if of_all:
-            # Making a runtime is collective, so all ranks have theirs in one order.
+            # Creating a runtime is collective, so all ranks have their runtimes in the same order.
             by_rank, where = [Measured() for _ in range(dist.get_world_size())], ""
             dist.all_gather_object(by_rank, runtime.measured)
         together = Measured()
@@ -481,15 +485,16 @@ def log_statistics(*, of_all: bool = True) -> None:
         order = "table" if dynamic is None else dynamic.policy
         jumped = 100 * together.out_of_order / together.actions
         figures = [f"{jumped:.1f} % of actions out of order"]
-        # Times are the host's, and any other device still computes when a call that launches ends.
+        # Times are the host's, and on any other device a launch returns before the computation has
+        # ended.
         if runtime.device.type == "cpu":
-            # Ranks that have no action left wait for the last one of all, after their own step.
+            # Ranks without remaining actions wait, after their step, for the slowest rank.
             whole_s = len(by_rank) * max(measured.wall_s for measured in by_rank)
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages
         figures.append(f"at most {activations:g} activations")
-        # Without a logging setup, Python shows nothing below WARNING.
+        # Without logging set-up, Python shows nothing below WARNING.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",
             schedule.label,

@@ -1,8 +1,8 @@
 """Splits a stage's backward: I computes input gradients, W computes weight gradients.
 
 The backward of a linear layer is two GEMMs: the input gradient, which the previous stage waits for,
-and the weight gradient, which is not needed before the optimizer step. I of a micro-batch runs
-inside `SplitBackward.defer(stage, microbatch)`; W is `SplitBackward.run(stage, microbatch)`. In
+and the weight gradient, which is not needed until the optimizer step. The I of a micro-batch runs
+inside `SplitBackward.defer(stage, microbatch)`; its W is `SplitBackward.run(stage, microbatch)`. In
 between, the two operands of each weight gradient are kept: the layer's input and the gradient of
 its output. The result is bitwise equal to upstream's backward. The idea comes from "Zero Bubble
 Pipeline Parallelism" (Qi et al., 2023).
@@ -12,18 +12,18 @@ sequential experts, the output layer), grouped experts (`split_grouped.py`), and
 layers built for it (`split_te.py`). Everything else stays in I: embeddings and weights tied to one
 on the same stage, norms, biases, the router.
 
-Between I and W a gradient exists that autograd does not know, so a weight waits only while nothing
-else looks at its gradient:
+Between I and W, autograd does not know about the pending gradient, so a weight's gradient waits
+only while nothing else reads it:
 
-* Only the executor's own backward defers: any other, such as `torch.autograd.grad` in a forward,
-  gets real gradients.
-* A weight with hooks is left whole, for as long as it has them.
-* If a deferred weight gets a gradient from another use in the same backward, that gradient waits
-  for W, too, and is added to the product. From the next micro-batch on the weight is left whole.
+* Only the executor's backward defers. Any other, such as `torch.autograd.grad` in a forward, gets
+  real gradients.
+* A weight is left whole as long as it has hooks. * If a deferred weight gets a gradient from
+another use in the same backward, that gradient also waits for W and is added to the product. From
+the next micro-batch on, the weight is left whole.
 
 Contract with the executor:
 
-* The order of a stage's Ws decides the last bits, and all ranks of a tensor-parallel group run
+* The order of a stage's Ws affects the last bits, and all ranks of a tensor-parallel group must run
   their Ws in the same order.
 * Message memory may be reused after W, not after I.
 * Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
@@ -62,8 +62,8 @@ _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback with the ids of the weights whose gradients remain to be computed."""
 
-# Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
-# the first.
+# Megatron's buffer for gathered inputs, and a second one, so that a gather can write it while a
+# GEMM reads the first.
 _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
 _HAS_HOOK = "a hook reads it"
@@ -75,48 +75,48 @@ _OTHER_RANK = "another tensor-parallel rank must"
 
 
 class SplitBackward:
-    """Holds a configuration's deferred weight gradients, by stage and micro-batch."""
+    """Keeps a configuration's deferred weight gradients, by stage and micro-batch."""
 
     def __init__(self) -> None:
-        # A plain attribute: autograd runs CUDA backwards in its own thread, which sees neither
-        # thread-locals nor context variables of the caller.
+        # A plain attribute, because autograd runs CUDA backwards in a separate thread, which sees
+        # neither thread-locals nor context variables of the caller.
         self._key: _Key | None = None
-        # By id of the weight, or of the first one of a layer with several. Weights and gradients
-        # keep the order of their records, which decides the bits.
+        # By id of the weight, or of a layer's first weight. Weights and gradients stay in the order
+        # in which they were recorded, because it determines the last bits.
         self._waiting: dict[_Key, dict[int, list[WeightGradient]]] = {}
-        # By the same id: the stream in which the layer runs backward.
+        # By the same id: the stream in which the layer runs its backward.
         self._streams: dict[int, Any] = {}
         self._prepared: list[_Prepared] = []
         self._chunks: dict[int, _Chunk] = {}
-        # Why a weight with another use is left whole, by id.
+        # By id: why a weight that has another use is left whole.
         self._shared: dict[int, str] = {}
-        # Ids of the weights that all ranks of a tensor-parallel group leave whole in this step.
+        # Ids of weights that all ranks of a tensor-parallel group leave whole in this step.
         self._agreed: set[int] = set()
-        # Reasons that the log does not name yet, and ids of the weights that it names.
+        # Reasons that have not been logged yet, and ids of the weights that have been.
         self._unlogged: dict[str, list[torch.Tensor]] = {}
         self._named: set[int] = set()
         self._progress: Progress | None = None
         self.has_deferred = False
-        """Whether any layer of this process has left a weight gradient to W."""
+        """Whether any layer in this process has deferred a weight gradient to W."""
         self.is_in_use = False
-        """Whether a table with split backwards has run, or will."""
+        """Whether a table with split backwards has run or will run."""
 
     @property
     def is_deferring(self) -> bool:
-        """Whether the backward that runs now is the executor's I."""
+        """Whether the backward now running is the executor's I."""
         return self._key is not None
 
     @property
     def overwrites_first(self) -> bool:
-        """Whether layers overwrite their weight gradients at a step's first micro-batch."""
+        """Whether layers overwrite their weight gradients in a step's first micro-batch."""
         return any(chunk.postponing.overwrites_first for chunk in self._chunks.values())
 
     def register_modules(self, stage: int, chunk: torch.nn.Module, *, splits: bool = True) -> None:
-        """Register the model chunk of a stage: its embeddings, its Transformer Engine layers.
+        """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
         Call it before each step; known chunks cost nothing. Without it, Transformer Engine layers
-        that are built to postpone their weight gradients would do so forever. Where no backward
-        splits they are Megatron's own matter, as with
+        that are built to postpone their weight gradients would never compute them. If no backward
+        is split, these layers are left to Megatron, as with
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
@@ -127,16 +127,17 @@ class SplitBackward:
         postponing = PostponingLayers(chunk, put, may_wait=self._may_wait_for_te)
         self._chunks[stage] = _Chunk(chunk, postponing, tuple(chunk.parameters()))
         for module in chunk.modules():
-            # A stage may tie its weight to the output layer, which multi-token prediction uses
-            # several times, as it does the embedding: a sum in autograd's order, in one backward.
+            # A stage may tie this weight to the output layer. Multi-token prediction uses both
+            # several times, so autograd must sum the gradients in its own order, within one
+            # backward.
             if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
                 setattr(module.weight, _EMBEDDING, True)
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Leave those weights whole that any tensor-parallel rank must leave whole in this step.
+        """Leave whole every weight that any tensor-parallel rank must leave whole in this step.
 
-        Collective over the group, before a training step with sequence parallelism. A weight that
-        is left whole gathers its layer's input in I, a deferred one in W.
+        Collective over the group, before a training step with sequence parallelism. The ranks must
+        agree, because a layer gathers its input in I if its weight is left whole, and in W if not.
         """
         weights = [weight for chunk in self._chunks.values() for weight in chunk.weights]
         reasons = [self._why_whole(weight) for weight in weights]
@@ -151,31 +152,31 @@ class SplitBackward:
         self._log()
 
     def defer(self, stage: int, microbatch: int) -> _Deferral:
-        """Return a context for the backward of I, in which layers leave weight gradients to `run`.
+        """Return a context for the backward of I, in which layers defer weight gradients to `run`.
 
-        It is for this backward alone: any other one within would lose the gradients it asks for.
+        The context is for this backward only: another one inside it would not get its gradients.
         """
         chunk = self._chunks.get(stage)
         layers = chunk.postponing if chunk and chunk.postponing.layers else None
         return _Deferral(self, (stage, microbatch), layers)
 
     def postponing(self, stage: int) -> PostponingLayers | None:
-        """Return the context for the forward of a split backward; None: it needs none."""
-        # Transformer Engine's layers decide in the forward.
+        """Return the context for the forward of a split backward, or None if none is needed."""
+        # Transformer Engine's layers decide in the forward whether to postpone.
         chunk = self._chunks.get(stage)
         return chunk.postponing if chunk and chunk.postponing.layers else None
 
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
-        """Return whether the gradient of a weight may wait for W, in a layer's backward in I.
+        """Return whether a weight's gradient may wait for W; called in a layer's backward in I.
 
-        If not, earlier gradients of the weight are accumulated now, so that they keep their order.
+        If not, the weight's earlier gradients are accumulated now, which keeps their order.
 
         Args:
             weight: A leaf.
             gathers: Whether the product needs a collective over the tensor-parallel group.
 
         Raises:
-            ScheduleError: The weight has a hook that not all of its tensor-parallel ranks know of.
+            ScheduleError: The weight has a hook that some of its tensor-parallel ranks do not have.
         """
         reason = self._why_whole(weight)
         if gathers:
@@ -188,10 +189,10 @@ class SplitBackward:
         return False
 
     def _agreed_reason(self, weight: torch.nn.Parameter, reason: str | None) -> str | None:
-        """Return why a weight is left whole on all of its tensor-parallel ranks; None: it is not.
+        """Return why all tensor-parallel ranks leave a weight whole, or None if they do not.
 
-        `reason` is that of this rank now. Other ranks may not have it: hooks may differ between
-        ranks, and a rank learns of another use in the middle of a step.
+        `reason` is this rank's current reason. Other ranks may not have it, because hooks may
+        differ between ranks, and a rank discovers another use in the middle of a step.
         """
         if id(weight) in self._agreed:
             return reason or _OTHER_RANK
@@ -206,10 +207,10 @@ class SplitBackward:
         return reason
 
     def record(self, gradient: WeightGradient) -> None:
-        """Take a gradient that waits for W; called in a layer's backward in I."""
+        """Store a gradient that waits for W; called in a layer's backward in I."""
         assert self._key is not None, "layers record inside `defer` only"
-        # Its operands may be messages: a received gradient, or an activation that the first layer
-        # uses directly. They stay until W.
+        # The operands may be messages: a received gradient, or an activation that the first layer
+        # uses directly. They must stay valid until W.
         weight = gradient.weights[0]
         self.has_deferred = True
         self._waiting.setdefault(self._key, {}).setdefault(id(weight), []).append(gradient)
@@ -217,7 +218,7 @@ class SplitBackward:
 
     @contextmanager
     def reporting(self, progress: Progress) -> Iterator[None]:
-        """Call `progress` before the first weight and after each weight of a W in the block."""
+        """Call `progress` before the first and after each weight of a W run in this context."""
         self._progress = progress
         try:
             yield
@@ -227,16 +228,16 @@ class SplitBackward:
     def run(self, stage: int, microbatch: int) -> None:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
-        They go into `main_grad`, or into `grad` without DDP. Operands are freed weight by weight. A
-        stage without deferred weights does nothing.
+        The gradients go into `main_grad`, or into `grad` without DDP. Operands are freed weight by
+        weight. For a stage without deferred weights this does nothing.
         """
         self._compute(self._waiting.pop((stage, microbatch), {}))
 
     def _compute(self, waiting: dict[int, list[WeightGradient]]) -> None:
         remaining = {id(w) for gradients in waiting.values() for w in gradients[0].weights}
         # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
-        # GEMMs, so that they overlap: a collective, so all tensor-parallel ranks of a stage compute
-        # the same gradients in the same order.
+        # GEMMs, so that the two overlap. The gather is collective, so all tensor-parallel ranks of
+        # a stage must compute the same gradients in the same order.
         ahead = deque(zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False))
 
         def fetch() -> None:
@@ -258,14 +259,14 @@ class SplitBackward:
             report()
 
     def _catch_up(self, weight: torch.Tensor) -> None:
-        """Accumulate what waits of a weight: its next gradient does not wait, and comes after."""
+        """Accumulate a weight's waiting gradients now, because its next gradient will not wait."""
         for waiting in self._waiting.values():
             gradients = waiting.pop(id(weight), None)
             if gradients is not None:
                 self._compute({id(weight): gradients})
 
     def waiting(self, stage: int, microbatch: int) -> frozenset[int]:
-        """Return the ids of the weights whose gradients of a micro-batch wait for W."""
+        """Return the ids of the weights whose gradients for a micro-batch wait for W."""
         gradients_of = self._waiting.get((stage, microbatch), {})
         return frozenset(
             id(weight) for gradients in gradients_of.values() for weight in gradients[0].weights
@@ -284,19 +285,19 @@ class SplitBackward:
     # -- weights that are left whole, or watched ---------------------------------------------------
 
     def _why_whole(self, weight: torch.Tensor) -> str | None:
-        """Return why a weight's gradient may not wait now; None: it may."""
+        """Return why a weight's gradient may not wait now, or None if it may."""
         for hook in (weight._backward_hooks or {}).values():
             if type(hook) is not _Watch:
                 return _HAS_HOOK
         if weight._post_accumulate_grad_hooks:
             return _HAS_HOOK
-        # The gradients of Megatron's FSDP have no memory of their own.
+        # With Megatron's FSDP, gradients do not have separate memory.
         if hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"):
             return ""
         return self._shared.get(id(weight))
 
     def _may_wait_for_te(self, weights: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether the gradients of a Transformer Engine layer may wait."""
+        """Return whether the weight gradients of a Transformer Engine layer may wait."""
         reasons = [self._why_whole(weight) for weight in weights]
         for weight, reason in zip(weights, reasons, strict=True):
             if reason is not None:
@@ -307,9 +308,9 @@ class SplitBackward:
         return may_wait
 
     def _watch(self, weight: torch.nn.Parameter, layer_id: int) -> None:
-        """Let `_arrived` see what autograd is about to accumulate into a weight's gradient.
+        """Pass what autograd is about to accumulate into a weight's gradient to `_arrived`.
 
-        Its layer's gradients wait under `layer_id`.
+        The gradients of the weight's layer wait under `layer_id`.
         """
         hooks: dict[int, Any] = weight._backward_hooks or {}
         for hook in hooks.values():
@@ -318,9 +319,9 @@ class SplitBackward:
         weight.register_hook(_Watch(self, weight, layer_id))
 
     def _arrived(self, watch: _Watch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See the sum of the gradients that autograd has for a weight; None: it has none.
+        """Handle the sum of the gradients that autograd has for a weight; None: there is none.
 
-        Return what autograd shall accumulate in its place; None: no change.
+        Return what autograd should accumulate instead; None: no change.
         """
         if self._key is None:
             return None
@@ -329,7 +330,7 @@ class SplitBackward:
         if waiting is None or weight is None:
             return None
         if gradient is None or waiting[0].is_fused:
-            # Under fusion upstream, too, lets DDP's hook drop what is not in the kernel's product.
+            # With fusion, upstream also lets DDP's hook drop what is not in the kernel's product.
             if hasattr(weight, "grad_added_to_main_grad"):
                 self._prepare_for_ddp(weight, watch.nothing)
             return None
@@ -342,7 +343,7 @@ class SplitBackward:
         return torch.zeros_like(gradient)
 
     def _prepare_for_ddp(self, weight: Any, gradient: torch.Tensor | None) -> None:
-        """Set `grad` until the end of I: DDP's hook, which runs next, wants one, and drops it."""
+        """Set `grad` until the end of I: DDP's hook, which runs next, requires it and drops it."""
         has_flag = hasattr(weight, "grad_added_to_main_grad")
         self._prepared.append(_Prepared(weight, weight.grad, has_flag))
         weight.grad = gradient
@@ -359,7 +360,7 @@ class SplitBackward:
         self._prepared.clear()
 
     def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
-        """Take what a Transformer Engine layer queues, in place of `WeightGradStore.put`."""
+        """Store what a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
         gradient: Any = TeGradients(layer)
         weight = gradient.weights[0]
         if not will_accumulate(accumulator_of(weight)):
@@ -382,13 +383,13 @@ class SplitBackward:
     # -- the log -----------------------------------------------------------------------------------
 
     def _say(self, weight: torch.Tensor, reason: str) -> None:
-        """Let the log name a weight that is left whole, once; an empty reason is nothing to say."""
+        """Log a weight that is left whole, once; an empty reason is not logged."""
         if reason and id(weight) not in self._named:
             self._named.add(id(weight))
             self._unlogged.setdefault(reason, []).append(weight)
 
     def _log(self) -> None:
-        """Log the weights that are newly left whole, on one of their replicas."""
+        """Log the weights that are newly left whole, on one of the replicas."""
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
@@ -419,7 +420,7 @@ class _Prepared(NamedTuple):
 
     weight: Any
     gradient: torch.Tensor | None
-    """Its `grad` before."""
+    """The weight's `grad` before."""
     has_flag: bool
     """Whether DDP reads `grad_added_to_main_grad`."""
 
@@ -432,7 +433,7 @@ class _Watch:
     def __init__(self, splits: SplitBackward, weight: torch.nn.Parameter, layer_id: int) -> None:
         self.splits, self.layer_id = splits, layer_id
         self.weight = weakref.ref(weight)
-        # A gradient for DDP's hook, which does not read it.
+        # A placeholder gradient for DDP's hook, which does not read its values.
         nothing = torch.zeros((), dtype=weight.dtype, device=weight.device)
         self.nothing = nothing.expand(weight.shape)
 
@@ -440,7 +441,7 @@ class _Watch:
         return self.splits._arrived(self, gradient)
 
 
-# A class, not a generator, which costs more: every I enters it.
+# A class, because a generator-based context costs more, and every I enters this one.
 class _Deferral:
     """The context of `defer`."""
 
@@ -468,7 +469,7 @@ class _Deferral:
 
 
 def _is_first_replica() -> bool:
-    """Return whether this rank speaks for the tensor- and data-parallel ranks of its stage."""
+    """Return whether this rank logs for all tensor- and data-parallel ranks of its stage."""
     if not parallel_state.model_parallel_is_initialized():
         return True
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
