@@ -1,1 +1,1 @@
-"""Features beside the core, a folder each; `megatron_ext/feature_list.py` lists where they join."""
+"""Features, one folder each, that extend the core; `megatron_ext/feature_list.py` lists them."""

@@ -1,1 +1,1 @@
-"""Micro-batches of unequal lengths: ordered by cost, and dealt out to replicas."""
+"""Micro-batches of unequal lengths: ordered by cost, and distributed over replicas."""

@@ -1,8 +1,8 @@
-"""The micro-batches of one step, read ahead and run in an order that follows from their lengths.
+"""Runs the micro-batches of a step in an order that depends on their lengths.
 
-`--pipeline-balance` reads the micro-batches of a step ahead. `order` runs them in the order that a
-simulation of the table finds shortest. `pack` first deals them out to the data-parallel replicas,
-so that none has more work than the others.
+`--pipeline-balance` reads all micro-batches of a step in advance. `order` runs them in the order
+that is fastest in a simulation of the table. `pack` first distributes them over the data-parallel
+replicas so that all have about the same work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def item_cost(item: Any, cost: LengthCost) -> float:
-    """Return what a micro-batch costs, of which the data iterator gives what `item_size` reads.
+    """Return the cost of a micro-batch from the data iterator's item, which `item_size` reads.
 
     Raises:
-        ScheduleError: The item does not say how long its samples are.
+        ScheduleError: The item does not contain the lengths of its samples.
     """
     size = item_size(item)
     if size is not None:
@@ -50,27 +50,28 @@ def item_cost(item: Any, cost: LengthCost) -> float:
 class BalancedStep:
     """The order of one training step on this rank.
 
-    The file's micro-batch `order[i]` runs as micro-batch i of the table.
+    Micro-batch `order[i]` of the data runs as micro-batch i of the table.
     """
 
     schedule: Schedule
     costs: Costs
     length_cost: LengthCost
     replicas: ReplicaExchange | None = None
-    """Replicas that share out their micro-batches; None: this one runs what it reads."""
+    """Replicas that redistribute their micro-batches; None: this replica runs the ones it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """By micro-batch of the table: its number in the file, which counts the micro-batches of all
-    `replicas`; None: no data was read so far."""
+    """By micro-batch of the table: its number in the data, counted over all `replicas`; None: no
+    data has been read yet."""
     _received: dict[int, Any] | None = field(default=None, init=False)
-    """With `replicas`: what this replica runs, by number."""
+    """With `replicas`: the items that this replica runs, by number."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first `next` fetches all from `items`, Megatron's data iterator; None: it has no data.
+        The first `next` fetches all items from `items`, Megatron's data iterator. None: there is no
+        data.
 
         Raises:
-            ScheduleError: The data come from something else.
+            ScheduleError: The data comes from something other than an iterator.
         """
         if items is None:
             return None
@@ -82,31 +83,32 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # Chunks of one rank read the same data; the first of them decides.
+        # All chunks of a rank read the same data; the first one decides the order.
         held = self._decided(items) if self.order is None else self._fetched(items)
         if self._received is not None:
-            # Forward steps write into what they read, and the next chunk reads it too.
+            # Copy, because forward steps write into the items they read, and the next chunk reads
+            # them too.
             held = {number: copy(item) for number, item in self._received.items()}
         assert self.order is not None
         for number in self.order:
             yield held.pop(number)
 
     def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Choose the micro-batches and their order; return them by number."""
+        """Choose the micro-batches to run and their order; return the items by number."""
         # All ranks that read data see the same lengths, so they choose the same order without a
-        # message; ranks that read none keep the table's. The gradient is the same sum, in this
-        # order.
+        # message; ranks that read none keep the table's order. The gradient is the same sum, taken
+        # in this order.
         replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)
             costs = [item_cost(item, self.length_cost) for item in held.values()]
         except Exception:
             if replicas is not None:
-                replicas.costs([nan] * num_microbatches)  # the others wait for it
+                replicas.costs([nan] * num_microbatches)  # the other replicas wait for this
             raise
         if replicas is not None:
-            # A rank comes here when it first reads data in a step. No circle of waits can arise:
-            # the first reading of a stage depends on stages before it alone, in each replica.
+            # A rank gets here when it first reads data in a step. This cannot deadlock: in each
+            # replica, a stage's first read depends only on earlier stages.
             costs = replicas.costs(costs)
             held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
             self._received = held
@@ -116,7 +118,7 @@ class BalancedStep:
         return held
 
     def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Fetch the micro-batches of the step, by number in the file."""
+        """Fetch the micro-batches of the step, by number in the data."""
         held: dict[int, Any] = {}
         num_microbatches = self.schedule.num_microbatches
         first, step = 0, 1
@@ -138,10 +140,10 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch of the table as reports by micro-batch of the file.
+        """Convert reports keyed by the table's micro-batches to keys in the order of the data.
 
-        Collective over the tensor-parallel group where there are reports: of its ranks the first
-        reads data. It communicates on the device of the model's `chunks`.
+        Collective over the tensor-parallel group on stages with reports, because only the first
+        rank of the group reads data. It communicates on the device of the model's `chunks`.
         """
         if not reports:
             return {}

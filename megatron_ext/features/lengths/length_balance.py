@@ -1,13 +1,14 @@
-"""Shares out a global batch by what its samples cost, so that all pipelines end together.
+"""Distributes a global batch by the cost of its samples, so that all pipelines end together.
 
-Attention is quadratic in the length L of a sample, everything else linear: a sample costs
-a*L + b*L^2. Packs of equal tokens therefore differ in cost, and a pipeline waits for its costliest
-micro-batch in every stage. Only the place of a sample changes: the global batch, and so the sum
-that its gradient is, stay the same. `deal_out` shares out micro-batches, whose samples stay
-together. `best_order` chooses the order in which a pipeline runs its unequal micro-batches.
+Attention is quadratic in the length L of a sample, and everything else is linear, so a sample costs
+a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and a pipeline waits for
+its costliest micro-batch in every stage. Only the place where a sample runs changes: the global
+batch and the terms of its gradient stay the same. `deal_out` distributes micro-batches, whose
+samples stay together. `best_order` chooses the order in which a pipeline runs its unequal
+micro-batches.
 
-Everything here is deterministic and depends on the lengths alone, so that ranks that know them
-agree without a message. Standard library only.
+Everything here is deterministic and depends only on the lengths, so ranks that know them agree
+without a message. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ def fills_of(placement: Placement) -> float:
 
 
 def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> list[list[int]]:
-    """Return which micro-batches of a step each replica runs, all equally many.
+    """Return which micro-batches of a step each replica runs; all replicas get equally many.
 
-    The costliest replica costs little, never more than in the order of the file. A replica costs
-    the sum of its micro-batches, plus `fills` times the costliest of them: the makespan of a flow
-    shop whose jobs take equally long on all machines, in any order (Pinedo, Scheduling, 2016,
+    The costliest replica never costs more than in the order of the data. The cost of a replica is
+    the sum over its micro-batches, plus `fills` times its costliest one: the makespan, in any
+    order, of a flow shop whose jobs take equally long on all machines (Pinedo, Scheduling, 2016,
     section 6.1). Micro-batches are dealt out costliest first (Graham 1969), each to the cheapest
-    replica that has room. Of these shares each replica then takes one of which it has read much.
+    share that has room. Each replica then takes a share of which it has already read a large part.
 
     Args:
-        costs: Of each micro-batch in the order of the file, of which replica r reads those whose
-            number is r modulo `num_replicas`.
+        costs: Cost of each micro-batch, in the order of the data. Replica r reads the micro-batches
+            whose number is r modulo `num_replicas`.
         num_replicas: Data-parallel replicas.
-        fills: How many micro-batches the pipeline takes to fill and drain, see `fills_of`.
+        fills: How many micro-batches the pipeline takes to fill and drain; see `fills_of`.
 
     Returns:
-        The numbers of micro-batches by replica, ascending.
+        By replica: the numbers of its micro-batches, ascending.
 
     Raises:
         ScheduleError: The micro-batches cannot be divided equally.
@@ -72,15 +73,15 @@ def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> l
 
     in_file_order = [list(range(first, len(costs), num_replicas)) for first in range(num_replicas)]
     dealt = _dealt(costs, num_replicas, share_size)
-    # Of equals that of the file, which moves nothing.
+    # If both are equal, keep the order of the data, which moves nothing.
     shares = min(in_file_order, dealt, key=costliest)
     return _assigned(shares)
 
 
 def _dealt(costs: Sequence[float], num_replicas: int, share_size: int) -> list[list[int]]:
-    """Deal out micro-batches, the costliest first, each to the cheapest share that has room."""
+    """Deal out micro-batches, costliest first, each to the cheapest share that has room."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    # Heap of (cost, share); full shares are not in it.
+    # Heap of (cost, share), without full shares.
     cheapest = [(0.0, share) for share in range(num_replicas)]
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         cost, share = heapq.heappop(cheapest)
@@ -91,7 +92,7 @@ def _dealt(costs: Sequence[float], num_replicas: int, share_size: int) -> list[l
 
 
 def _assigned(shares: list[list[int]]) -> list[list[int]]:
-    """Return the shares by replica: the one that has read most of a share takes it."""
+    """Return the shares by replica; each share goes to the replica that has read most of it."""
     num_replicas = len(shares)
     has_read: Counter[tuple[int, int]] = Counter()
     for index, share in enumerate(shares):
@@ -103,7 +104,7 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
         if replica not in share_of and index in free_shares:
             share_of[replica] = index
             del free_shares[index]
-    # Replicas whose shares others have taken get what remains, in order.
+    # Replicas that got no share this way take the remaining ones, in order.
     remaining = iter(free_shares)
     assigned = []
     for replica in range(num_replicas):
@@ -113,9 +114,9 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
 
 
 def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the lengths in each micro-batch of a sampler that reads its file.
+    """Yield the lengths in each micro-batch of a sampler that reads samples in order.
 
-    The next sample goes into the open pack; the first that does not fit closes it.
+    Each sample goes into the open pack; the first sample that does not fit starts a new one.
 
     Raises:
         ScheduleError: A sample does not fit into a micro-batch, or has no tokens.
@@ -145,13 +146,13 @@ def shortest(
     placement: Placement,
     costs: Costs = UNIT,
 ) -> float:
-    """Return a step time that no packing and no order can beat, in the unit of costs times `costs`.
+    """Return a lower bound on the step time for any packing and order, in the unit of `costs`.
 
-    One replica has at least the mean of all work. A rank waits for the forward of its first
-    micro-batch, which holds at least the smallest sample, through the stages before its own. And
-    the longest sample goes down all stages, and its gradient back.
+    Some replica has at least the mean of all work. Each rank waits until its first micro-batch,
+    which holds at least the smallest sample, has passed the stages before it. And the longest
+    sample goes through all stages, and its gradient comes back.
 
-    `costs` are those of a sample of cost 1.
+    `costs` are durations for a sample of cost 1.
     """
     stage_share = placement.num_ranks / placement.num_stages  # one stage's part of a rank's work
     last_head = max(min(stages) for stages in placement.stages_of)
@@ -162,28 +163,29 @@ def shortest(
     return max(mean + fill, longest + 2 * hops * costs.latency)
 
 
-# Small micro-batches that fill the pipeline before the largest come.
+# Number of small micro-batches that fill the pipeline before the largest ones.
 _FEW = 3
 
 
 def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT) -> tuple[int, ...]:
-    """Return which micro-batch of the file runs in each place of a table.
+    """Return which micro-batch of the data runs in each place of a table.
 
-    Equal micro-batches stay in the order of the file.
+    Equal micro-batches stay in the order of the data.
 
-    `scales` are the costs of the file's micro-batches in any unit, `costs` those of scale 1.
+    `scales` are the costs of the micro-batches in the order of the data, in any unit; `costs` are
+    durations at scale 1.
 
     Raises:
-        ScheduleError: There is not one scale for each micro-batch of the table.
+        ScheduleError: The number of scales differs from the table's number of micro-batches.
     """
     in_file_order = tuple(range(len(scales)))
     if len(set(scales)) <= 1:
         return in_file_order
     largest = max(scales)
     shares = [scale / largest for scale in scales]
-    # While a pipeline fills and drains, its ranks wait for each other's micro-batches; in between
-    # they hardly do. So small ones belong to both ends. Which order is best depends on the table,
-    # so a few are simulated, that of the file included: none takes longer than that one.
+    # Ranks wait for each other's micro-batches mainly while the pipeline fills and drains, so small
+    # ones belong at both ends. The best order depends on the table, so simulate a few, including
+    # the order of the data, which the result can then never be slower than.
     rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
     candidates = (
         in_file_order,
@@ -192,7 +194,7 @@ def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT)
         tuple(rising[:1] + rising[:0:-1]),
         tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
     )
-    # Not a set: of equally fast orders the first wins, on every rank.
+    # Not a set, so that on every rank the first of equally fast orders wins.
     return min(
         dict.fromkeys(candidates), key=lambda order: makespan_of(schedule, shares, order, costs)
     )
@@ -201,9 +203,9 @@ def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT)
 def makespan_of(
     schedule: Schedule, scales: Sequence[float], order: Sequence[int], costs: Costs = UNIT
 ) -> float:
-    """Return the time of a step whose micro-batches enter in an order.
+    """Return the time of a step whose micro-batches enter the pipeline in a given order.
 
-    `order` has the number of the micro-batch in each place; `costs` are those of scale 1.
+    `order` gives the number of the micro-batch in each place; `costs` are durations at scale 1.
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan

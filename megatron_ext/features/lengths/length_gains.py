@@ -1,4 +1,4 @@
-"""Predicts what balancing by cost gains with the lengths of a data set, by simulation."""
+"""Predicts, by simulation, how much balancing by cost gains for a data set's lengths."""
 
 from __future__ import annotations
 
@@ -25,42 +25,43 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 MAX_BATCHES = 4
-"""Global batches that are simulated: the first ones of the file."""
+"""Number of global batches to simulate, from the start of the data."""
 
 
 class Sizes(NamedTuple):
-    """How much one step takes."""
+    """Sizes of one step."""
 
     pp: int
     num_microbatches: int
-    """Of one replica."""
+    """Micro-batches per replica."""
     num_replicas: int
     max_tokens: int
-    """Of a micro-batch."""
+    """Tokens that fit into a micro-batch."""
 
 
 class LengthGains(NamedTuple):
-    """Steps of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
+    """Step times of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
 
-    All are means over the global batches.
+    All of them are means over the global batches.
     """
 
     schedule: str
-    """With its options."""
+    """Name of the schedule, with its options."""
     in_file_order: float
     order: float
-    """With `--pipeline-balance order`."""
+    """Step time with `--pipeline-balance order`."""
     pack: float
-    """With `--pipeline-balance pack`: replicas share out the micro-batches, and order them."""
+    """Step time with `--pipeline-balance pack`: micro-batches are distributed over replicas and
+    ordered."""
     bound: float
-    """No packing and no order can beat it."""
+    """Lower bound that no packing and no order can beat."""
 
 
 class _Batch(NamedTuple):
-    """A global batch; costs are over that of its mean micro-batch."""
+    """A global batch; costs are relative to its mean micro-batch."""
 
     microbatches: list[float]
-    """Cost of each micro-batch, as replicas take turns to read them."""
+    """Cost of each micro-batch, in the order in which the replicas take turns to read them."""
     samples: list[float]
     """Cost of each sample."""
 
@@ -72,13 +73,14 @@ def predict_lengths(
 
     Args:
         lengths: Tokens of each sample, in the order in which a sampler reads them.
-        name: A registered schedule, or `all`, which leaves mirrored pipelines out.
+        name: A registered schedule, or `all`, which excludes mirrored pipelines.
         sizes: Sizes of a step.
-        length_cost: The cost of a sample by its length.
+        length_cost: Cost of a sample by its length.
         costs: Durations of actions on the mean micro-batch, and latencies.
 
     Returns:
-        The predictions, shortest step with `pack` first, and why other schedules are left out.
+        The predictions, with the shortest step under `pack` first, and the reasons why other
+        schedules are left out.
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
@@ -86,7 +88,7 @@ def predict_lengths(
     """
     batches = _global_batches(lengths, sizes, length_cost)
     choices: list[Choice] = []
-    # Reasons, a line for each schedule.
+    # Reasons, one line per schedule.
     left_out: list[str] = []
     for generator in registered().values():
         if name not in ("all", generator.name):
@@ -110,10 +112,10 @@ def predict_lengths(
 
 
 def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost) -> list[_Batch]:
-    """Return the first global batches that samples of these lengths fill.
+    """Return the first global batches that can be filled with samples of these lengths.
 
     Raises:
-        ScheduleError: They do not fill one, or a sample is longer than a micro-batch.
+        ScheduleError: They do not fill one batch, or a sample is longer than a micro-batch.
     """
     batch_size = sizes.num_microbatches * sizes.num_replicas
     packs = list(islice(packs_in_file_order(lengths, sizes.max_tokens), batch_size * MAX_BATCHES))
@@ -127,7 +129,7 @@ def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCos
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
-        # The mean micro-batch is the unit of the costs, so steps compare across data sets.
+        # The mean micro-batch is the unit of cost, so that steps are comparable across data sets.
         mean_cost = length_cost.of_pack(samples) / batch_size
         batches.append(
             _Batch(
@@ -141,7 +143,7 @@ def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCos
 def _gains(
     schedule: Schedule, batches: Sequence[_Batch], num_replicas: int, costs: Costs
 ) -> LengthGains:
-    """Return the mean steps of one schedule over the global batches."""
+    """Return the mean step times of one schedule over the global batches."""
 
     def in_file_order(microbatches: Sequence[float]) -> Sequence[int]:
         return range(len(microbatches))
@@ -152,7 +154,7 @@ def _gains(
     def step(
         replicas: Sequence[Sequence[float]], order_of: Callable[[Sequence[float]], Sequence[int]]
     ) -> float:
-        """Return the time of a step, which ends with its last replica."""
+        """Return the time of a step, which ends when the slowest replica ends."""
         return max(
             makespan_of(schedule, microbatches, order_of(microbatches), costs)
             for microbatches in replicas
@@ -163,7 +165,7 @@ def _gains(
     pack_steps: list[float] = []
     bounds: list[float] = []
     for batch in batches:
-        # Replicas take turns to read micro-batches, unless `pack` deals them out.
+        # Replicas take turns to read micro-batches, unless `pack` redistributes them.
         as_read = [batch.microbatches[replica::num_replicas] for replica in range(num_replicas)]
         shares = deal_out(batch.microbatches, num_replicas, fills_of(schedule.placement))
         dealt = [[batch.microbatches[number] for number in share] for share in shares]

@@ -1,9 +1,9 @@
-"""Megatron settings that exclude an order of micro-batches other than the file's."""
+"""Megatron settings that exclude running micro-batches in a different order than the data's."""
 
 from __future__ import annotations
 
 TEXTS = {
-    # For micro-batches in another order than the file's.
+    # For micro-batches in a different order than the data's.
     "balance": """
         logits_load_dir | logits_save_dir
             logits lie in their files in the order of the data; leave one of them out

@@ -1,4 +1,4 @@
-"""Where the balance of lengths joins the steps of a model."""
+"""Adds the balancing of lengths to the steps of a model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class LengthSteps(Feature):
-    """The order of micro-batches in the training steps of a model under `--pipeline-balance`."""
+    """Orders the micro-batches of a model's training steps under `--pipeline-balance`."""
 
     def __init__(self, model: Model) -> None:
         self._pipeline = model.pipeline
         self._replicas = _sharing_replicas(model)
 
     def data_order(self, table: Table, config: Any) -> BalancedStep | None:
-        """Return the order of one training step, see `Feature.data_order`."""
+        """Return the order of one training step; see `Feature.data_order`."""
         if self._pipeline.config.balance == "off":
             return None
         cost = self._pipeline.config.length_costs or cost_of_model(config)
@@ -34,15 +34,15 @@ class LengthSteps(Feature):
 
 
 def _sharing_replicas(model: Model) -> ReplicaExchange | None:
-    """Return the exchange of data-parallel replicas that share out their micro-batches.
+    """Return the exchange between data-parallel replicas that redistribute micro-batches.
 
-    None: each runs what it reads.
+    None: each replica runs the micro-batches it reads.
     """
     if model.pipeline.config.balance != "pack":
         return None
     group = getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
     members = tuple(dist.get_process_group_ranks(group))
-    if len(members) == 1:  # so it is on all ranks
+    if len(members) == 1:  # the same on all ranks
         return None
     gloo = groups_of_ranks([members], model.pipeline.timeout_s, backend="gloo")
     return ReplicaExchange(gloo[members], device_of(model.chunks))

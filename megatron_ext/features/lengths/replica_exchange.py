@@ -1,4 +1,4 @@
-"""Data-parallel replicas that share out the micro-batches of a step by what they cost."""
+"""Exchanges a step's micro-batches between data-parallel replicas to balance their costs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from megatron_ext.features.lengths.length_balance import deal_out
 
 @dataclass(frozen=True)
 class ReplicaExchange:
-    """The data-parallel replicas of this rank's stages, which share out their micro-batches.
+    """The data-parallel replicas of this rank's stages, which redistribute their micro-batches.
 
-    Micro-batches are numbered as by Megatron's samplers: of n replicas, r reads r, r + n, ...
+    Micro-batches are numbered as by Megatron's samplers: replica r of n reads r, r + n, ...
     """
 
     group: dist.ProcessGroup
-    """Of the ranks with the same stages in all replicas, over gloo."""
+    """Gloo group of the ranks that hold the same stages in all replicas."""
     device: torch.device
-    """Where tensors go that were on a device of the sender."""
+    """Device for received tensors that were on a device at the sender."""
 
     def costs(self, own_costs: Sequence[float]) -> list[float]:
-        """Return the costs of all replicas' micro-batches, by number. Collective.
+        """Return the costs of all replicas' micro-batches, by number. Collective over `group`.
 
-        This replica gives its own; NaN: it could not read them, and raises the reason itself.
+        This replica contributes `own_costs`. NaN means that it could not read its micro-batches, in
+        which case it raises the reason itself.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
@@ -44,7 +45,7 @@ class ReplicaExchange:
             dist.all_gather(rows, own_row, group=self.group)
         costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
         failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
-        # The replica that failed raises its own reason.
+        # The replica that failed raises the actual reason.
         if failed and not math.isnan(own_costs[0]):
             raise ScheduleError(
                 f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
@@ -55,17 +56,18 @@ class ReplicaExchange:
     def shared_out(
         self, held: Mapping[int, Any], costs: Sequence[float], fills: float
     ) -> dict[int, Any]:
-        """Return the micro-batches that this replica runs, by number. Collective.
+        """Return the micro-batches that this replica runs, by number. Collective over `group`.
 
-        `held` are those that it has read; `costs` are of all. The pipeline takes `fills`
-        micro-batches to fill and drain.
+        `held` are the micro-batches that this replica has read; `costs` covers all of them. The
+        pipeline takes `fills` micro-batches to fill and drain.
 
         Raises:
-            ScheduleError: A micro-batch holds other things than tensors and plain data.
+            ScheduleError: A micro-batch contains something other than tensors and plain data.
             TransportError: Another replica does not answer.
         """
-        # Each replica has read its own micro-batches as ever, so data loaders, checkpoints and the
-        # global batch stay as they are; all compute these shares, and send what another one runs.
+        # Each replica reads its usual micro-batches, so data loaders, checkpoints and the global
+        # batch do not change. All replicas compute the same shares, and send the micro-batches that
+        # others run.
         shares = deal_out(costs, self.group.size(), fills)
         if self._leaves_all_in_place(shares):
             return dict(held)
@@ -81,14 +83,14 @@ class ReplicaExchange:
         return own_items
 
     def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
-        """Return whether each replica runs what it has read."""
+        """Return whether each replica runs exactly the micro-batches it has read."""
         for replica, share in enumerate(shares):
             if any(number % len(shares) != replica for number in share):
                 return False
         return True
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Send each replica its part, and return what each has sent."""
+        """Send each replica its part, and return the parts received from each."""
         sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
         together = bytearray(b"".join(parts))
@@ -115,7 +117,7 @@ class ReplicaExchange:
 
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
-    """Return a storage where the sender had it: on the host, or on the device of this rank."""
+    """Return a storage on the host or on this rank's device, whichever kind the sender used."""
     return storage if location == "cpu" else storage.to(device=device)
 
 
@@ -125,7 +127,7 @@ def _packed(items: dict[int, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(items, buffer)
     buffer.seek(0)
-    # The receiver loads weights only: what it would refuse is an error here, where its cause is.
+    # The receiver unpickles weights only, so reject anything else here, where the cause is visible.
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if refused:
         raise ScheduleError(

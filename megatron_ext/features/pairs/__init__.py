@@ -1,1 +1,1 @@
-"""A forward and a backward of two micro-batches as one action, by Megatron's schedule plans."""
+"""Runs a forward and a backward of two micro-batches as one action, with Megatron's plans."""

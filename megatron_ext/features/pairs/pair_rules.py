@@ -1,11 +1,11 @@
-"""Megatron settings that exclude pairs, or that go where pairs are not possible."""
+"""Megatron settings that exclude pairs, or that are dropped if pairs are not possible."""
 
 from __future__ import annotations
 
 from megatron_ext.rules import HYBRID_MODELS
 
 TEXTS = {
-    # For forwards and backwards that run as pairs, through Megatron's schedule plans.
+    # For forwards and backwards that run as pairs, with Megatron's schedule plans.
     "pairs": f"""
         recompute_granularity=full & fp8 | distribute_saved_activations
             those recompute layers in another way than a plan; use --recompute-granularity=selective
@@ -35,7 +35,8 @@ TEXTS = {
             --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
             Megatron takes one of the two only; leave one of them out""",
-    # Where pairs would train another model; `completion.completed` has none there.
+    # Settings with which pairs would train a different model; `completion.completed` turns pairs
+    # off.
     "unpaired": """
         --overlap-moe-expert-parallel-comm beside --fp4-format: overlap_moe_expert_parallel_comm &
         fp4

@@ -1,4 +1,4 @@
-"""Where pairs join the steps of a model."""
+"""Adds pairs to the steps of a model."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class PairSteps(Feature):
 
     def __init__(self, model: Model) -> None:
         pipeline = model.pipeline
-        # Under a dynamic order ranks choose their pairs in the step.
+        # In a dynamic order, ranks choose their pairs during the step.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
 
     @staticmethod
     def refuse_model(
         pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
     ) -> None:
-        """Refuse a model or a forward step without schedule plans, see `Feature.refuse_model`."""
+        """Reject a model or a forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
             _check_plans(chunks, forward_step)
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return what computes a training step with pairs, see `Feature.compute`."""
+        """Return the compute object for a training step with pairs; see `Feature.compute`."""
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
         if call.forward_only or not has_pairs:
@@ -47,7 +47,7 @@ class PairSteps(Feature):
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
-    """Check that models and the forward step can make schedule plans, through which pairs run."""
+    """Check that models and the forward step can build schedule plans, which pairs require."""
     remedy = "leave --overlap-moe-expert-parallel-comm out"
     for chunk in map(unwrap_model, chunks):
         if not hasattr(chunk, "build_schedule_plan"):

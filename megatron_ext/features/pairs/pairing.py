@@ -1,12 +1,12 @@
 """Pairs: the forward of one micro-batch and the backward of another as one action of a rank.
 
-The ranks of a model with experts exchange tokens twice in each layer (all-to-all), in the forward
-and again in the backward, and wait for it. In a pair each of the two computes while the other
+In a model with experts, ranks exchange tokens twice in each layer (all-to-all), both in the forward
+and in the backward, and wait for it. In a pair, each of the two computes while the other
 communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
-Most tables alternate F and B already, but each B depends on the F before it: at the last stage both
-are of one micro-batch. Here every forward moves ahead of `lead` more backwards, so that partners
-exist.
+Most tables already alternate F and B, but each B depends on the F before it: at the last stage both
+belong to the same micro-batch. Here every forward moves ahead of `lead` more backwards, so that
+independent partners exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -33,36 +33,37 @@ from megatron_ext.schedules.table.walk import stuck
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
-# Micro-batches by which an order that is placed anew may be ahead of its table, unless none ends.
+# Micro-batches by which a newly placed order may be ahead of its table, or more if no such order
+# completes.
 _MAX_LEAD = 3
 
 
 class PairChange(TableChange):
-    """The option `pairs` of `generate`: a table with pairs."""
+    """Implements the option `pairs` of `generate`."""
 
     def __init__(self, options: Mapping[str, Option]) -> None:
         self._is_on = bool(options.get("pairs", False))
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table with pairs, unless it has some already."""
+        """Return the table with pairs; a table that already has some is unchanged."""
         return paired(schedule, costs) if self._is_on else schedule
 
     def costs(self, costs: Costs) -> Costs:
-        """Return costs with all-to-all: a search must know that F and I wait for it."""
+        """Return costs with all-to-all, because a search must know that F and I wait for it."""
         return exchanging(costs) if self._is_on else costs
 
     def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
-        """Return the table with pairs, in the order of the generator if it is made for them."""
+        """Return the table with pairs; a generator's order that is made for them is kept."""
         if not self._is_on:
             return schedule
         return marked_pairs(schedule) if is_made_for_pairs else paired(schedule, costs)
 
 
 def marked_pairs(schedule: Schedule) -> Schedule:
-    """Return a table in which each F with the backward of another micro-batch behind it is a pair.
+    """Return a table that pairs each F with a directly following backward of another micro-batch.
 
-    The order stays, so this alone is for tables that are made for pairs, such as DualPipe's. Where
-    ranks would wait for each other in pairs, a forward whose input is there runs alone.
+    The order does not change, so this alone suits only tables made for pairs, such as DualPipe's.
+    If pairs would make ranks wait for each other, a forward whose input has arrived runs alone.
     """
     pairs: list[set[int]] = []
     for row in schedule.rows:
@@ -77,7 +78,7 @@ def marked_pairs(schedule: Schedule) -> Schedule:
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        # A backward that lacks its input stops its pair: the forward before it then runs alone.
+        # A backward that lacks its input blocks its pair, so let the forward before it run alone.
         alone = [
             (rank, position - 1)
             for rank, position in stuck(table).items()
@@ -90,15 +91,15 @@ def marked_pairs(schedule: Schedule) -> Schedule:
 
 
 def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """Return a table with pairs, and more micro-batches in its warm-up.
+    """Return a table with pairs and with more micro-batches in its warm-up.
 
-    Gradients are added in the order of the table. Of the orders that are tried it is the one with
-    the shortest step, and among equals the one with the least memory.
+    Gradients are summed in the order of the table. The result is the candidate order with the
+    shortest step and, among equals, the lowest memory.
 
-    A table with pairs is returned as it is. Costs count without their jitter.
+    A table that already has pairs is returned unchanged. Jitter in the costs is ignored.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks, or of slices.
+        ScheduleError: Forwards and backwards are on different ranks, or the table has slices.
     """
     if schedule.num_slices > 1:
         raise ScheduleError(f"{schedule.label}: slices cannot run as pairs; leave pairs out")
@@ -109,23 +110,23 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             f"{schedule.label} runs forwards and backwards on different ranks, so no rank can pair "
             "them; leave pairs out"
         )
-    # Which order is best must not depend on luck.
+    # The choice of order must not depend on random times.
     costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)
     candidates = _moved_tables(schedule)
     most_pairs = max((sum(map(len, table.pairs)) for table in candidates), default=0)
     if most_pairs < _pairs_of_regular_rows(schedule):
-        # Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are
-        # placed anew, in simulated time: an idle rank runs a pair if it can.
+        # Tables from a search (v-half, bitpipe) lack a regular phase. Place their actions anew, in
+        # simulated time: an idle rank runs a pair if it can.
         candidates += _placed_tables(schedule, costs, has_fallback=bool(candidates))
     return fastest(candidates, costs)
 
 
 def _moved_tables(schedule: Schedule) -> list[Schedule]:
-    """Return the tables with pairs in which forwards move ahead, without those that deadlock."""
-    # A pair would wait for its neighbour's pair and that for this one's, where neighbours differ by
-    # one micro-batch of warm-up, as in 1F1B: two pairs for each micro-batch. A lead that grows by
-    # one from rank to rank keeps all of them busy. Interleaved and V-shaped tables already differ
-    # by two, and take a lead of one.
+    """Return the tables with pairs in which forwards move ahead, leaving out deadlocking ones."""
+    # If neighbours differ by one micro-batch of warm-up, as in 1F1B, their pairs wait for each
+    # other in turn, so a micro-batch takes the time of two pairs. A lead that grows by one from
+    # rank to rank keeps all of them busy. In interleaved and V-shaped tables neighbours already
+    # differ by two, so a lead of one is enough.
     num_ranks = len(schedule.rows)
     equal = [1] * num_ranks
     growing = [num_ranks - rank for rank in range(num_ranks)]
@@ -139,7 +140,7 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
 
 
 def _pairs_of_regular_rows(schedule: Schedule) -> int:
-    """Return what regular rows could pair if each had one more forward in its warm-up."""
+    """Return how many pairs regular rows would have with one more forward in each warm-up."""
     num_pairs = 0
     for row in schedule.rows:
         num_forwards = sum(action.kind == "F" for action in row)
@@ -148,7 +149,7 @@ def _pairs_of_regular_rows(schedule: Schedule) -> int:
 
 
 def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> list[Schedule]:
-    """Return tables whose actions are placed anew; at least one, unless there is a fallback."""
+    """Return tables with newly placed actions: at least one, unless there is a fallback."""
     feeds: dict[Action, list[_Fed]] = {}
     for row in schedule.rows:
         for action in row:
@@ -161,7 +162,8 @@ def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> l
     growing = [num_ranks - 1 - rank for rank in range(num_ranks)]
     tables: list[Schedule] = []
     for lead in count():
-        # Forwards may fill all memory before a backward can run; with enough of it some end.
+        # Forwards may fill all memory before a backward can run. With a larger lead, some order
+        # completes.
         if lead > _MAX_LEAD and (tables or has_fallback):
             return tables
         for extra_leads in (equal, growing):
@@ -199,31 +201,31 @@ def _warm_up(row: Row) -> int:
 
 
 class _Fed(NamedTuple):
-    """An action that needs the result of another."""
+    """An action that needs the result of another action."""
 
     action: Action
     travels: bool
-    """Whether the result leaves its stage or its rank."""
+    """Whether the result is sent to another stage or rank."""
 
 
-# Activations of one stage that begin or end with an action.
+# Change in the number of live activations, in stages, caused by each kind of action.
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 _Event = tuple[float, int, "Action | tuple[()]"]
-"""(time, rank, the action that has one input more, if one arrives): the rank may choose."""
+"""(time, rank, action whose input arrives, if any): an event after which the rank may choose."""
 
 
 class _Placing:
-    """The actions of a table, placed anew in simulated time.
+    """Places the actions of a table anew, in simulated time.
 
     Args:
         schedule: The table.
-        costs: Durations and latencies of the simulation.
-        feeds: By action: those that need its result.
-        leads: By rank: the forwards by which it may be ahead of its backwards, outside of pairs.
-        extra_activations: Activations of one stage each that a rank may keep beyond the
-            table's peak.
+        costs: Durations and latencies for the simulation.
+        feeds: By action: the actions that need its result.
+        leads: By rank: how many forwards it may be ahead of its backwards, outside pairs.
+        extra_activations: Activations, of one stage each, that a rank may keep beyond the table's
+            peak.
         waits: Whether a backward waits for a partner.
     """
 
@@ -241,39 +243,40 @@ class _Placing:
         self._leads = leads
         self._waits = waits
         self._feeds = feeds
-        # By action: the inputs that have not arrived.
+        # By action: number of inputs that have not arrived.
         self._missing: Counter[Action] = Counter()
         for targets in feeds.values():
             self._missing.update(fed.action for fed in targets)
         self._clock = Clock(schedule, costs)
         self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))
-        # By rank, stage and whether it is a forward: the actions that have not run, the next last.
+        # By rank and (stage, is forward): the actions that have not run; the next one is last.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
                 if action.kind != "W":
                     key = action.stage, action.kind == "F"
                     self._queues[rank].setdefault(key, []).append(action)
-        # By rank: the W that may run, the oldest first.
+        # By rank: the W that may run, oldest first.
         self._weights: list[list[Action]] = [[] for _ in ranks]
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: forwards minus backwards that ran, and the activations that it keeps.
+        # By rank: forwards minus backwards that have run, and the number of live activations.
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
         self._free = [0.0 for _ in ranks]
         self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
 
     def table(self) -> Schedule | None:
-        """Place everything; return None if forwards fill all memory before a backward can run."""
+        """Place all actions; return None if forwards fill all memory before a backward can run."""
         now = 0.0
         while True:
             while self._events:
                 now, rank, supplied = heappop(self._events)
                 if supplied:
                     self._missing[supplied] -= 1
-                # A rank that chose before the last of them would miss a pair that is possible.
+                # Process all arrivals at this time first: choosing earlier could miss a possible
+                # pair.
                 if self._events and self._events[0][:2] == (now, rank):
                     continue
                 if self._free[rank] <= now:
@@ -286,7 +289,7 @@ class _Placing:
         return _with_pairs(self._schedule, rows, self._pairs)
 
     def _run_alone(self, now: float) -> bool:
-        """Run an action without a partner where all ranks wait for one; return whether one can."""
+        """If all ranks wait for a partner, run an action alone; return whether one could run."""
         for rank in range(len(self._rows)):
             actions = self._chosen(rank, alone=True)
             if actions:
@@ -295,7 +298,7 @@ class _Placing:
         return False
 
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
-        """Return what a rank runs next: a pair, an action, or nothing."""
+        """Return the actions that a rank runs next: a pair, one action, or none."""
         forwards, backwards = self._ready(rank)
         for backward in backwards:
             for forward in forwards:
@@ -314,7 +317,7 @@ class _Placing:
         return ()
 
     def _ready(self, rank: int) -> tuple[list[Action], list[Action]]:
-        """Return the forwards that may run now, and the backwards, the preferred ones first."""
+        """Return the forwards and the backwards that may run now, preferred ones first."""
         forwards: list[Action] = []
         backwards: list[Action] = []
         has_room = self._live[rank] < self._cap
@@ -325,18 +328,18 @@ class _Placing:
                 backwards.append(queue[-1])
             elif has_room:
                 forwards.append(queue[-1])
-        # The deepest forward is nearest to its backward, which frees memory.
+        # The deepest forward is closest to its backward, which frees memory.
         forwards.sort(key=lambda action: -action.stage)
         backwards.sort()
         return forwards, backwards
 
     def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
-        """Return whether a backward that is ready leaves its place to a later pair."""
+        """Return whether a backward that is ready waits for a later pair."""
         has_partners = any(queue and queue[-1].kind == "F" for queue in self._queues[rank].values())
         return has_partners and (self._waits or has_forward)
 
     def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:
-        """Run an action or a pair, and supply what it feeds."""
+        """Run an action or a pair, and supply its results to the actions that need them."""
         if not actions:
             return
         if len(actions) == 2:
@@ -354,7 +357,7 @@ class _Placing:
             self._supply(rank, action, end)
 
     def _supply(self, rank: int, action: Action, end: float) -> None:
-        """Let the results of an action arrive at the actions that need them."""
+        """Queue the arrival of an action's results at the actions that need them."""
         rank_of = self._schedule.placement.rank_of
         arrivals = iter(self._clock.arrivals(action, end))
         for target, travels in self._feeds[action]:

@@ -1,9 +1,9 @@
 """Runs stages through Megatron's schedule plans, so that two micro-batches can run as a pair.
 
 A plan cuts each layer into nodes: attention and router, dispatch, experts, combine. Megatron's
-`combined_forward_backward_step` runs the nodes of one forward and of one backward in turn, those
-that communicate in a stream of their own. It knows neither a schedule nor virtual stages, and the
-transport stays where the executor has it, before and after both.
+`combined_forward_backward_step` alternates the nodes of one forward and one backward, and runs
+communicating nodes in a separate stream. It does not depend on a schedule or on virtual stages. The
+executor still receives before both and sends after both.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind
 
 _Key = tuple[int, int]
-# Of a layer, in order; 0.19 and later have another name for the first.
+# Nodes of a layer, in order; from 0.19 on the first one has a different name.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
 def _nodes_of(layer: Any) -> list[Any]:
     """Return the nodes of a layer in the order in which they run."""
-    # A dense layer, for one, has none for dispatch and combine.
+    # Some nodes may be missing: a dense layer has no dispatch and no combine.
     nodes = [vars(layer).get(name) for name in _PARTS]
     return [node for node in nodes if isinstance(node, utils.ScheduleNode)]
 
 
 def _predicts(layer: Any) -> bool:
-    """Return whether a layer is one of multi-token prediction."""
+    """Return whether a layer belongs to multi-token prediction."""
     return isinstance(layer.mtp_post_process, utils.ScheduleNode)
 
 
 @dataclass
 class PlannedCompute(StageCompute):
-    """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
+    """Runs the actions of a training step with pairs; actions outside pairs also use plans."""
 
     observers: Sequence[Observer] = field(default=(), init=False)
-    """Observers of the exchanges of tokens."""
+    """Observers that want to see exchanges of tokens."""
 
     def __post_init__(self) -> None:
-        """Make Megatron's stream for communication, once in a process."""
+        """Create Megatron's communication stream, once per process."""
         kind: dict[str, Any] = {}
         if "high_priority" in parameters(f"{utils.__name__}:set_streams"):  # 0.18 and later
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
         utils.set_streams(**kind)
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Let those observers that want to see the exchanges of tokens."""
+        """Show exchanges of tokens to the observers that override these callbacks."""
         self.observers = [o for o in observers if overrides(o, "end_exchange")]
 
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F of a micro-batch and B or I of another, see `StageCompute.run_pair`."""
+        """Run F of one micro-batch and B or I of another; see `StageCompute.run_pair`."""
         for tensor in inputs:
             if tensor is not None:
                 tensor.requires_grad_()
@@ -79,21 +79,21 @@ class PlannedCompute(StageCompute):
         )
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
-        """Run F alone, see `StageCompute.forward`."""
+        """Run F alone; see `StageCompute.forward`."""
         return self._together((stage, microbatch), inputs, None, [])[0]
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
-        """Run B or I alone, see `StageCompute.backward`; its plan knows whether it is split."""
+        """Run B or I alone; see `StageCompute.backward`. The plan knows whether it is split."""
         return self._together(None, [], (stage, microbatch), gradients)[1]
 
     def _together(
         self, forward: _Key | None, inputs: Tensors, backward: _Key | None, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run a forward, a backward, or both; return the outputs of each."""
+        """Run a forward, a backward, or both, and return the outputs of each."""
         call = self.call
         saved: tuple[Tensors, Tensors] = ([], [])
         store: list[Any] = []
-        # Megatron runs what has a model: the forward, the backward, or both in turn.
+        # Megatron runs whichever part is given a model: the forward, the backward, or both.
         arguments: dict[str, Any] = dict.fromkeys(
             ("forward_step_func", "data_iterator", "f_model", "b_model")
         )
@@ -101,10 +101,11 @@ class PlannedCompute(StageCompute):
         if forward is not None:
             arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
-                # A backward draws nothing: what recomputes has the numbers of its forward.
+                # A backward draws no new numbers: recomputation reuses those of its forward.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
-            # Gone from here before the backward runs, so that it frees what it has used.
+            # Remove the entry before the backward runs, so that autograd can free memory as it
+            # goes.
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
         with drawing:
@@ -121,7 +122,8 @@ class PlannedCompute(StageCompute):
             )
         if forward is not None:
             for output in outputs:
-                # A layer of experts ends in the stream for communication, which owns its memory.
+                # An expert layer ends in the communication stream, which owns the memory of its
+                # output.
                 output.record_stream(torch.cuda.current_stream())
             outputs = self._keep(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
@@ -129,7 +131,7 @@ class PlannedCompute(StageCompute):
         return outputs, self._sent_back(*backward, saved[0], input_gradients)
 
     def _arguments_of_forward(self, key: _Key) -> dict[str, Any]:
-        """Return what Megatron's step of a forward and a backward takes for a forward."""
+        """Return the forward's arguments for Megatron's combined step."""
         stage, microbatch = key
         place, is_first = self._stage(stage), not self._forwards[stage]
         return {
@@ -144,7 +146,7 @@ class PlannedCompute(StageCompute):
         }
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
-        """Return Megatron's forward step for a micro-batch, in the form that makes a plan."""
+        """Return Megatron's forward step for a micro-batch, in the form that builds a plan."""
         splits = key in self.table.split_backwards
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -156,8 +158,8 @@ class PlannedCompute(StageCompute):
             predicting = [layer for layer in layers if _predicts(layer)]
             if len(predicting) > 1:
                 self._predict_apart(predicting)
-            # In this order: what recomputes runs the nodes that observers see, and what leaves
-            # weight gradients to W wraps both.
+            # The order matters: recomputation must run the nodes that observers see, and the
+            # deferral of weight gradients must wrap both.
             if self.observers:
                 backward_kind: Kind = "I" if splits else "B"
                 for layer in layers:
@@ -172,24 +174,24 @@ class PlannedCompute(StageCompute):
         return step
 
     def _recomputed(self, layers: list[Any]) -> list[Any]:
-        """Return the layers that full recomputation runs once more before their backward."""
+        """Return the layers that full recomputation runs again before their backward."""
         config = self.call.config
         if config.recompute_granularity != "full":
             return []
         if config.recompute_method == "block":
             layers = layers[: config.recompute_num_layers]
-        # Those of multi-token prediction keep more than their input.
+        # Layers of multi-token prediction keep more than their input, so they are not recomputed.
         return [layer for layer in layers if not _predicts(layer)]
 
     def _observe(self, layer: Any, key: _Key, backward_kind: Kind) -> None:
-        """Let observers see the exchanges of tokens of a layer."""
+        """Let observers see a layer's exchanges of tokens."""
         for node in (layer.moe_dispatch, layer.moe_combine):
-            if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
+            if isinstance(node, utils.ScheduleNode):  # missing in layers without experts
                 node.forward_func = self._observed("F", key, node.forward_func)
                 node.backward_func = self._observed(backward_kind, key, node.backward_func)
 
     def _defer_weights(self, part: Any, key: _Key) -> None:
-        """Let the nodes of a plan, or of a layer, leave weight gradients to W."""
+        """Make the nodes of a plan, or of a layer, defer weight gradients to W."""
         stage, microbatch = key
 
         def around_forward() -> AbstractContextManager[Any]:
@@ -202,28 +204,31 @@ class PlannedCompute(StageCompute):
             if isinstance(node, utils.ScheduleNode):
                 node.forward_func = self._kept_for_w(node.forward_func, around_forward)
                 node.backward_func = self._kept_for_w(node.backward_func, around_backward)
-                # Where the table says W, not behind the node.
+                # W runs where the table places it, not right after the node.
                 node.delay_wgrad_compute = False
 
     def _keep_what_is_read(self, layer: Any) -> None:
-        """Let nothing of a layer be freed or overwritten that another part of it still reads."""
+        """Protect tensors that another part of the layer still reads from being freed or reused."""
         config, dispatch = self.call.config, layer.moe_dispatch
         dispatcher = config.moe_token_dispatcher_type
         if config.num_moe_experts == config.expert_model_parallel_size:
-            # A single expert reads the dispatched tokens, in W too; several read a sorted copy.
+            # A single expert reads the dispatched tokens, also in W; several experts read a sorted
+            # copy.
             layer.mlp.free_input = False
         if dispatcher == "allgather" and isinstance(dispatch, utils.ScheduleNode):
             dispatch.free_input = False  # a view of what the router reads
             gather = dispatch.forward_func
-            # It gathers into a buffer of all layers, which the partner's backward writes next.
+            # Clone, because it gathers into a buffer shared by all layers, which the partner's
+            # backward overwrites.
             dispatch.forward_func = lambda *args: gather(*args).clone()
 
     def _draw_as_in_a_block(self, layer: Any) -> None:
-        """Let a layer draw from the generators of its tensor-parallel rank.
+        """Make a layer draw from the generators of its tensor-parallel rank.
 
-        With sequence parallelism Megatron's block enters them around all layers, and plans do so
-        for layers of multi-token prediction only. In the others, tensor-parallel ranks would drop
-        the same elements of their parts, and others than without pairs.
+        With sequence parallelism Megatron's block selects these generators around all layers, but
+        plans do so only for layers of multi-token prediction. In other layers, tensor-parallel
+        ranks would all drop the same elements of their parts, and different ones than without
+        pairs.
         """
         config = self.call.config
         draws = config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
@@ -239,12 +244,13 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
-        """Let each of several layers of multi-token prediction run backwards once.
+        """Make each of several layers of multi-token prediction run backward exactly once.
 
-        The last one puts the outputs of all together: with their graphs, its backward would run
-        through those of the others and free them. And all of them embed tokens. Megatron's own
-        backward adds the sum of these gradients to the weight, not one after the other. So here the
-        layer that runs backwards last, the first one, has the embeddings of all.
+        The last layer joins the outputs of all layers. If these outputs kept their graphs, its
+        backward would run through the other layers' graphs and free them. In addition, all of these
+        layers embed tokens. Megatron's own backward sums the gradients of these embeddings before
+        adding them to the weight. To get the same sum, the first layer, whose backward runs last,
+        computes the embeddings of all.
         """
         for layer in layers[:-1]:
             predicts = layer.mtp_post_process
@@ -285,7 +291,7 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _recompute(layer: Any) -> None:
-        """Let a layer run without a graph, and once more before its backward."""
+        """Make a layer run without a graph, and again, with one, before its backward."""
         nodes = _nodes_of(layer)
         forwards = [node.forward for node in nodes]
         backward = nodes[-1].backward
@@ -293,7 +299,7 @@ class PlannedCompute(StageCompute):
 
         def without_graph(forward: Callable[..., Any], value: Any) -> Any:
             if not input_and_states:
-                # It may belong to the stream for communication, and is read in this one.
+                # The tensor may belong to the communication stream, but is read in this one.
                 value.record_stream(torch.cuda.current_stream())
                 input_and_states.extend((value, random._get_all_rng_states()))
             with torch.no_grad():
@@ -322,7 +328,7 @@ class PlannedCompute(StageCompute):
         nodes[-1].backward = again
 
     def _observed(self, kind: Kind, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an exchange of tokens that observers see."""
+        """Wrap an exchange of tokens so that observers see it."""
 
         def run(*args: Any) -> Any:
             for observer in self.observers:
@@ -338,10 +344,10 @@ class PlannedCompute(StageCompute):
     def _kept_for_w(
         function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[..., Any]:
-        """Return a part of a layer that runs in a context of the split, and whose results W reads.
+        """Wrap a part of a layer to run in a context of the split, and keep its results for W.
 
-        Each part enters its own: in a pair the partner's parts come between, which may have another
-        W, or none.
+        Each part enters a separate context, because in a pair the partner's parts run in between,
+        and they may belong to a different W or to none.
         """
         of_w = torch.cuda.current_stream()
 
@@ -351,8 +357,9 @@ class PlannedCompute(StageCompute):
             tensors = output if isinstance(output, tuple) else (output,)
             for tensor in tensors:
                 if tensor is not None:
-                    # It may belong to the stream for communication, and W may read it: the output
-                    # layer's input, for one. That stream would reuse it while W still runs.
+                    # The tensor may belong to the communication stream, and W may read it, as with
+                    # the output layer's input. Without this, that stream could reuse the memory
+                    # while W is still running.
                     tensor.record_stream(of_w)
             return output
 

@@ -1,1 +1,1 @@
-"""Micro-batches that run through the pipeline part by part of their sequence (docs/slices.md)."""
+"""Micro-batches whose sequences run through the pipeline slice by slice (docs/slices.md)."""

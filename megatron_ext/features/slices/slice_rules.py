@@ -1,4 +1,4 @@
-"""Megatron settings that exclude slices, or that slices drop."""
+"""Megatron settings that exclude slices, or that are dropped under slices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_ext.rules import HYBRID_MODELS
 
 TEXTS = {
     # For micro-batches in slices of their sequence.
-    # Transformer Engine has a softmax of its own, and Megatron's kernel exists in 16 bits only.
+    # Transformer Engine uses a different softmax, and Megatron's kernel supports only 16 bits.
     "slices": f"""
         transformer_impl!=local,transformer_engine
             only their attention keeps keys and values between slices; use --transformer-impl=local

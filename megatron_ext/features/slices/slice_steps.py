@@ -1,4 +1,4 @@
-"""Where slices join the steps of a model."""
+"""Adds slices to the steps of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def kept_state() -> KeptState:
-    """Return what layers keep from slice to slice; patches of layers read it."""
+    """Return the state that layers keep from slice to slice; patched layers read it."""
     kept: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
     return kept
 
@@ -31,20 +31,20 @@ class SliceSteps(Feature):
 
     @staticmethod
     def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:
-        """Return the pipeline with slices that cost the same in this model."""
+        """Return the pipeline with slices of equal cost in this model."""
         if pipeline.config.slices == 1:
             return pipeline
         cost = pipeline.config.length_costs or cost_of_model(config)
         return pipeline.with_attention(cost.attention_share(seq_length))
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Let shapes travel with the tensors: slices differ in length."""
+        """Let shapes travel with the tensors, because slices differ in length."""
         if not self._has_slices:
             return shapes
         return {kind: [None] * len(of_kind) for kind, of_kind in shapes.items()}
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return what computes a step of slices, see `Feature.compute`."""
+        """Return the compute object for a step with slices; see `Feature.compute`."""
         table, call = step.table, step.call
         if table.schedule.num_slices == 1:
             return None
@@ -55,5 +55,5 @@ class SliceSteps(Feature):
         return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
 
     def step_failed(self) -> None:
-        """Forget what layers keep."""
+        """Drop the state that layers keep."""
         kept_state().clear()

@@ -1,8 +1,8 @@
-"""Checks that a model may run in slices: only attention that keeps its state connects tokens.
+"""Checks that a model may run in slices: only attention, which keeps state, may mix tokens.
 
-Megatron's own layers are known. Hooks, and modules of others among the layers, may average over
-the tokens that they get, keep an output for the next call, or count calls: in slices that would
-train another model. So they are refused unless they declare `runs_in_slices = True`.
+Megatron's own layers are known to be safe. Hooks and third-party modules may average over the
+tokens they get, keep an output for the next call, or count calls; in slices, that would train a
+different model. So they are rejected unless they declare `runs_in_slices = True`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
 
-# Whose modules and hooks are known to treat each token by itself, apart from attention.
+# Packages whose modules and hooks are known to treat each token separately, except in attention.
 _KNOWN = frozenset({"apex", "megatron", "megatron_ext", "transformer_engine"})
-# Modules of torch that do, by the last part of the name of their Python module.
+# Modules of torch that do so, by the last part of their Python module's name.
 _TORCHS = frozenset(
     {"activation", "container", "dropout", "linear", "module", "normalization", "sparse"}
 )
@@ -28,22 +28,22 @@ _CONNECTING = (torch.nn.MultiheadAttention, torch.nn.GroupNorm, torch.nn.LocalRe
 
 
 def declares_slices(chunk: torch.nn.Module) -> bool:
-    """Return whether the model of a chunk says itself that it runs in slices."""
+    """Return whether a chunk's model declares that it runs in slices."""
     return bool(getattr(unwrap_model(chunk), "runs_in_slices", False))
 
 
 def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
-    """Return the layers of a chunk's GPTModel, with those of multi-token prediction."""
+    """Return the layers of a chunk's GPTModel, including multi-token prediction."""
     model = unwrap_model(chunk)
     predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
     return [*model.decoder.layers, *(m for m in predicting if isinstance(m, TransformerLayer))]
 
 
 def check_model(chunk: torch.nn.Module) -> None:
-    """Check the model of a chunk, at the first slice of a step: hooks come and go between steps.
+    """Check a chunk's model at the first slice of a step, because hooks may change between steps.
 
     Raises:
-        ScheduleError: It may compute something else in slices than in whole micro-batches.
+        ScheduleError: Its results in slices may differ from those in whole micro-batches.
     """
     if declares_slices(chunk):
         return
@@ -63,7 +63,7 @@ def check_model(chunk: torch.nn.Module) -> None:
 
 
 def _wrong_layer(chunk: torch.nn.Module) -> str | None:
-    from megatron.core.models.gpt import GPTModel  # other models need not import it
+    from megatron.core.models.gpt import GPTModel  # imported only for models that need it
 
     model = unwrap_model(chunk)
     if type(model) is not GPTModel:
@@ -72,7 +72,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
         core: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
         if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             return f"a layer with {type(core).__name__}"
-        # Megatron has a type for kinds of masks, Transformer Engine their names.
+        # Megatron uses an enum for the kinds of masks, Transformer Engine their names.
         if getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
             return "attention to later tokens"
         softmax = getattr(core, "scale_mask_softmax", None)
@@ -85,10 +85,10 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
 
 
 def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the hooks and modules that may connect tokens: in words, and what should declare it."""
+    """Yield hooks and modules that may mix tokens: a description, and what should declare it."""
     for path, module in model.named_modules():
         if ".parametrizations." in f".{path}.":
-            continue  # they compute weights, which have no tokens
+            continue  # they compute weights, which do not depend on tokens
         kind = type(module).__name__
         if not _is_known(module):
             yield f"{path} ({kind})", "the module"
@@ -102,7 +102,7 @@ def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 def _is_known(module: torch.nn.Module) -> bool:
     if getattr(module, "runs_in_slices", False):
         return True
-    # Not the module of its class: a subclass may leave the forward as it is.
+    # Look at the forward, not at the class: a subclass may inherit its forward.
     place = _module_of(module.forward)
     if place.partition(".")[0] == "torch":
         return place.rpartition(".")[2] in _TORCHS and not isinstance(module, _CONNECTING)
@@ -132,7 +132,7 @@ def _is_strange(hook: Callable[..., Any]) -> bool:
 
 
 def _module_of(function: Any) -> str:
-    """Return the name of the Python module that defines a function, perhaps a partial one."""
+    """Return the name of the Python module that defines a function or a `partial` of it."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__module__", None) or ""

@@ -1,9 +1,9 @@
-"""Runs micro-batches in slices of their sequence: cuts batches, and keeps keys and values.
+"""Runs micro-batches in slices: cuts batches, and keeps keys and values.
 
-Forwards of a micro-batch's slices run in order, backwards in reverse. Attention of a slice reads
-the keys and values of all slices before it, so each layer keeps them. Their gradients are complete
-when the backward of the slice that made them begins. Sources of the idea: SlimPipe (arXiv
-2504.14519) and Seq1F1B (arXiv 2406.03488).
+The forwards of a micro-batch's slices run in order, the backwards in reverse. A slice's attention
+reads the keys and values of all slices before it, so each layer keeps them. Their gradients are
+complete by the time the backward of the slice that produced them starts. The idea is from SlimPipe
+(arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 
 class _Kept:
-    """The keys of one layer for one micro-batch, `[s, b, heads, width]` by slice, or its values."""
+    """The keys, or values, of one layer for one micro-batch, by slice: `[s, b, heads, width]`."""
 
     def __init__(self) -> None:
         self.made: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        """Sums that later slices add to the gradient of a slice."""
+        """By slice: the sum of the gradients from later slices."""
 
 
 class _Joined(torch.autograd.Function):
-    """Appends the keys, or values, of a slice to those of the slices before it.
+    """Appends the keys, or values, of a slice to those of earlier slices.
 
-    The slices before are no inputs to autograd: each has a graph of its own, whose backward runs
-    later and takes the gradients that this one leaves.
+    Earlier slices are not autograd inputs: each has a separate graph, whose backward runs later and
+    picks up the gradients stored by this one.
     """
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, layer_state: _Kept, number: int, is_freed: bool
     ) -> torch.Tensor:
-        # A view would keep the projection that queries, keys and values are parts of. Recomputation
-        # runs this again, with the same result.
+        # Clone, because a view would keep the whole projection of queries, keys and values alive.
+        # Recomputation runs this again, with the same result.
         if is_freed:
             layer_state.made[number] = tensor.detach().clone()
         else:
@@ -73,9 +73,10 @@ class _Joined(torch.autograd.Function):
             if part in layer_state.gradients:
                 layer_state.gradients[part] += gradient
             else:
-                # A view would keep the gradients of all tokens in memory.
+                # Clone, because a view would keep the gradients of all tokens in memory.
                 layer_state.gradients[part] = gradient.clone()
-        # Later slices, which attend to it, are through; earlier ones never do.
+        # Later slices, which attend to this one, have run their backwards; earlier ones never
+        # attend to it.
         del layer_state.made[number]
         later_gradient = layer_state.gradients.pop(number, None)
         if later_gradient is not None:
@@ -85,19 +86,19 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class _Balanced:
-    """Sums over the slices so far in one router, `[experts]` each."""
+    """Sums over the slices so far, in one router, `[experts]` each."""
 
     counts: torch.Tensor | float = 0.0
-    """Tokens sent to each expert."""
+    """Number of tokens sent to each expert."""
     probabilities: torch.Tensor | float = 0.0
 
 
 class _Balance(torch.autograd.Function):
     """The balancing loss of a slice: `factor` times its probabilities times all slices' counts.
 
-    Its value is what the slice adds to the loss of the slices so far, so that values add up to the
-    micro-batch's; 0 in a recomputation. Its gradient needs the counts of later slices, which are
-    known in a backward.
+    The value is the slice's increment to the loss of the slices so far, so that the values add up
+    to the micro-batch's loss; it is 0 in a recomputation. The gradient needs the counts of later
+    slices, which are known by the time of a backward.
     """
 
     @staticmethod
@@ -127,34 +128,34 @@ class _Microbatch:
     """State that the layers of one stage keep for one micro-batch."""
 
     attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
-    """Keys and values by id of the layer."""
+    """Keys and values, by id of the layer."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
     )
-    """By id of a router and position among its balancing losses."""
+    """By id of the router, and index among its balancing losses."""
     packed: Any = None
-    """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence in each row."""
+    """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence per row."""
     documents: tuple[int, ...] = ()
-    """The first token of each packed sequence, and the number of all tokens."""
+    """The first token of each packed sequence, followed by the total number of tokens."""
     ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-    """For multi-token prediction, by name: the whole `[b, s]` shifted by 0, 1, ... tokens, and the
-    sum of its entries."""
+    """For multi-token prediction, by name: the whole tensor `[b, s]` shifted by 0, 1, ... tokens,
+    each with the sum of its entries."""
 
 
 class _Document(NamedTuple):
-    """A packed sequence that has tokens in a slice."""
+    """A packed sequence with tokens in a slice."""
 
     first: int
-    """Its first token, perhaps of an earlier slice."""
+    """First token of the sequence, possibly in an earlier slice."""
     begin: int
-    """The first of its tokens in the slice."""
+    """First of the sequence's tokens in the slice."""
     end: int
-    """The token after the last of them."""
+    """The token after its last token in the slice."""
 
 
 @dataclass
 class RunningSlice:
-    """The slice whose forward or backward runs, and what Megatron's layers compute in it.
+    """The slice whose forward or backward is running, and computations for it in Megatron's layers.
 
     `sliced_layers.py` calls its methods in place of Megatron's functions.
     """
@@ -163,30 +164,32 @@ class RunningSlice:
     number: int
     """Position of the slice in its micro-batch."""
     begin: int
-    """First of its tokens."""
+    """First token of the slice."""
     end: int
-    """The token after its last one."""
+    """The token after its last token."""
     share: float
-    """Tokens of the slice, as a share of the micro-batch's."""
+    """Share of the micro-batch's tokens."""
     is_backward: bool
-    """Whether layers that run are recomputed."""
+    """Whether this is a backward, so that layers which run are recomputed."""
     _mask: torch.Tensor | None = None
-    """True where a token must not attend, `[1, 1, s, tokens up to its end]`; for all layers."""
+    """True where a token must not attend, `[1, 1, s, tokens up to the end of the slice]`; shared by
+    all layers."""
     _router: Any = None
-    """The router that runs."""
+    """The router that is running."""
     _num_losses: int = 0
-    """Balancing losses of this router so far."""
+    """Number of balancing losses of this router so far."""
     _counts_only: bool = False
-    """Whether the router runs only for the counts of its balancing losses."""
+    """Whether the router runs only to count tokens for its balancing losses."""
     _rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
-    """By id of a tensor of the slice: its name, and by how many tokens it is shifted."""
+    """By id of a tensor of the slice: its name, how many tokens it is shifted by, and the
+    tensor."""
 
     def with_earlier(
         self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
+        """Return the keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
         keys, values = self.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
-        # Megatron frees the memory of what it recomputes behind attention.
+        # Megatron frees the memory of tensors that it recomputes after attention.
         config: Any = layer.config
         is_freed = (
             config.recompute_granularity == "selective"
@@ -208,30 +211,30 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
-        Runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`, whose queries
-        are `[s, b, heads, width]`, or `[s, heads, width]` if packed. The mask is `[b, 1, s, tokens
-        up to its end]`, True where a token must not attend; None: causal.
+        This runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`, whose
+        queries are `[s, b, heads, width]`, or `[s, heads, width]` if packed. The mask is `[b, 1, s,
+        tokens up to the end of the slice]`, True where a token must not attend; None: causal.
         """
         key, value = self.with_earlier(layer, key, value)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
-            # Its kernels get addresses alone: it copies parts of one projection, but takes queries
-            # for contiguous where keys and values have memory of their own.
+            # Its kernels get only addresses. It copies parts of one projection, but assumes that
+            # queries are contiguous if keys and values have separate memory.
             query = query.contiguous()
         packed = arguments.get("packed_seq_params")
         if packed is not None:
             documents = self._documents()
             first = documents[0].first
             if first > 0:
-                # Clones, because Transformer Engine refuses views.
+                # Clone, because Transformer Engine rejects views.
                 key, value = key[first:].clone(), value[first:].clone()
             arguments["packed_seq_params"] = _packed_as_in_slice(packed, documents)
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
-                # Its attention without kernels else takes the lengths of queries for all.
+                # Otherwise its unfused attention uses the lengths of queries for keys as well.
                 unfused: Any = layer.unfused_attention
                 unfused.attention_type = "cross"
-        elif has_own_masks:  # it reads none for causal attention
+        elif has_own_masks:  # it ignores masks for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key), query.device)
@@ -240,7 +243,7 @@ class RunningSlice:
         return result
 
     def _documents(self) -> list[_Document]:
-        """Return the packed sequences that have tokens in the slice."""
+        """Return the packed sequences with tokens in the slice."""
         documents = []
         for first, end in pairwise(self.kept.documents):
             if first < self.end and self.begin < end:
@@ -254,12 +257,12 @@ class RunningSlice:
         return self._mask
 
     def begin_forward(self, arguments: dict[str, Any]) -> None:
-        """Change the arguments of `GPTModel.forward` from those of a micro-batch to a slice's.
+        """Change the arguments of `GPTModel.forward` from a micro-batch's to a slice's.
 
-        They are given by name, and changed in place.
+        The arguments are given by name, and changed in place.
 
         Raises:
-            ScheduleError: There is padding between packed sequences, or a mask of padding.
+            ScheduleError: There is padding between packed sequences, or a padding mask.
         """
         state, packed = self.kept, arguments.get("packed_seq_params")
         if arguments.get("padding_mask") is not None:
@@ -272,13 +275,13 @@ class RunningSlice:
                 self._keep_packed(packed)
             arguments["packed_seq_params"] = self._packed_as_one_sequence()
         if state.ahead:
-            # Megatron only shifts it, which `roll` does, and from 0.17 on weighs the losses of
-            # later tokens by its sum, which has to be that of the micro-batch.
+            # Megatron only shifts the mask, which `roll` does. From 0.17 on it also weights the
+            # losses of later tokens by the mask's sum, which must cover the whole micro-batch.
             arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
 
     def _keep_packed(self, packed: Any) -> None:
-        """Keep where the packed sequences of the micro-batch begin, for all its slices."""
-        # A wait for the device, so once for each micro-batch.
+        """Keep the starts of the micro-batch's packed sequences, for all its slices."""
+        # This waits for the device, so do it once per micro-batch.
         bounds = packed.cu_seqlens_q.tolist()
         padded = packed.cu_seqlens_q_padded
         is_padded = padded is not None and padded.tolist() != bounds
@@ -291,23 +294,25 @@ class RunningSlice:
         self.kept.documents = tuple(dict.fromkeys(bounds))
 
     def _packed_as_one_sequence(self) -> Any:
-        """Return Megatron's `PackedSeqParams` of the slice as if it were one sequence.
+        """Return Megatron's `PackedSeqParams` for the slice as if it were one sequence.
 
-        Then rotary positions, those of its tokens (`positions`), are read in order; fused kernels
-        begin each sequence with the first position otherwise. Attention gets the sequences.
+        Then the rotary positions of its tokens (`positions`) are read in order; otherwise fused
+        kernels would start each sequence with the first position. Attention still gets the separate
+        sequences.
         """
         whole_packed = self.kept.packed
         bounds = _sums([self.end - self.begin], whole_packed.cu_seqlens_q)
         unset = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
         if hasattr(whole_packed, "tokens_per_sample"):
-            # Lengths of samples only matter where several are packed into one: slices take one.
+            # Lengths of samples matter only if several rows are packed into one, and slices support
+            # only one row.
             unset["tokens_per_sample"] = None
         return replace(whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **unset)
 
     def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`.
 
-        `call` is Megatron's `forward` of a table of positions.
+        `call` is Megatron's `forward` of a position table.
         """
         if not arguments.get("packed_seq"):
             return call(**{**arguments, "offset": self.begin})
@@ -318,30 +323,30 @@ class RunningSlice:
         return self._positions_in(result)
 
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a table of positions for the tokens of a packed slice."""
+        """Return the rows of a position table for the tokens of a packed slice."""
         documents = self.kept.documents
         num_tokens = documents[-1]
         places = torch.arange(num_tokens, device=table.device)
-        if len(table) != num_tokens:  # else positions count through all sequences
+        if len(table) != num_tokens:  # otherwise positions count across all sequences
             starts = torch.tensor(documents, device=table.device)
             document_of = torch.bucketize(places, starts, right=True) - 1
             places = places - starts[document_of]
         return table[places[self.begin : self.end]]
 
     def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Learn which tensors of the slice a layer of multi-token prediction shifts, `[b, s]`."""
+        """Record which tensors of the slice multi-token prediction will shift, `[b, s]` each."""
         for name, tensor in (("tokens", input_ids), ("position_ids", position_ids)):
             self._rolled.setdefault(id(tensor), (name, 0, tensor))
 
     def roll(
         self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run Megatron's `roll_tensor`: shift a tensor of the slice by a token of the next slice.
+        """Run Megatron's `roll_tensor`: shift a tensor left, filling in from the next slice.
 
-        Returns it, `[b, s]`, and the sum over the whole micro-batch: of a mask, the divisor of the
-        loss.
+        Returns the shifted tensor, `[b, s]`, and its sum over the whole micro-batch, which for a
+        mask is the divisor of the loss.
         """
-        # Megatron copies the labels before it shifts them.
+        # Megatron copies labels before it shifts them, so their id is unknown here.
         default = "labels"
         if tensor.is_floating_point():
             default = "loss_mask"
@@ -349,27 +354,28 @@ class RunningSlice:
         shifted = self.kept.ahead[name]
         if "packed_seq_params" in kwargs:
             kwargs["packed_seq_params"] = self.kept.packed
-        while len(shifted) < shift + 2:  # in the first slice only: others find it
+        while len(shifted) < shift + 2:  # only in the first slice; later ones find it
             shifted.append(call(shifted[-1][0], *args, **kwargs))
         shifted_whole, total = shifted[shift + 1]
         part = shifted_whole[:, self.begin : self.end]
-        # With the tensor: the id of one that is gone may become another's.
+        # Keep the tensor as well, because the id of a freed tensor may be reused.
         self._rolled[id(part)] = name, shift + 1, part
         return part, total
 
     def route(
         self, call: Any, router: torch.nn.Module, logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run Megatron's `TopKRouter.routing`, and count the tokens of its balancing losses."""
+        """Run Megatron's `TopKRouter.routing`, and count tokens for its balancing losses."""
         self._router, self._num_losses = router, 0
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
-            # Megatron leaves these losses to the recomputation of a layer, which is too late: its
-            # slice then needs the counts of all. That counts tokens for the bias of experts too,
-            # and this forward must not.
+            # Megatron computes these losses only in a layer's recomputation, which is too late: by
+            # then, a slice needs the counts of all slices. So run the router for its counts here,
+            # without adding to the token counts for the experts' bias, which the recomputation will
+            # add.
             bias_counts = getattr(router, "local_tokens_per_expert", None)
             before = None if bias_counts is None else bias_counts.clone()
             self._counts_only = True
-            with torch.enable_grad():  # without, Megatron computes no losses
+            with torch.enable_grad():  # without grad, Megatron computes no losses
                 call(logits, *args, **kwargs)
             self._counts_only, self._num_losses = False, 0
             if bias_counts is not None:
@@ -386,14 +392,15 @@ class RunningSlice:
         moe_aux_loss_coeff: float,
         fused: bool = False,
     ) -> torch.Tensor:
-        """Return the share of a slice in the balancing loss of its micro-batch, a scalar.
+        """Return a slice's share of its micro-batch's balancing loss, a scalar.
 
-        In place of Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes the
-        same.
+        This replaces Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes
+        the same.
         """
         sums = self.kept.balanced[id(self._router), self._num_losses]
         self._num_losses += 1
-        # Counts and probabilities of slices add up, so only this factor needs the whole.
+        # Counts and probabilities add up over slices, so only this factor needs the whole
+        # micro-batch.
         all_tokens = total_num_tokens / self.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
         loss: torch.Tensor = _Balance.apply(
@@ -402,7 +409,7 @@ class RunningSlice:
         return loss
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
-        """Return a slice's share in the z-loss of its micro-batch, from the one of its tokens."""
+        """Return a slice's share of its micro-batch's z-loss, from the z-loss of the slice."""
         if self._counts_only:
             return average * 0  # the recomputation adds it
         loss, weight = average * self.share, self._weight()
@@ -418,20 +425,20 @@ class RunningSlice:
 
 
 class KeptState:
-    """State of micro-batches in slices, kept by layers from first forward to last backward."""
+    """State that layers keep for sliced micro-batches, from first forward to last backward."""
 
     def __init__(self) -> None:
-        # A plain attribute: autograd may run a backward, and with it recomputation, in another
-        # thread.
+        # A plain attribute, because autograd may run a backward, including recomputation, in
+        # another thread.
         self.running: RunningSlice | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
-        """By stage and number."""
+        """By stage and micro-batch."""
 
     @contextmanager
     def of(
         self, stage: int, microbatch: int, number: int, bounds: Sequence[int], *, backward: bool
     ) -> Iterator[None]:
-        """Let layers in the block compute slice `number`; slices begin and end at `bounds`."""
+        """Make layers in this context compute slice `number`; slices start and end at `bounds`."""
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
         share = (end - begin) / bounds[-1]
@@ -442,12 +449,12 @@ class KeptState:
             self.running = None
 
     def clear(self) -> None:
-        """Forget all after a failed step."""
+        """Drop all state after a failed step."""
         self.running = None
         self.microbatches.clear()
 
 
-# Megatron hands on a mask's name, but `AttnMaskType` lacks this one of Transformer Engine's.
+# Megatron passes a mask's name on, but `AttnMaskType` lacks this kind of Transformer Engine's.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
@@ -471,15 +478,15 @@ def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 def with_earlier_slices(
     layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Join keys and values with those of the earlier slices of the micro-batch that runs.
+    """Join keys and values with those of the running micro-batch's earlier slices.
 
-    For causal attention of a model of one's own, which declares `runs_in_slices = True`: call it
-    once in each forward of the layer, with those of the tokens that it got, `[s, ...]` each.
-    Outside slices it returns what it gets.
+    Custom models with causal attention that declare `runs_in_slices = True` call this once in each
+    forward of the layer, with the keys and values of its tokens, `[s, ...]` each. Outside slices it
+    returns its arguments.
 
     Returns:
-        Keys and values of all tokens of the micro-batch up to the last one of `key`, and the
-        position of the first one of `key`.
+        The keys and values of all tokens of the micro-batch up to the last token of `key`, and the
+        position of the first token of `key`.
     """
     runtimes: Any = active.required().runtimes
     running = None if runtimes is None else runtimes.kept.running
@@ -494,20 +501,20 @@ _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
-    """The items of a chunk's data, each read once and cut into slices, which `view` numbers.
+    """The items of a chunk's data, each read once and cut into slices. `view` takes slice numbers.
 
-    Numbers run through all micro-batches of the step. `bounds` has the first token of each slice,
-    and the number of all tokens.
+    Slices are numbered across all micro-batches of the step. `bounds` has the first token of each
+    slice, followed by the total number of tokens.
     """
 
     def __init__(self, data: MicrobatchData, bounds: Sequence[int]) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
         self._bounds, self._count = bounds, len(bounds) - 1
-        # Slices that come later find theirs here: an iterator gives each item once.
+        # Parts for later slices, because an iterator yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
 
     def view(self, number: int) -> Iterator[Any] | None:
-        """Return an iterator over a slice; None without data."""
+        """Return an iterator that yields one slice; None without data."""
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
             raise ScheduleError(
                 f"slices are cut from what an iterator gives, but the data comes from a "
@@ -516,13 +523,13 @@ class SlicedData(MicrobatchData):
         return super().view(number)
 
     def take(self, number: int) -> dict[str, Any]:
-        """Return and drop a slice."""
+        """Return a slice and drop it."""
         if number not in self._parts:
             self.whole(number // self._count)
         return self._parts.pop(number)
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
-        """Return a micro-batch before its slices are read; None without data."""
+        """Return a whole micro-batch before its slices are read; None without data."""
         if self.iterator is None:
             return None
         item: Mapping[str, Any] = super().take(microbatch)
@@ -532,9 +539,9 @@ class SlicedData(MicrobatchData):
 
 def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
     """Return the slices of a micro-batch."""
-    # The data iterator gives tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
-    # where a token must not attend, and what each slice gets whole: bounds of packed sequences,
-    # `[1, sequences + 1]`, and figures of samples, `[b]`.
+    # The data iterator yields tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
+    # where a token must not attend, and fields that each slice gets whole: bounds of packed
+    # sequences, `[1, sequences + 1]`, and per-sample values, `[b]`.
     if not isinstance(item, Mapping):
         raise ScheduleError(
             f"slices are cut from a dict with tokens, labels, loss_mask and position_ids, but the "
@@ -562,12 +569,12 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _is_whole_in_slices(name: str, tensor: Any) -> bool:
-    """Return whether each slice gets a field of a micro-batch as it is."""
+    """Return whether each slice gets the whole of a micro-batch's field."""
     if tensor is None:
         return True
     if name in _OF_PACKED:
         return len(tensor) == 1
-    # Figures of samples have no tokens: the data set that each is from, for one.
+    # Per-sample values, such as the data set of each sample, have no token dimension.
     return name not in _ALONG_SEQUENCE and getattr(tensor, "ndim", 0) < 2
 
 
@@ -575,20 +582,20 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
 class SlicedCompute(StageCompute):
     """Runs the actions of a table of slices.
 
-    To `StageCompute`, a slice is a micro-batch of its own, numbered through the step.
+    `StageCompute` treats each slice as a micro-batch, numbered across the step.
     """
 
     kept: KeptState = field(default_factory=KeptState, kw_only=True)
-    """What layers keep from slice to slice."""
+    """State that layers keep from slice to slice."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    """By number of a slice: what the loss function counts, on the rank of the last stage."""
+    """By slice number: the tokens counted by the loss function, on the rank of the last stage."""
     _number: int = field(default=0, init=False)
-    """The slice whose forward runs."""
+    """Number of the slice whose forward is running."""
 
     def __post_init__(self) -> None:
-        """Cut the data of the step, and keep apart what the loss of a slice is divided by."""
+        """Cut the step's data into slices, and wrap the forward step to divide losses later."""
         call, schedule = self.call, self.table.schedule
-        # Tensor-parallel ranks hold equal parts of a slice.
+        # Tensor-parallel ranks must hold equal parts of a slice.
         multiple = 1
         if call.config.sequence_parallel:
             multiple = call.config.tensor_model_parallel_size
@@ -602,7 +609,7 @@ class SlicedCompute(StageCompute):
         )
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action, as `StageCompute.run`.
+        """Run one action; see `StageCompute.run`.
 
         Raises:
             ScheduleError: The model, its data or its loss function are not made for slices.
@@ -610,15 +617,16 @@ class SlicedCompute(StageCompute):
         stage, kind, microbatch, part = action
         number = self._numbered(action)
         numbered = action._replace(microbatch=number, slice=0)
-        if kind == "W":  # needs nothing that layers keep
+        if kind == "W":  # needs no state that layers keep
             return super().run(numbered, inputs)
         if kind == "F" and part == 0:
-            # Once in a step: hooks come and go between steps, and a large model takes milliseconds.
+            # Once per step, because hooks may change between steps, and a large model takes
+            # milliseconds.
             if not self._forwards[stage]:
                 check_model(self._stage(stage).model)
             if getattr(self.call.config, "mtp_num_layers", None):
                 self._look_ahead(stage, microbatch, inputs)
-        # For the loss function, which Megatron calls inside without saying for which slice.
+        # For the loss function, which Megatron calls inside without naming the slice.
         self._number = number
         with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
             outputs = super().run(numbered, inputs)
@@ -626,12 +634,12 @@ class SlicedCompute(StageCompute):
             self._check_effect(stage, microbatch)
         if kind == "F" and part == self._num_slices - 1 and self._stage(stage).is_last:
             self._complete_loss(stage, microbatch)
-        if kind != "F" and part == 0:  # the last of its backwards
+        if kind != "F" and part == 0:  # the last backward of the micro-batch
             del self.kept.microbatches[stage, microbatch]
         return outputs
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
-        """Check that all layers of a stage have kept keys and values: patches may be out of use."""
+        """Check that all layers of a stage kept keys and values: a patch may not be in effect."""
         model = self._stage(stage).model
         if declares_slices(model):
             return
@@ -651,7 +659,7 @@ class SlicedCompute(StageCompute):
         return action.microbatch * self._num_slices + action.slice
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Run the user's forward step, whose loss is divided by the tokens of the micro-batch."""
+        """Run the user's forward step, dividing its loss by the micro-batch's tokens later."""
         number = self._number
         output, loss_of = self._user_step(*args, **kwargs)
 
@@ -666,12 +674,12 @@ class SlicedCompute(StageCompute):
             self._num_tokens_of[number] = num_tokens
             if self.call.config.calculate_per_token_loss:
                 return total, num_tokens, report
-            return total, torch.ones_like(num_tokens), report  # divided when all are counted
+            return total, torch.ones_like(num_tokens), report  # divided once all are counted
 
         return output, loss
 
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
-        """Keep what multi-token prediction reads of the next slices, by the rank with data."""
+        """Keep what multi-token prediction reads of later slices, sent by the rank with data."""
         place = self._stage(stage)
         if not (place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)):
             return
@@ -688,7 +696,7 @@ class SlicedCompute(StageCompute):
             else:
                 received = inputs[0]
                 assert received is not None, "the first stage predicts no later tokens"
-                # Micro-batches may have several sizes, and only activations come here.
+                # Micro-batches may differ in size, and this rank sees only activations.
                 shape = received.shape[1], self._bounds[-1]
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if group.size() > 1:
@@ -697,14 +705,14 @@ class SlicedCompute(StageCompute):
             ahead[name] = [(tensor, tensor.sum())]
 
     def _complete_loss(self, stage: int, microbatch: int) -> None:
-        """Divide the losses of a micro-batch by its tokens, and add up the reports of its slices.
+        """Divide a micro-batch's losses by its tokens, and add up the reports of its slices.
 
-        No backward of it has run: the first waits for the forward of its last slice.
+        None of its backwards has run yet: the first one waits for the forward of the last slice.
         """
         first = microbatch * self._num_slices
         numbers = range(first, first + self._num_slices)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # Per token, Megatron divides gradients by the tokens of the step.
+        # With a per-token loss, Megatron itself divides gradients by the tokens of the step.
         if not self.call.config.calculate_per_token_loss:
             num_tokens = torch.clamp(torch.stack(counts).sum(), min=1)
             for number in numbers:
@@ -716,7 +724,7 @@ class SlicedCompute(StageCompute):
 
 
 def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Return a figure of all slices together, `[2]`: a sum over tokens, and their number."""
+    """Return a figure over all slices, `[2]`: the sum over tokens, and the number of tokens."""
     values = [torch.as_tensor(report[name]) for report in reports]
     if any(value.numel() != 2 for value in values):
         raise ScheduleError(

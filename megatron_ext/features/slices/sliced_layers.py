@@ -1,4 +1,4 @@
-"""Patches that let Megatron's layers compute a slice of a sequence.
+"""Patches with which Megatron's layers compute a slice of a sequence.
 
 They act only inside `KeptState.of`, which `SlicedCompute` opens for the actions of sliced tables.
 """
@@ -12,14 +12,14 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.upstream.signatures import megatron_arguments
 
 SLICES = "slices"
-"""Name of what slices keep from step to step (`Runtimes.kept_by_feature`)."""
+"""Name of the state that slices keep between steps (`Runtimes.kept_by_feature`)."""
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _MOE = "megatron.core.transformer.moe"
 
 
 def _running() -> Any:
-    """Return the slice that is running; None outside of slices."""
+    """Return the running slice; None outside slices."""
     configuration = active.active()
     if configuration is None:
         return None
@@ -35,7 +35,7 @@ PATCHES = PatchTable(feature="schedules", of=_running)
 @PATCHES.row(
     "slices.attention",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    order=-10,  # so that the patch for packed sequences sees those of the slice
+    order=-10,  # the patch for packed sequences must see the slice's
 )
 @PATCHES.row(
     "slices.te_attention",
@@ -79,8 +79,8 @@ def _cached_positions(_found: Any, call: Call, instance: Any, args: Args, kwargs
     instance.max_seq_len_cached = 0  # drop positions of another slice, or of a whole sequence
     call(*args, **kwargs)
     instance.max_seq_len_cached = 0
-    # Return all: Megatron returns as many as the longest packed sequence has, but a slice may have
-    # more tokens.
+    # Return all positions: Megatron returns only as many as the longest packed sequence has, but a
+    # slice may have more tokens.
     return instance.cos_cached, instance.sin_cached
 
 
@@ -111,7 +111,7 @@ def _with_length_of_slice(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
-    # Scripts allocate buffers of this length on tensor-parallel ranks to receive the slice.
+    # On tensor-parallel ranks, scripts allocate buffers of this length to receive the slice.
     arguments = megatron_arguments()
     if arguments is None:
         return call(*args, **kwargs)

@@ -1,16 +1,16 @@
-"""Slices: a table whose micro-batches run through the pipeline part by part of their sequence.
+"""Slices: tables whose micro-batches run through the pipeline in parts of their sequence.
 
-A pipeline fills with slices as it does with micro-batches, in 1/k of the time, and keeps the
-activations of as many slices, which are 1/k of a micro-batch each. So a table of k times as many
-micro-batches is nearly the table of slices. Only the order of backwards differs: those of a
-micro-batch's slices run in reverse and begin after its last forward, k - 1 forwards later.
+A pipeline fills with slices as it does with micro-batches, but in 1/k of the time, and keeps the
+activations of as many slices, each 1/k of a micro-batch. So a table with k times as many
+micro-batches is almost the table of slices. Only the order of backwards differs: the backwards of a
+micro-batch's slices run in reverse, and start only after its last forward, k - 1 forwards later.
 
     1f1b, last rank, m 4            the same, m 2 in 2 slices
     F0 B0 F1 B1 F2 B2 F3 B3         F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1
 
-Here all forwards move ahead by as many.
+To make up for that, all forwards move ahead by k - 1.
 
-Sources of the idea: SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), without split
+The idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), without split
 backwards.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SliceChange(TableChange):
-    """The option `slices` of `generate`: a table of micro-batches in so many slices."""
+    """Implements the option `slices` of `generate`: each micro-batch runs in that many slices."""
 
     def __init__(self, options: Mapping[str, Option]) -> None:
         self._num_slices = int(options.get("slices", 1))
@@ -44,12 +44,12 @@ class SliceChange(TableChange):
         self.passes_per_microbatch = self._num_slices
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table of a file, which has its own number of slices, with equal costs.
+        """Return the table of a file, with slices of equal cost; the file fixes their number.
 
         Raises:
-            ScheduleError: It has another number of slices.
+            ScheduleError: The file has a different number of slices.
         """
-        # 1 is the default: the caller has asked for no number.
+        # 1 is the default, which means that the caller requested no number.
         if self._num_slices not in (1, schedule.num_slices):
             raise ScheduleError(
                 f"{schedule.name}: the file fixes the number of slices, which is "
@@ -59,10 +59,10 @@ class SliceChange(TableChange):
         return replace(schedule, slices=shares)
 
     def check(self, name: str) -> None:
-        """Refuse an impossible number before it multiplies the size of the table.
+        """Reject an impossible number before it multiplies the size of the table.
 
         Raises:
-            ScheduleError: There are pairs as well, or too many slices.
+            ScheduleError: Pairs are requested as well, or there are too many slices.
         """
         if self._has_pairs and self._num_slices > 1:
             raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
@@ -78,12 +78,12 @@ class SliceChange(TableChange):
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
     """Return the table of micro-batches in slices of equal cost.
 
-    `schedule` is the table of as many micro-batches as there are slices in a step. Of the orders
-    that are tried, the result has the shortest step for `costs` without jitter, and among equals
-    the least memory.
+    `schedule` is a table with as many micro-batches as there are slices in a step. The result is
+    the candidate order with the shortest step for `costs` without jitter and, among equals, the
+    lowest memory.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks, or no order is found.
+        ScheduleError: Forwards and backwards are on different ranks, or no order was found.
     """
     table = replace(
         schedule,
@@ -92,15 +92,15 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         slices=shares_of_equal_cost(num_slices),
         options={**schedule.options, "slices": num_slices},
     )
-    # Without chunks, and in interleaved tables, that costs nothing but k - 1 slices of memory.
+    # In tables without chunks, and in interleaved ones, this costs only k - 1 slices of memory.
     lead = max(map(_lead, table.rows))
     moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
     check_actions(moved_table)
     candidates: list[Sequence[Row]] = []
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
-    # Slices that take more than 1/k of the step with whole micro-batches, beyond noise, are placed
-    # anew under the same memory cap: in folded tables the chunks need different leads.
+    # If the step takes noticeably longer than 1/k of a step with as many whole micro-batches, place
+    # the actions anew under the same memory cap: in folded tables the chunks need different leads.
     even_costs = replace(costs, attention=0.0)
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices
@@ -118,10 +118,10 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
 def _searched_rows(
     schedule: Schedule, num_slices: int, shares: tuple[float, ...], costs: Costs
 ) -> Rows:
-    """Return the rows that a search finds, with the memory of the moved table.
+    """Return the rows found by a search that may use as much memory as the moved table.
 
     Raises:
-        ScheduleError: It finds none.
+        ScheduleError: The search finds no table.
     """
     chunks = max(map(len, schedule.placement.stages_of))
     peak = max(map(most_alive, schedule.rows))
@@ -143,7 +143,7 @@ def _searched_rows(
 
 
 def _rows_of_slices(schedule: Schedule, num_slices: int) -> tuple[Row, ...]:
-    """Return the rows with a slice in the place of each micro-batch."""
+    """Return the rows with each micro-batch replaced by a slice."""
     rows = []
     for row in schedule.rows:
         rows.append(tuple(_of_slice(action, num_slices) for action in row))
@@ -151,17 +151,17 @@ def _rows_of_slices(schedule: Schedule, num_slices: int) -> tuple[Row, ...]:
 
 
 def _of_slice(action: Action, num_slices: int) -> Action:
-    """Return the action of a slice in the place of that of a micro-batch."""
+    """Return the slice's action that replaces a micro-batch's action."""
     microbatch, slice_index = divmod(action.microbatch, num_slices)
-    # Backwards of a micro-batch begin with its last slice, which saw all keys and values.
+    # Backwards of a micro-batch start with its last slice, which attended to all keys and values.
     if action.kind != "F":
         slice_index = num_slices - 1 - slice_index
     return action._replace(microbatch=microbatch, slice=slice_index)
 
 
 def _lead(row: Row) -> int:
-    """Return by how many forwards those of a row are too late for its backwards."""
-    # By stage and micro-batch: the number of forwards in the row up to that of its last slice.
+    """Return by how many places a row's forwards come too late for its backwards."""
+    # By stage and micro-batch: the number of forwards in the row up to the one of its last slice.
     forwards_needed: dict[tuple[int, int], int] = {}
     num_forwards = 0
     for action in row:

@@ -1,8 +1,8 @@
-"""Messages of routes: tensors that skip the stages between their publisher and their takers.
+"""Messages of routes, which carry tensors past the stages between publisher and takers.
 
 A route is a name, the stage that publishes it, and the stages that take it. In the forward, the
 publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
-the last taker to the one before, which adds its own, and so on down to the publisher.
+the last taker to the previous taker, which adds its gradient, and so on down to the publisher.
 
 A table that completes without routes completes with them, because no route leads to an earlier
 stage (`Bypass`).
@@ -29,9 +29,9 @@ class Route(NamedTuple):
 
     name: str
     source: int
-    """The stage that publishes it."""
+    """The stage that publishes the tensor."""
     takers: tuple[int, ...]
-    """The stages that take it, ascending."""
+    """The stages that take the tensor, ascending."""
 
     @property
     def links(self) -> Iterator[tuple[int, int]]:
@@ -89,10 +89,11 @@ class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
     bypasses: tuple[Bypass, ...]
-    """The messages, with the names of the routes that each carries, sorted. A taker is the first
-    stage to run on its rank that needs any of them."""
+    """The messages, each with the sorted names of the routes that it carries. The taker of a
+    message is the first stage to run on its rank that needs any of them."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
-    """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
+    """By (F or B, stage): routes that the rank drops after this B, or after this F in
+    evaluation."""
 
     @cached_property
     def sent(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
@@ -131,7 +132,7 @@ class _Bundle(NamedTuple):
 
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
-    """Derive the messages of routes under a placement. Takers on the same rank need none."""
+    """Derive the messages of routes under a placement. Takers on the same rank need no message."""
     places = [
         _Place(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)
     ]
@@ -140,8 +141,8 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         receivers: set[int] = set()
         for stages in stages_by_route.values():
             receivers.update(stages)
-        # Of several takers on a rank the one that runs first: forwards go up the stages, backwards
-        # down.
+        # Among several takers on a rank, choose the one that runs first: forwards go up the stages,
+        # backwards down.
         taker = min(receivers) if bundle.kind == "P" else max(receivers)
         to_twin = bundle.place.is_crossed != places[bundle.stage].is_crossed
         names = tuple(sorted(stages_by_route))
@@ -152,7 +153,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
 def _bundles(
     routes: Sequence[Route], places: Sequence[_Place]
 ) -> dict[_Bundle, dict[str, list[int]]]:
-    """Return the messages of routes; by route that one carries, the stages that it is for."""
+    """Return the messages of routes, each with its routes and the stages that take them."""
     bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source
@@ -173,7 +174,7 @@ def _dropped(
     """Return which routes a rank drops after which action (`RoutePlan.dropped`)."""
     dropped = defaultdict[tuple[str, int], list[str]](list)
     for route in routes:
-        # By place: the stages for which it keeps the route's tensor.
+        # By place: the stages for which the place keeps the route's tensor.
         users: dict[_Place, list[int]] = defaultdict(list)
         for stage in (route.source, *route.takers):
             users[places[stage]].append(stage)

@@ -37,14 +37,14 @@ def declare(
     takes: Iterable[str] = (),
     boundary: Boundary | None = None,
 ) -> None:
-    """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
+    """Declare a module's routes, and whether its stage outputs a tree and not one `[s, b, h]`.
 
     Call it in the module's constructor: schedules are built before the first forward.
 
     Args:
-        module: A layer, or the whole model; former declarations of it are replaced.
-        publishes: Routes that it publishes in every forward.
-        takes: Routes that it takes in every forward.
+        module: A layer, or the whole model; this replaces its earlier declarations.
+        publishes: Routes that the module publishes in every forward.
+        takes: Routes that the module takes in every forward.
         boundary: Set it if the stage outputs a tree of tensors. "fixed": structure, shapes and
             dtypes are the same for all micro-batches. "varies": they may change.
 
@@ -72,8 +72,8 @@ def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     through its backward.
 
     Raises:
-        ScheduleError: The name is already published or not declared, or recomputation publishes
-            another shape or dtype.
+        ScheduleError: The name is already published or not declared, or recomputation publishes a
+            different shape or dtype.
     """
     return current_store().publish(name, tensor)
 
@@ -121,11 +121,11 @@ Batch = tuple[int, bool]
 """A micro-batch on a rank: its index, and whether it belongs to the twin."""
 
 
-# Each `take` yields one gradient. The backward adds them in the order in which it reaches them,
-# from the last `take` to the first. Then it adds the sum to the gradient of the publisher's own
-# uses of the tensor after `publish`. This order does not depend on where the model is split into
-# stages, so the bits do not either. With autograd's own order they would, because each stage would
-# sum its own gradients first.
+# Each `take` yields one gradient. The backward adds these in the order in which it reaches them,
+# from the last `take` to the first, and then adds the sum to the gradient of the publisher's uses
+# of the tensor after `publish`. This order does not depend on where the model is split into stages,
+# so the bits do not either. In autograd's order they would, because each stage would first sum its
+# own gradients.
 class _Sum:
     """The running sum of the takers' gradients of a published tensor."""
 
@@ -145,19 +145,19 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Identity; its backward adds the takers' gradient to that of the publisher's own uses."""
+    """Identity; its backward adds the takers' gradient to that of the publisher's uses."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
-        # A gradient that is not there stays None: adding zeros would cost time and turn -0.0 into
-        # 0.0.
+        # Keep a missing gradient as None: adding zeros would cost time and turn -0.0 into 0.0.
         ctx.set_materialize_grads(False)
         ctx.takers = takers
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        # All takers have run: those of this stage by their edge, later stages before this backward.
+        # All takers have run: this stage's takers because of their edge, later stages before this
+        # backward.
         of_takers = ctx.takers.pop()
         ctx.takers.done = True
         if gradient is None:
@@ -188,18 +188,18 @@ class Published:
     value: torch.Tensor | None
     """Detached. Requires grad if the published tensor does, or may do so in recomputation."""
     look: tuple[tuple[int, ...], torch.dtype] | None
-    """Its shape and dtype, which its gradient shares."""
+    """Shape and dtype, which the gradient shares."""
     stage: int | None
     """The stage of this rank that published it; None: received from another rank."""
     origin: torch.Tensor | None = None
     """The tensor with its stage's graph, if it has one."""
     takers: _Sum = field(default_factory=_Sum)
     repeated: bool = False
-    """Whether recomputation published it again; then that backward consumes the gradient."""
+    """Whether recomputation has published it again; if so, that backward consumes the gradient."""
 
     @property
     def has_gradient(self) -> bool:
-        """Whether its gradient travels; that of frozen features, for one, does not."""
+        """Whether its gradient travels; the gradient of frozen features, for example, does not."""
         return self.value is not None and self.value.requires_grad
 
     def pop_gradient(self) -> torch.Tensor:
@@ -214,14 +214,15 @@ class Published:
 class RouteStore:
     """The published tensors of this rank.
 
-    Without declarations by stage it is outside a megatron_ext pipeline, where a published tensor
-    stays valid until the name is published again.
+    Without declarations by stage, the store is for use outside a megatron_ext pipeline, where a
+    published tensor stays valid until the name is published again.
     """
 
     def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
         self._declared = declared
         self._known: dict[tuple[Batch, str], Published] = {}
-        # By name: of tensors whose name was published again, what lives as long as their graphs.
+        # By name, for tensors whose name was published again: references that live as long as their
+        # graphs.
         self._replaced: dict[str, list[ReferenceType[_Sum]]] = {}
         self._stage = 0
         self._batch: Batch = (0, False)
@@ -230,7 +231,7 @@ class RouteStore:
 
     @contextmanager
     def running(self, stage: int, batch: Batch) -> Iterator[None]:
-        """Return a context in which `publish` and `take` use this store; an action runs in it."""
+        """Return a context for an action, in which `publish` and `take` use this store."""
         self._stage, self._batch = stage, batch
         self._published, self._taken = set(), set()
         before, _CURRENT.store = _CURRENT.store, self
@@ -257,7 +258,7 @@ class RouteStore:
         if tensor is None:
             return None
         published.value = tensor.detach()
-        # Under no_grad it may get a graph in recomputation, or never be meant to have one.
+        # Under no_grad, it may get a graph later in recomputation, or never get one.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             published.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
         if not _has_graph(tensor):
@@ -268,7 +269,7 @@ class RouteStore:
     def _publish_again(
         self, name: str, tensor: torch.Tensor | None, in_forward: Published
     ) -> torch.Tensor | None:
-        """Publish in a recomputation what the forward has published."""
+        """Publish in a recomputation what the forward has already published."""
         look = _look(tensor)
         if look != in_forward.look:
             raise ScheduleError(
@@ -277,13 +278,13 @@ class RouteStore:
             )
         if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
             return tensor
-        # The forward ran without a graph, so this backward takes the gradient to the publisher.
+        # The forward ran without a graph, so this backward passes the gradient to the publisher.
         in_forward.repeated = True
         return _Publish.apply(tensor, in_forward.takers)  # type: ignore[no-any-return]
 
     def _replace(self, name: str, before: Published) -> None:
         """Make room for the tensor of the next micro-batch, outside a pipeline."""
-        # Without a pipeline nothing says when a micro-batch ends: the next publish does.
+        # Without a pipeline, only the next publish shows that a micro-batch has ended.
         if self._declared is not None:
             raise ScheduleError(
                 f"{self._where(name)}: published twice in one forward; give each tensor a name"
@@ -368,7 +369,7 @@ class RouteStore:
         for name in names:
             published = self._known[batch, name]
             if published.value is not None:
-                # An empty tensor keeps the flag, which decides whether gradients travel.
+                # An empty tensor keeps `requires_grad`, which determines whether gradients travel.
                 requires_grad = published.value.requires_grad
                 published.value = published.value.new_empty(0).requires_grad_(requires_grad)
 
@@ -410,12 +411,12 @@ class _Current:
     """The store outside a megatron_ext pipeline."""
 
 
-# Of the process and not of a configuration: models also publish and take without one.
+# Per process and not per configuration, because models also publish and take without one.
 _CURRENT = _Current()
 
 
 def current_store() -> RouteStore:
-    """Return the store of the running action; without one, the store of plain calls."""
+    """Return the store of the running action, or outside actions the store for plain calls."""
     if _CURRENT.store is None:
         return _CURRENT.plain
     return _CURRENT.store
@@ -426,7 +427,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 def _recomputes() -> bool:
-    """Return whether a backward is running, so that a forward now is a recomputation."""
+    """Return whether a backward is running, which means that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""Where trees and routes join the steps of a model."""
+"""Adds trees and routes to the steps of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TreeSteps(Feature):
-    """Trees and routes in the steps of a model whose stages declare any."""
+    """Trees and routes in the steps of a model whose stages declare them."""
 
     def __init__(self, model: Model) -> None:
         placement = model.pipeline.placement
@@ -42,7 +42,7 @@ class TreeSteps(Feature):
     def refuse_roles(
         chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
     ) -> None:
-        """Refuse any declaration, see `Feature.refuse_roles`."""
+        """Reject any declaration; see `Feature.refuse_roles`."""
         if agree_trees(chunks, placement, group, shapes_travel=False) is not None:
             raise ScheduleError(
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
@@ -50,13 +50,13 @@ class TreeSteps(Feature):
             )
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return the shape of bytes, whose number is known when a tree is made."""
+        """Return unknown shapes: trees travel as bytes, and their number varies."""
         if self._trees is None:
             return shapes
         return {"F": [None], "B": [None]}
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Refuse other declarations than those of the first model, see `Feature.admit`."""
+        """Reject declarations that differ from the first model's; see `Feature.admit`."""
         if [declared(chunk) for chunk in chunks] != self._declared:
             raise ScheduleError(
                 f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
@@ -65,7 +65,7 @@ class TreeSteps(Feature):
             )
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return what computes a step with trees, see `Feature.compute`."""
+        """Return the compute object for a step with trees; see `Feature.compute`."""
         if self._trees is None:
             return None
         forms = self._trees.forms(step.call, step.shapes)
@@ -77,7 +77,7 @@ class TreeSteps(Feature):
 
 
 def _check_settings(pipeline: Pipeline) -> None:
-    """Refuse settings of a schedule that stages with trees or routes cannot have."""
+    """Reject settings that stages with trees or routes do not support."""
     if pipeline.config.pairs:
         raise ScheduleError(
             f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "

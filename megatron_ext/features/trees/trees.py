@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""
 
-# As wide as any dtype, and as a line of a CPU's cache: the receiver uses the tensors in place.
+# A multiple of every dtype's size, and the size of a cache line, because the receiver uses the
+# tensors in place.
 _ALIGNMENT = 64
 
 
@@ -55,14 +56,14 @@ class Leaf(NamedTuple):
 class TreeForm:
     """The form of a tree: everything but its tensors' data."""
 
-    # The whole form: forms are equal if their texts are.
+    # Represents the whole form: forms are equal if their texts are equal.
     text: str
     """Skeleton and leaves as JSON."""
     skeleton: Any = field(compare=False)
     """The tree with 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
     ["dict", keys, ...]."""
     leaves: tuple[Leaf, ...] = field(compare=False)
-    """All tensors, in order."""
+    """The leaves of all tensors, in order."""
 
     def header(self) -> torch.Tensor:
         """Return the header to send: uint8 on the CPU, `[number of bytes]`."""
@@ -88,7 +89,7 @@ def parsed(text: bytes) -> TreeForm:
         leaves = []
         for shape, name, requires_grad in described:
             dtype = getattr(torch, name)
-            # Whatever name a damaged header has, what torch keeps under it need not be a type.
+            # A damaged header may name any attribute of torch, which need not be a dtype.
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"torch.{name} is not a dtype")
             leaves.append(Leaf(tuple(shape), dtype, requires_grad))
@@ -173,7 +174,7 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], subject: str) -> list[torch.Tensor]:
-    """Return the tensors that `pack` has packed, with these shapes and dtypes, as views.
+    """Return the tensors in bytes from `pack`, as views with these shapes and dtypes.
 
     Raises:
         MessageMismatch: The number of bytes does not match the leaves of `what`.
@@ -192,7 +193,7 @@ def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], subject: str) -> list[t
 
 
 def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
-    """Return where each part lies, and the offset in bytes at which the last one ends."""
+    """Return the range of each part, and the offset in bytes at which the last one ends."""
     # Aligned, so that the receiver can view the bytes as any dtype, in place.
     ranges: list[slice] = []
     begin = end = 0
@@ -203,11 +204,11 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
     return ranges, end
 
 
-# Upstream's `backward_step` starts from one tensor only.
+# Needed because upstream's `backward_step` starts from a single tensor.
 class _Join(torch.autograd.Function):
     """Joins tensors into one root, a float32 scalar; their data may be freed.
 
-    `gradients` has one for each tensor when the backward runs. None adds no gradient, but the
+    When the backward runs, `gradients` has one entry per tensor. None adds no gradient, but the
     tensor's autograd node still runs.
     """
 
@@ -231,7 +232,7 @@ class Channel(NamedTuple):
     """Trees of one kind, from one stage to another."""
 
     kind: str
-    """F for what a stage hands on, P for what it publishes."""
+    """F for a stage's output, P for the tensors that it publishes."""
     stage: int
     """The stage that sends them."""
     taker: int
@@ -240,26 +241,26 @@ class Channel(NamedTuple):
 
 @dataclass
 class Forms:
-    """The forms of the trees that this rank sends and receives, once they are known."""
+    """The forms of the trees that this rank sends and receives, as far as they are known."""
 
     varies: bool
-    """Whether they may change between micro-batches."""
+    """Whether forms may change between micro-batches."""
     agreed: bool = False
     _sent: dict[Channel, TreeForm] = field(default_factory=dict)
     _received: dict[Channel, TreeForm] = field(default_factory=dict)
 
     @property
     def of_messages(self) -> dict[str, list[Form]]:
-        """The tensors of one message, by kind: bytes, after a header until forms are agreed."""
+        """The tensors of one message, by kind: bytes, with a header until forms are agreed."""
         tree = Form(None, torch.uint8)
         with_header = [tree]
         if not self.agreed:
             with_header = [tree._replace(header=True), tree]
-        # Gradients need no header: they have the form of what they belong to.
+        # Gradients need no header, because they have the same form as their tensors.
         return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
 
     def step_done(self) -> None:
-        """Record that this rank completed a step, so it has sent and received every form."""
+        """Record that this rank has completed a step, so it has sent and received every form."""
         # Both ends have seen the same headers in the same step, so this needs no handshake.
         self.agreed = not self.varies
 
@@ -292,7 +293,7 @@ class Forms:
 
 @dataclass
 class Trees:
-    """The declarations of all stages of a model, and the forms of what they exchange."""
+    """The declarations of all stages of a model, and the forms of the trees they exchange."""
 
     routes: tuple[Route, ...]
     declared: Mapping[int, Declared]
@@ -300,7 +301,8 @@ class Trees:
     varies: bool
     """Whether a tree's form may change between micro-batches."""
     _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
-    """By (forward only, shapes): training and evaluation differ, and so do micro-batch sizes."""
+    """By (forward only, shapes), because training and evaluation differ, and so do micro-batch
+    sizes."""
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for steps of this kind."""
@@ -316,8 +318,8 @@ class TreeCompute(StageCompute):
     _ends: dict[tuple[int, int], tuple[list[Leaf], Tensors]] = field(
         default_factory=dict, init=False
     )
-    """What a forward leaves for its backward: the sent tensors for which a gradient comes back, and
-    the gradients of its root, which are None for published tensors."""
+    """By stage and micro-batch, what a forward leaves for its backward: the sent tensors for which
+    a gradient comes back, and the gradients of its root, which are None for published tensors."""
 
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
@@ -340,10 +342,10 @@ class TreeCompute(StageCompute):
         return self._run_backward(action, batch, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
+        """Do nothing: the outputs are packed bytes, and the tree itself is freed with its graph."""
 
     def end_step(self) -> None:
-        """Note that both ends of each message know the forms of its trees now."""
+        """Record that both ends of each message now know the forms of its trees."""
         self.forms.step_done()
 
     def _run_forward(
@@ -361,7 +363,7 @@ class TreeCompute(StageCompute):
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
         self._store.check_forward(stage)
-        # In the order in which `exchanges` lists the messages: first what the stage hands on.
+        # Keep the order in which `exchanges` lists messages: first the stage's output.
         outputs: Tensors = []
         sent: list[torch.Tensor] = []
         if stage < self._last_stage:
@@ -374,7 +376,7 @@ class TreeCompute(StageCompute):
             channel = Channel("P", stage, bypass.taker)
             messages, _ = self._bytes_of(named, channel, microbatch)
             outputs += messages
-        # Other stages of this rank may take what their last taker drops.
+        # Keep tensors that other stages of this rank still take; the last taker drops them.
         names = self.trees.declared[stage].publishes
         published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
         if self.call.forward_only:
@@ -387,14 +389,14 @@ class TreeCompute(StageCompute):
     def _keep_root(
         self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
     ) -> None:
-        """Keep one root of all that the stage's backward starts from, and the leaves it ends at.
+        """Keep a single root for everything the stage's backward starts from, and its leaves.
 
-        With these, Megatron's own `forward_step` and `backward_step` run as for a single tensor.
-        `sent` are the tensors that the stage hands on and whose gradients come back.
+        Megatron's `forward_step` and `backward_step` can then run as for a single tensor. `sent`
+        are the output tensors of the stage whose gradients come back.
         """
         stage, _, microbatch, _ = action
-        # What requires no grad gets none, and nothing of it travels back. The gradients of what the
-        # stage published come through the sums of their takers (`routes._Publish`).
+        # Tensors that do not require grad get no gradient, and nothing travels back for them. The
+        # gradients of published tensors come through the sums of their takers (`routes._Publish`).
         origins = []
         for name in self.trees.declared[stage].publishes:
             origin = self._store[batch, name].origin
@@ -418,7 +420,8 @@ class TreeCompute(StageCompute):
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._what(stage, microbatch)}"
-            # In place, before those of published tensors: the root has this list since its forward.
+            # Insert in place, before the gradients of published tensors, because the root holds
+            # this list since the forward.
             gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
@@ -429,8 +432,8 @@ class TreeCompute(StageCompute):
             route_gradients = self._unpacked(inputs, looks, subject)
             for published, gradient in zip(routed, route_gradients, strict=True):
                 published.takers.add(gradient)
-        # What has arrived completes the sums of the takers, which the backward of what this stage
-        # published reads.
+        # The gradients that arrived complete the takers' sums, which the backward of this stage's
+        # published tensors reads.
         with self._store.running(stage, batch):
             input_gradients = self.backward(stage, microbatch, of_root, split=kind == "I")
         outputs: Tensors = []
@@ -474,7 +477,7 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return a tree's header, if needed, and bytes; and the tensors that get a gradient."""
+        """Return a tree's header, if needed, and bytes; also the tensors that get a gradient."""
         subject = self._what(channel.stage, microbatch)
         tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
         leaves = zip(tensors, form.leaves, strict=True)
@@ -496,7 +499,7 @@ def agree_trees(
 ) -> Trees | None:
     """Gather the declarations of all stages; None without any. Collective over a pipeline's group.
 
-    `shapes_travel` if sequence lengths vary (`--variable-seq-lengths`).
+    `shapes_travel` is set if sequence lengths vary (`--variable-seq-lengths`).
 
     Raises:
         ScheduleError: The routes contradict each other. Every rank raises it.
