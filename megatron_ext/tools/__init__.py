@@ -1,1 +1,1 @@
-"""Commands beside a training: launch, trace, doctor. Nothing else in the package imports them."""
+"""Commands around a training: launch, trace, doctor. Nothing else in the package imports them."""

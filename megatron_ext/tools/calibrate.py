@@ -1,8 +1,8 @@
-"""`plan --calibrate` measures single layers on the device at hand; `--trace-dir` takes a trace.
+"""`plan --calibrate` measures single layers on this device; `--trace-dir` reads a trace.
 
-One device, minutes: each kind of layer of the model is built by Megatron with random weights, on
-its own and between the model's ends, and its passes are timed. An input gradient is timed with
-weights that need none, a weight gradient is the rest of the whole backward.
+This needs one device and takes minutes. Megatron builds each kind of layer in the model with random
+weights, alone and together with the model's ends, and its passes are timed. An input gradient is
+timed with weights that require no gradient; the weight gradient is the rest of the whole backward.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MOST_EXPERTS = 8
-"""Experts that one device builds: more cost memory, and each gets as many tokens."""
+"""Largest number of experts to build on one device: more would only cost memory, as each expert
+gets as many tokens."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
-    """Return the sequences that are measured, all on one device."""
+    """Return the sharding to measure, with everything on one device."""
     sequence = args.seq_length or model.sequence
     if sequence is None or not 0 < sequence < 10**9:
         raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
@@ -92,7 +93,7 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
 
 
 def _described(name: str, devices: str | None) -> DeviceKind:
-    """Return the description that the measurement corrects: of this device, or of the nearest."""
+    """Return the device description that the measurement corrects: this device's or the nearest."""
     if devices is None:
         kind = kind_of(name)
     else:
@@ -106,7 +107,7 @@ def _described(name: str, devices: str | None) -> DeviceKind:
 
 
 def _report(seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence[float]]) -> str:
-    """Return what was measured as a table."""
+    """Return the measurements as a table."""
     rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
     for part, ratios in ratios_by_part.items():
         times_ms = [f"{1e3 * time_s:.3f}" for time_s in seconds[part]]
@@ -115,11 +116,11 @@ def _report(seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence
 
 
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
-    """Return the seconds of the passes of each part of a model, on this process's device.
+    """Return how many seconds each pass of each part of a model takes on this process's device.
 
     Args:
-        model: The sizes; all experts are on this device.
-        sharding: Sequences and their length.
+        model: Sizes of the model; all experts are on this device.
+        sharding: Number and length of the sequences.
     """
     kinds = set(model.kinds)
     if not kinds <= {"dense", "moe"}:
@@ -134,7 +135,7 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         with_embedding = bench.passes(kind, pre=True)
         with_loss = bench.passes(kind, post=True)
     embedding = _beyond(with_embedding, layer)
-    # Looking rows up has no input gradient: all of its backward stands where the formula has it.
+    # An embedding has no input gradient; put its whole backward where the formula puts it.
     backward_s = max(0.0, embedding.input + embedding.weight - layer.input)
     measured["embedding"] = Passes(embedding.forward, backward_s, 0.0)
     measured["loss"] = _beyond(with_loss, layer)
@@ -142,18 +143,18 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
-    """Return what a layer with an end of the model takes beyond the layer alone."""
+    """Return the extra time of a layer together with an end of the model."""
     return Passes(*(max(0.0, both_s - layer_s) for both_s, layer_s in _by_pass(together, layer)))
 
 
 class _Bench:
-    """Builds models of one layer with Megatron, in a world of this process."""
+    """Builds one-layer models with Megatron, in a world of one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
         self.model, self.sharding = model, sharding
 
     def __enter__(self) -> _Bench:
-        self.device = devices.current()  # before Megatron is imported
+        self.device = devices.current()  # must come before Megatron is imported
         import torch
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -203,7 +204,7 @@ class _Bench:
             "bf16": not on_host,
             "params_dtype": dtype,
             "gradient_accumulation_fusion": False,
-            # Fused as in trainings without further flags.
+            # The same fusions as in trainings without further flags.
             "bias_dropout_fusion": not on_host,
             "bias_activation_fusion": not on_host and (model.gated or model.biases),
             "apply_rope_fusion": has_te and not model.is_latent,
@@ -262,7 +263,7 @@ class _Bench:
         }
 
     def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
-        """Return the seconds of the passes of a layer with ends of the model, least disturbed."""
+        """Return the shortest measured seconds of each pass of a layer with ends of the model."""
         import torch
 
         built = self._built(kind, pre=pre, post=post)
@@ -290,7 +291,7 @@ class _Bench:
             self.device.synchronize()
             return time.perf_counter() - begin_s, result
 
-        # Megatron adds the gradient of the table to its buffer by a kernel of its own.
+        # Megatron adds the table's gradient to its buffer with a separate kernel.
         table: Any = built.embedding.word_embeddings.weight if pre else None
         buffer: Any = torch.zeros_like(table, dtype=torch.float32) if pre else None
 
@@ -316,7 +317,7 @@ class _Bench:
             if not pre:
                 built.requires_grad_(False)
                 input_s = backward(forward())
-            if number:  # the first one allocates and compiles
+            if number:  # the first run allocates and compiles
                 forwards.append(forward_s)
                 wholes.append(whole_s)
                 inputs.append(input_s)
@@ -327,14 +328,14 @@ class _Bench:
 def of_trace(
     directory: Path, model: ModelSizes, device: DeviceKind
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return the factors on a device's costs that a traced run of the model shows.
+    """Return the factors on a device's costs that follow from a traced run of the model.
 
-    All kinds of layers get those of the stages between the ends, or of all stages where there are
-    none between; the ends get the rest of theirs. A backward that was not split is shared out as
-    the formula does.
+    All kinds of layers get the factors of the stages between the ends, or of all stages if there
+    are none in between; the ends get the remaining time of their stages. A backward that was not
+    split is divided in the same ratio as in the formula.
 
     Raises:
-        DataError: The trace has no such stages, or is of another model.
+        DataError: The trace has no such stages, or belongs to another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.measured_costs import measured_costs
@@ -370,7 +371,7 @@ def of_trace(
     if not has_middle:
         return factors(measured, costs)
 
-    # The ends get what their stages take beyond their layers.
+    # The ends get the time of their stages that exceeds their layers' time.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
         end = Passes(*(stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)))
@@ -383,7 +384,7 @@ def of_trace(
 def _scaled(
     formula: Mapping[str, Passes], by_trace: Passes, by_formula: Passes
 ) -> dict[str, Passes]:
-    """Return the passes of each part, as many times as slow as all parts together are."""
+    """Return the passes of each part, scaled by the slowdown of all parts together."""
     ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
     scaled: dict[str, Passes] = {}
     for name, passes in formula.items():
@@ -396,10 +397,10 @@ def _by_pass(passes: Sequence[float], reference: Sequence[float]) -> Iterator[tu
 
 
 def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
-    """Return how a run divided its model.
+    """Return the sharding of a run's model.
 
     Raises:
-        DataError: It is of another model, or hides what layers cost.
+        DataError: The run used another model, or settings that hide the cost of layers.
     """
     settings = run.settings
     for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
@@ -425,10 +426,10 @@ def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
 def _kinds_of_stages(
     run: Run, schedule: Schedule, model: ModelSizes
 ) -> list[tuple[LayerKind, ...]]:
-    """Return the kinds of the layers of each stage.
+    """Return the kinds of layers in each stage.
 
     Raises:
-        DataError: The trace does not say how many there are.
+        DataError: The trace does not contain the number of layers.
     """
     num_stages = schedule.num_stages
     layout = run.settings.get("pipeline_model_parallel_layout")
@@ -444,13 +445,13 @@ def _kinds_of_stages(
 
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
-    """Return passes whose backward was not split, shared out as the formula does."""
+    """Divide a backward that was not split in the same ratio as in the formula."""
     share = (passes.input + passes.weight) / (formula.input + formula.weight)
     return passes._replace(input=share * formula.input, weight=share * formula.weight)
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
-    """Return the sum by pass; there may be no parts, as in an end stage without layers."""
+    """Return the sums by pass; there may be no parts, as in an end stage without layers."""
     forward_s = input_s = weight_s = 0.0
     for part_forward_s, part_input_s, part_weight_s in parts:
         forward_s += part_forward_s

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --lengths`: what balancing by cost gains with the lengths of a data set."""
+"""`megatron-ext plan --lengths`: how much balancing by cost gains for a data set's lengths."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -31,10 +31,10 @@ _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
 
 
 def run(args: argparse.Namespace, costs: Costs) -> int:
-    """Predict what balancing by cost gains, and print it.
+    """Predict how much balancing by cost gains, and print it.
 
     Raises:
-        ScheduleError: A flag does not fit, or the lengths allow no prediction.
+        ScheduleError: A flag does not fit, or the lengths do not allow a prediction.
     """
     name = args.schedule[0]
     for flag, is_set in (
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _length_cost(args: argparse.Namespace) -> LengthCost:
-    """Return the cost of a sample by its length.
+    """Return the cost of a sample by length.
 
     Raises:
-        ScheduleError: Neither of its flags is there, or both.
+        ScheduleError: Neither or both of the two flags for it are given.
     """
     if (args.length_costs is None) == (args.hidden_size is None):
         raise ScheduleError(
@@ -109,13 +109,13 @@ def _table(predictions: Sequence[LengthGains]) -> str:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the lengths of samples in tokens: one number a line, or JSON lines.
+    """Read the lengths of samples in tokens: one number per line, or JSON lines.
 
-    A JSON line is a number, a list (its length counts), or an object with `length`, `num_tokens` or
-    `tokens`, which hold either. Empty lines do not count.
+    A JSON line is a number, a list (whose length counts), or an object with a number or list under
+    `length`, `num_tokens` or `tokens`. Empty lines are ignored.
 
     Raises:
-        ScheduleError: The file cannot be read, or a line holds no length.
+        ScheduleError: The file cannot be read, or a line contains no length.
     """
     try:
         lines = read_text(path, _MAX_LENGTHS_BYTES).splitlines()
@@ -141,7 +141,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def _length_in(line: str) -> int | None:
-    """Return the length that a line holds, None if it holds none."""
+    """Return the length in a line, or None."""
     try:
         value: Any = parse_json(line)
     except ValueError:
@@ -153,7 +153,7 @@ def _length_in(line: str) -> int | None:
         value = value[fields[0]]
     if isinstance(value, list):
         value = len(value)
-    # To Python, True is a whole number.
+    # In Python, True is an int.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return None
     return value

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --devices`: the layout that a model should train with, and its bound."""
+"""`megatron-ext plan --devices`: the best layout for training a model, and a bound on its speed."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -51,12 +51,12 @@ _LAYOUT_FLAGS = {
     *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
     *("--recompute-granularity", "--recompute-modules"),
 }
-"""Flags that the planner chooses itself: they say nothing of the model."""
+"""Flags that the planner chooses itself, which do not describe the model."""
 _RECIPE_MODULES = frozenset({"core_attn", "mlp", "shared_experts"})
-"""Modules that recipes with experts recompute, and that the search does not try."""
+"""Modules that recipes with experts recompute but the search does not try."""
 _MAX_DOUBLINGS = 6
 _MAX_COUNT = 10**9
-"""Sequences of a step, or tokens of a sequence."""
+"""Largest number of sequences per step, or of tokens per sequence."""
 
 
 def add_to_plan(subparsers: Any) -> None:
@@ -122,8 +122,8 @@ def add_to_plan(subparsers: Any) -> None:
         "a device for --devices 64xFILE; --devices 1xKIND says what it is (default: by its name), "
         "--fix micro_batch=2 how many sequences",
     )
-    # The command belongs to the schedules, which know no models: without --devices it runs as
-    # before.
+    # The command itself only compares schedules, without a model; without --devices that is what
+    # runs.
     parser.set_defaults(run=_run_plan, run_compared=parser.get_default("run"))
 
 
@@ -160,10 +160,10 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _compare_schedules(args: argparse.Namespace) -> int:
-    """Run `plan` without a model, as the schedules have it.
+    """Run `plan` without a model, which compares schedules.
 
     Raises:
-        ArgumentsError: A flag is for models.
+        ArgumentsError: A flag needs a model.
     """
     for name in _FLAGS:
         if getattr(args, name) != args.parser.get_default(name):
@@ -193,9 +193,9 @@ def _check_batch(args: argparse.Namespace) -> None:
 
 
 def _search_with_progress(job: Question) -> SearchResult:
-    """Search on all CPUs, with a line of progress on a terminal."""
+    """Search on all CPUs, showing a progress line on a terminal."""
     num_processes = 1
-    if hasattr(os, "fork"):  # Windows has none
+    if hasattr(os, "fork"):  # not on Windows
         num_processes = os.cpu_count() or 1
     if not sys.stderr.isatty():
         return search(job, processes=num_processes)
@@ -206,24 +206,26 @@ def _search_with_progress(job: Question) -> SearchResult:
 
 
 def _too_large(job: Question, result: SearchResult) -> SearchResult:
-    """Return the forecast of given sizes that do not fit, with a notice.
+    """Return the forecast for given sizes that do not fit, and print a notice.
 
     Raises:
-        ArgumentsError: Nothing fits, with what would; or nothing fitted so far.
+        ArgumentsError: Nothing fits, and the message says what would; or nothing has fitted so far.
         KeyboardInterrupt: The user interrupted the forecast.
     """
     if not result.is_complete:
         raise ArgumentsError("interrupted before any layout fitted; let it run longer")
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
-    # A forecast of given sizes, which recipes make fit by what the planner does not search.
+    # Forecast the given sizes anyway: recipes make them fit by means that the planner does not
+    # search.
     unlimited = search(replace(job, device=_without_limit(job.device)), keep=1)
     if not unlimited.is_complete:
         raise KeyboardInterrupt
     if not unlimited.plans:
         raise ArgumentsError(_what_would_fit(job))
     [plan] = unlimited.plans
-    # Megatron shards weights under its own schedules, and offloads whole layers in one stage only.
+    # Megatron can shard weights only under its own schedules, and offload whole layers only without
+    # a pipeline.
     remedy = "fix less"
     if plan.sizes.pp == 1 or plan.schedule in MEGATRONS:
         remedy = "shard the weights (--use-megatron-fsdp)"
@@ -303,9 +305,9 @@ def _check_graphs(techniques: Techniques, fixed: dict[str, Any]) -> None:
 
 
 def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
-    """Read `--fix`, by key."""
+    """Parse `--fix` into values by key."""
     fixed: dict[str, Any] = {}
-    # A layout has commas inside: only those in front of a KEY= separate.
+    # A layout contains commas, so only a comma before KEY= is a separator.
     for assignment in re.split(r",(?=[a-z_]+=)", text):
         if not assignment:
             continue
@@ -320,7 +322,7 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
 
 
 def _modules(model: ModelSizes, value: str, assignment: str) -> frozenset[str]:
-    """Read the modules to recompute."""
+    """Parse the modules to recompute."""
     if value == "none":
         return frozenset()
     modules = frozenset(value.split("+"))
@@ -345,7 +347,7 @@ def _yes_or_no(_model: ModelSizes, value: str, assignment: str) -> bool:
 
 
 def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int]:
-    """Read a layout as Megatron takes it."""
+    """Parse a layout in Megatron's notation."""
     stages = parse_layout(value)
     layers = [stage.count("t") for stage in stages]
     if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
@@ -374,7 +376,7 @@ _FIXED_READERS: dict[str, Callable[[ModelSizes, str, str], Any]] = {
     "pairs": _yes_or_no,
     "layout": _layers_by_stage,
 }
-"""By key of `--fix`: reads its value; all other keys are positive numbers."""
+"""By key of `--fix`: the parser for its value; all other keys take positive numbers."""
 
 
 def _show_progress(result: SearchResult, num_left: int) -> None:
@@ -390,9 +392,9 @@ def _without_limit(device: DeviceKind) -> DeviceKind:
 
 
 def _what_would_fit(job: Question) -> str:
-    """Return the error for sizes that nothing fits, with the change that would.
+    """Return the error message if nothing fits, with a change that would make it fit.
 
-    The recomputation where it is fixed, else the smallest number of devices.
+    The change is to recompute more if recomputation is fixed, else the smallest number of devices.
     """
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
@@ -416,9 +418,10 @@ def _what_would_fit(job: Question) -> str:
 
 
 def _enough_devices(job: Question) -> int | None:
-    """Return the smallest number of devices on which something fits, in steps of a node.
+    """Return the smallest number of devices on which something fits, in whole nodes.
 
-    Doubled until something fits, then halved; None: not even many times as many are enough.
+    The search doubles the number until something fits, then bisects. None: not even many times as
+    many devices are enough.
     """
     node_size = min(job.device.node_size, job.num_devices)
     too_few_nodes = job.num_devices // node_size

@@ -1,4 +1,4 @@
-"""What `megatron-ext plan --devices` prints of a search: tables, reasons, JSON."""
+"""The output of `megatron-ext plan --devices`: tables, reasons, JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_search import SearchResult
 
 UNLIMITED_GIB = 1e9
-"""Memory of a device for a forecast of what does not fit."""
+"""Device memory assumed when forecasting a layout that does not fit."""
 _BAR_WIDTH = 50
 _TABLE_HEADS = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
 _PLAN_FIELDS = (
@@ -24,11 +24,11 @@ _PLAN_FIELDS = (
 )
 _SIZE_FIELDS = ("tp", "pp", "cp", "ep", "micro_batch")
 _COMPARED = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute")
-"""Figures whose differences say what another layout is."""
+"""Fields whose differences describe another layout."""
 
 
 def flags_of(plan: Layout) -> str:
-    """Return all flags of a plan, with the precision and the loss."""
+    """Return all flags of a plan, including precision and loss."""
     job = plan.job
     flags = f"{plan.flags} {job.techniques.precision_flags}"
     if job.fused_loss:
@@ -37,7 +37,7 @@ def flags_of(plan: Layout) -> str:
 
 
 def as_dict(plan: Layout) -> dict[str, Any]:
-    """Return the figures of a plan under the keys of `plan --json`."""
+    """Return the figures of a plan, keyed as in `plan --json`."""
     figures = {name: getattr(plan, name) for name in _PLAN_FIELDS}
     figures["flags"] = flags_of(plan)
     figures |= {name: getattr(plan.sizes, name) for name in _SIZE_FIELDS}
@@ -53,7 +53,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
 
 
 def result_as_dict(result: SearchResult) -> dict[str, Any]:
-    """Return what `plan --json` prints."""
+    """Return the output of `plan --json`."""
     return {
         "bound_s": result.bound_s,
         "gap": result.gap,
@@ -65,7 +65,7 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def result_lines(result: SearchResult, took_s: float, device: DeviceKind) -> Iterator[str]:
-    """Yield the lines of the answer: the layouts, the bound, memory and flags."""
+    """Yield the lines of the answer: layouts, bound, memory and flags."""
     plans, job = result.plans, result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
     size = f"{weights / 1e9:.4g} billion parameters"
@@ -118,7 +118,7 @@ def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
     is_mirrored = len(plan.memory_gib) != plan.sizes.pp
     pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
     yield f"\nmemory by rank of the first{pipeline}, of {device.memory_gib:g} GiB:"
-    # A forecast of what does not fit exceeds the device.
+    # A layout that does not fit needs more memory than the device has.
     full_bar_gib = max(device.memory_gib, *plan.memory_gib)
     for rank, memory_gib in enumerate(plan.memory_gib):
         bar = "#" * round(_BAR_WIDTH * memory_gib / full_bar_gib)
@@ -126,7 +126,7 @@ def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
 
 
 def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[str]:
-    """Yield why the second layout lost, and the assumptions with their sources."""
+    """Yield why the second layout is slower, and the assumptions with their sources."""
     first = plans[0]
     yield f"\nthe most time beyond useful work: {first.limit}"
     if len(plans) > 1:

@@ -1,6 +1,6 @@
-"""The subcommands `plan` and `plot`: schedules compared by simulation, and drawn.
+"""The subcommands `plan` and `plot`, which compare schedules by simulation and draw them.
 
-They start fast, importing neither torch nor Megatron.
+They start fast, because they import neither torch nor Megatron.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
 
 _Subparsers = argparse._SubParsersAction
-# Among the parsed arguments, but not flags: this module and others in `tools` set them for `plan`.
+# Parsed arguments that are not flags: this module and others in `tools` set them for `plan`.
 _INTERNAL = (
     "run",
     "run_compared",
     "run_simulated",
     "parser",
     "command",
-    "model_flags",  # without a model they are unknown arguments
+    "model_flags",  # unknown arguments, unless there is a model
 )
 
 
@@ -127,12 +127,12 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _names() -> str:
-    """Return the names of schedules for the help."""
+    """Return the names of schedules for the help text."""
     return f"{', '.join(registered(unlisted=True))} or csv:FILE"
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `plan` and `plot` share: sizes, options of schedules, costs."""
+    """Add the flags common to `plan` and `plot`: sizes, options of schedules, costs."""
     parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
@@ -193,7 +193,7 @@ def _costs(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags describe.
 
     Raises:
-        ScheduleError: A flag lacks the one that it refines, or a number is impossible.
+        ScheduleError: A flag is given without the flag that it refines, or a number is impossible.
     """
     try:
         forward, input_gradient, weight = map(float, args.costs.split(","))
@@ -201,7 +201,7 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
-    # A table from a file may have slices and pairs without any flag.
+    # A table from a file may contain slices and pairs without any flag.
     is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
     if args.attention > 0 and args.slices == 1 and not is_file:
         raise ScheduleError("--attention is for --slices; add it, or leave --attention out")
@@ -219,14 +219,14 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
-    """Return the options that the user chose, by schedule and by key.
+    """Return the options that the user chose, by schedule and key.
 
     Raises:
-        ScheduleError: One is for a schedule that is not asked for.
+        ScheduleError: An option belongs to a schedule that was not requested.
     """
     options: dict[str, dict[str, Option]] = {}
     for destination, value in vars(args).items():
-        # Only options of schedules have a space there (`_add_sizes`).
+        # Only the destinations of schedule options contain a space (`_add_sizes`).
         name, _, key = destination.partition(" ")
         if not key or value is None:
             continue
@@ -238,10 +238,10 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Check that the sizes are there, and small enough to be planned.
+    """Check that the sizes are given and small enough to be planned.
 
     Raises:
-        ScheduleError: One is missing or too large, or there is only one rank.
+        ScheduleError: A size is missing or too large, or there is only one rank.
     """
     if all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
@@ -266,15 +266,15 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def refuse_others(args: argparse.Namespace, accepted: Collection[str], reason: str) -> None:
-    """Refuse flags that one use of `plan` does not accept.
+    """Reject flags that this use of `plan` does not accept.
 
     Args:
         args: The parsed arguments.
-        accepted: Destinations of the flags that it accepts.
-        reason: The error for any other flag, which takes the place of `{}`.
+        accepted: Destinations of the accepted flags.
+        reason: The error message for any other flag, which replaces `{}`.
 
     Raises:
-        ArgumentsError: The reason.
+        ArgumentsError: Another flag is given.
     """
     for destination, value in vars(args).items():
         if destination in accepted or destination in _INTERNAL:
@@ -285,8 +285,8 @@ def refuse_others(args: argparse.Namespace, accepted: Collection[str], reason: s
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep the cycle collector off: it would visit millions of tuples, which form no cycles."""
-    # A program that calls this may have turned it off for its own reasons.
+    """Turn the cycle collector off, which would visit millions of tuples that form no cycles."""
+    # The calling program may have turned it off already, so restore its setting.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -298,14 +298,14 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
-    """Compare schedules, or predict what balancing lengths gains."""
+    """Compare schedules, or predict how much balancing lengths gains."""
     for destination in ("max_tokens", "replicas", "length_costs", "hidden_size"):
         if args.lengths is None and getattr(args, destination) is not None:
             flag = "--" + destination.replace("_", "-")
             raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
     _check_sizes(args)
     if args.lengths is not None:
-        from megatron_ext.tools import length_plan  # the one file here that needs a feature
+        from megatron_ext.tools import length_plan  # the only module here that needs a feature
 
         return length_plan.run(args, _costs(args))
     costs = _costs(args)
@@ -361,18 +361,18 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
         print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")
 
 
-# Schedules whose flags `plan` prints; `--schedule NAME` prints those of any.
+# Number of schedules whose flags `plan` prints; `--schedule NAME` prints the flags of any schedule.
 _WITH_FLAGS = 3
 
 
 def _print_recommendation(timelines: Sequence[Timeline]) -> None:
-    """Print which of several schedules to take, and the flags of the first ones."""
+    """Print which of several schedules to choose, and the flags of the best ones."""
     best, *slower = timelines
     if slower:
         advice = f"\nrecommended: {best.schedule.label}"
         copies = best.schedule.weight_copies
         stored_once = [timeline for timeline in slower if timeline.schedule.weight_copies == 1]
-        # The fastest may hold every weight twice, for which a large model has no room.
+        # The fastest schedule may hold every weight twice, and a large model may not fit twice.
         if copies > 1 and stored_once:
             fallback = stored_once[0].schedule.label
             advice += f" where {copies} copies of the weights fit, else {fallback}"
@@ -386,7 +386,7 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
 
 
 def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
-    """Print what `--pipeline-schedule auto` takes where it knows these sizes alone."""
+    """Print which schedule `--pipeline-schedule auto` chooses if it knows only these sizes."""
     from megatron_ext.planning.choice import ByTable, Training, rank
 
     training = Training(
@@ -401,7 +401,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
 
 
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
-    """Print what `--use-dpp` gains or loses over each table."""
+    """Print how much `--use-dpp` gains or loses for each table."""
     print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
     width = _label_width(timelines)
     for timeline in timelines:
@@ -421,7 +421,7 @@ _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "w
 
 
 def comparison_table(timelines: Sequence[Timeline]) -> str:
-    """Return a comparison as text, a line for each simulation in the order given."""
+    """Return a comparison as text, one line per simulation, in the given order."""
     has_pairs = any(timeline.costs.all_to_all for timeline in timelines)
     has_slices = any(timeline.schedule.num_slices > 1 for timeline in timelines)
     heads = list(_HEADS)
@@ -451,7 +451,7 @@ def comparison_table(timelines: Sequence[Timeline]) -> str:
 
 @_without_garbage_collection()
 def _run_plot(args: argparse.Namespace) -> int:
-    """Draw schedules in the terminal, or into a file."""
+    """Draw schedules in the terminal or into a file."""
     _check_sizes(args)
     if "all" in args.schedule:
         raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
@@ -480,10 +480,11 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
 
 
 def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write a picture, or one table, by the suffix of the path.
+    """Write a picture, or a single table, depending on the suffix of the path.
 
     Raises:
-        ScheduleError: The suffix is unknown, the file holds one table only, or cannot be written.
+        ScheduleError: The suffix is unknown, the format holds only one table, or the file cannot be
+            written.
     """
     timeline = timelines[0]
     schedule = timeline.schedule

@@ -1,4 +1,4 @@
-"""Tables of text for a terminal."""
+"""Text tables for a terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines with aligned columns: the first to the left, the others to the right.
+    """Return rows as lines with aligned columns: the first left-aligned, the others right-aligned.
 
     Raises:
-        ValueError: The rows differ in their number of cells.
+        ValueError: The rows have different numbers of cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -418,7 +418,7 @@ class RunningSlice:
         return loss
 
     def _weight(self) -> float:
-        """Return the weight of a router's gradients, which Megatron may multiply by tokens."""
+        """Return the weight of a router's losses; a per-token loss multiplies them by tokens."""
         if self._router.calculate_per_token_loss:
             return 1 / self.share
         return 1.0

@@ -1,7 +1,7 @@
-"""`megatron-ext compare`: trains a recipe under several pipelines, and holds them together.
+"""`megatron-ext compare`: trains a recipe under several pipelines, and compares the results.
 
-`recipe` cuts a command line into what all runs share and what a candidate adds. `rounds` orders the
-runs, and `run` starts each as `launch` does. `run_records` reads what its ranks recorded,
-`equality` says what a pair of runs promises, `outcome` judges, `locate` names the first tensor that
-differs, and `text` and `page` show the answer.
+`recipe` splits a command line into the flags that all runs share and those that a candidate adds.
+`rounds` orders the runs, and `run` starts each one as `launch` does. `run_records` reads the
+records of the ranks, `equality` says how close two runs must be, `outcome` judges, `locate` names
+the first tensor that differs, and `text` and `page` show the answer.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.tools.launch.launch_commands import add_hosts, add_job, whole_number
 
 _MIN_STEPS = 4
-"""Three that warm up, and one that counts."""
+"""Three steps that warm up, and one that counts."""
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -30,12 +30,12 @@ def add_subcommand(subparsers: Any) -> None:
     add_hosts(parser)
     add_job(parser)
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    # What `launch` takes besides, and a comparison does without.
+    # Settings of `launch` that a comparison does not offer.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
 
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `launch` does not have."""
+    """Add the flags that only `compare` has."""
     add = parser.add_argument_group("comparison").add_argument
     add(
         "--with",
@@ -111,7 +111,7 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_words(words: Sequence[str]) -> list[str]:
-    """Return the options of `launch` among the words between `compare` and the `--`."""
+    """Return the options for `launch` among the words between `compare` and `--`."""
     parser = argparse.ArgumentParser(add_help=False)
     add_comparison(parser)
     _, options = parser.parse_known_args(list(words))
@@ -122,6 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_ext.tools.compare.rounds import compare
 
     words = sys.argv[1:]
-    # Behind the subcommand, and before the command whose words argparse has left over.
+    # The words after the subcommand and before the training's command, which argparse has left
+    # over.
     options = words[1 : len(words) - len(args.command_words)]
     return compare(args, launch_words(options), words)

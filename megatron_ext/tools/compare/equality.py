@@ -1,4 +1,4 @@
-"""What two runs of a recipe promise of their numbers: docs/schedules.md, as data."""
+"""How close the numbers of two runs of a recipe must be: docs/schedules.md as data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promise:
-    """How close the numbers of a run come to those of the reference."""
+    """How close a run's numbers must be to the reference's."""
 
     loss: float | None
-    """Largest relative difference of a loss; 0: no bit differs; None: nothing is promised."""
+    """Largest relative difference of a loss; 0: bit-identical; None: nothing is promised."""
     norm: float | None
     """The same for gradient norms."""
     reason: str = ""
-    """Why the numbers are not equal to the last bit."""
+    """Why the numbers are not bit-identical."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether all numbers are equal to the last bit."""
+        """Whether all numbers are bit-identical."""
         return self.loss == 0 and self.norm == 0
 
 
@@ -38,20 +38,20 @@ REASONS = {
     "twins": "mirrored pipelines share out the micro-batches, which are added up in another order",
     "clip": "the norm that clips gradients is summed over other ranks; exact with --clip-grad 0",
 }
-"""By what differs between two runs, in the order in which it is looked for: why numbers may."""
+"""By what differs between two runs, in the order of the checks: why their numbers may differ."""
 
-# Rounding grows from step to step: these hold for a run of some tens of steps.
+# Rounding errors grow from step to step; these tolerances hold for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
-"""By precision: the largest relative difference of a loss, and of a gradient norm."""
+"""By precision: the largest relative differences of a loss and of a gradient norm."""
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
-    """Return what a candidate promises against a reference.
+    """Return how close a candidate's numbers must be to a reference's.
 
     Args:
-        reference: What preflight says of the run that it is held against.
-        candidate: What it says of the candidate.
-        same_flags: Whether both get the same flags of Megatron's.
+        reference: The preflight of the reference.
+        candidate: The preflight of the candidate.
+        same_flags: Whether both get the same Megatron flags.
     """
     kind = _difference(reference, candidate, same_flags=same_flags)
     if kind is None:
@@ -65,7 +65,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
 
 
 def _difference(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> str | None:
-    """Return what makes the numbers of two runs differ, a key of `REASONS`; None: nothing does."""
+    """Return the key in `REASONS` of what makes the numbers of two runs differ, or None."""
     settings, config, reference_config = candidate.checked_args, candidate.config, reference.config
     assert config is not None
     assert reference_config is not None
@@ -95,6 +95,7 @@ def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank."""
     if answer.pipeline is not None:
         return answer.pipeline.placement.stages_of
-    # Under Megatron's own schedules, and with forward and backward ranks, whose parameters lie so.
+    # Megatron's own schedules use this placement, and so do the weights of forward and backward
+    # ranks.
     ranks = answer.checked_args.pipeline_model_parallel_size
     return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of

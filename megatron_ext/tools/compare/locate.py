@@ -1,13 +1,13 @@
 """Finds the first tensor that differs between two recorded trainings.
 
-First is what a training step computes first: the weights that it begins with, forwards from the
-first layer to the last, backwards from the last layer to the first, then the gradients of weights
-as micro-batches are added up, their reduction, and the weights after the step. Where several
-micro-batches differ at the same place, all are named.
+First means first in the order of a training step: the initial weights, forwards from the first
+layer to the last, backwards from the last layer to the first, then weight gradients as they
+accumulate over micro-batches, their reduction, and the weights after the step. If several
+micro-batches differ at the same place, all of them are named.
 
-Two runs whose sums have the same order must have the same bits. Where the order differs (other
-numbers of replicas, of tensor-parallel ranks or of slices), tensors may differ by a tolerance: the
-stated one, or what a run of the reference in another order differs by.
+Two runs that sum in the same order must be bit-identical. If the order differs (because of
+different numbers of replicas, tensor-parallel ranks or slices), tensors may differ by a tolerance:
+the stated one, or the difference of a run of the reference with another order.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _Key = tuple[Kind, int, str]
 _Place = tuple[Kind, str]
 
 STATED_TOLERANCE = 1e-4
-"""Relative difference that another order of the same sums may bring in the first step, in single
-precision; `_GROWTH` times as much in each later one."""
+"""Relative difference that a different order of the same sums may cause in the first step, in
+single precision; `_GROWTH` times as much in each later step."""
 _GROWTH = 2.0
 _LEARNED_MARGIN = 4.0
-"""A difference counts if it is so many times the largest one that was learned for its kind."""
+"""A difference counts if it exceeds the largest one learned for its kind by this factor."""
 _LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
 
 
@@ -48,12 +48,12 @@ class Origin:
     """Where a run computed a tensor."""
 
     action: str
-    """As in its table: `2I3`; empty between actions."""
+    """The action as in the table, such as `2I3`; empty between actions."""
     rank: int
     host: str
 
     def __str__(self) -> str:
-        """Return the place for people."""
+        """Return a readable description of the place."""
         rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         return f"{self.action}, {rank}" if self.action else rank
 
@@ -65,30 +65,31 @@ class Difference:
     iteration: int
     """The training step; 0: before the first one."""
     microbatches: tuple[int, ...]
-    """Numbers in the global batch of all micro-batches that differ here; empty: it belongs to the
-    whole step."""
+    """Numbers, within the global batch, of all micro-batches that differ here; empty: the tensor
+    belongs to the whole step."""
     num_microbatches: int
     """Micro-batches of the global batch."""
     kind: Kind
     layer: int | None
-    """Number in the model, from 0; None: it belongs to none."""
+    """Number of the layer in the model, from 0; None: the tensor belongs to no layer."""
     module: str
-    """Module or parameter, within its layer if it has one; empty: the layer itself."""
+    """Module or parameter, relative to the layer if there is one; empty: the layer itself."""
     reference: Origin | None
     """None: the reference never computed it."""
     candidate: Origin | None
     """None: the candidate never computed it."""
     relative: float | None
-    """About the norm of the difference, as a share of the norm in the reference; 0: less than
-    single precision can tell. None: only one run computed it, or its parts are cut differently."""
+    """Approximate norm of the difference, relative to the norm in the reference; 0: less than
+    single precision can resolve. None: only one run computed the tensor, or its parts are cut
+    differently."""
     tolerance: float = 0.0
-    """What was allowed, as such a share; 0: equal bits."""
+    """Allowed relative difference; 0: equal bits."""
     notes: tuple[str, ...] = ()
-    """What could not be compared."""
+    """Notes on what could not be compared."""
 
     @property
     def tensor(self) -> str:
-        """The tensor in words."""
+        """Description of the tensor."""
         where = self.module
         if self.layer is not None:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
@@ -105,7 +106,7 @@ class Difference:
 
     @property
     def moment(self) -> str:
-        """When it was computed, in words."""
+        """Description of when the tensor was computed."""
         if self.iteration == 0:
             return "before the first iteration"
         moment = f"iteration {self.iteration}"
@@ -143,17 +144,19 @@ class Difference:
 def locate(
     reference: Path, candidate: Path, *, another_order: Path | None = None
 ) -> Difference | None:
-    """Return the first tensor that differs between two runs; None: none does.
+    """Return the first tensor that differs between two runs, or None.
 
     Args:
-        reference: Folder of digests of one run, such as one under Megatron's own schedule.
-        candidate: Of the other one. Both must begin with the same weights and read the same data.
-        another_order: Of a run like the reference whose sums have another order, such as one with
-            another number of replicas. What differs there is allowed to the candidate, too.
+        reference: Folder with the digests of one run, such as a run under Megatron's own schedule.
+        candidate: Folder of the other run. Both must start with the same weights and read the same
+            data.
+        another_order: Folder of a run like the reference that sums in a different order, such as
+            one with a different number of replicas. Its differences are also allowed for the
+            candidate.
 
     Raises:
         DataError: A folder has no digests or damaged ones, or the micro-batches of the two runs
-            cannot be told apart.
+            cannot be matched.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
@@ -172,10 +175,10 @@ class _Tensor:
 
     parts: Mapping[str, Record]
     ranks: Mapping[str, Header]
-    """Of the rank that recorded each part."""
+    """By part: the header of the rank that recorded it."""
 
     def scaled(self, factor: float) -> _Tensor:
-        """Return the tensor times a factor, whose bits are then not known."""
+        """Return the tensor multiplied by a factor, after which its bits are unknown."""
         parts = {}
         for part, record in self.parts.items():
             projections = [factor * projection for projection in record.projections]
@@ -185,11 +188,11 @@ class _Tensor:
 
     @property
     def any_part(self) -> str:
-        """The first part by name."""
+        """The name of the first part, in alphabetical order."""
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part, or any, was computed."""
+        """Return where a part (by default any part) was computed."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]
@@ -197,14 +200,14 @@ class _Tensor:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Stage and position of the tensor in its action."""
+        """Stage, and position of the tensor in its action."""
         record = self.parts[self.any_part]
         return record.stage, record.position
 
 
 @dataclass
 class _Run:
-    """What all ranks of a run have recorded."""
+    """The records of all ranks of a run."""
 
     files: list[RankFile]
     steps: dict[int, dict[_Key, _Tensor]]
@@ -213,10 +216,10 @@ class _Run:
 
     @classmethod
     def read(cls, folder: Path) -> _Run:
-        """Read a folder.
+        """Read the records in a folder.
 
         Raises:
-            DataError: It has no digests, or damaged ones.
+            DataError: The folder has no digests, or damaged ones.
         """
         files = read_folder(folder)
         common = set.intersection(*(set(file.steps) for file in files))
@@ -229,7 +232,7 @@ class _Run:
 
     @cached_property
     def first_step(self) -> int:
-        """The first training step; before it stand the weights that it begins with."""
+        """The first training step; the initial weights are recorded before it."""
         trained = []
         for number, tensors in self.steps.items():
             if any(kind == "forward" for kind, _, _ in tensors):
@@ -247,7 +250,8 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
     ranks: dict[_Key, dict[str, Header]] = defaultdict(dict)
     for file in files:
         for record in file.steps[step]:
-            # Ranks that compute the same, such as both ends of a tied weight, have the same name.
+            # Ranks that compute the same tensor, such as both ends of a tied weight, use the same
+            # name.
             parts[record.key].setdefault(record.part, record)
             ranks[record.key].setdefault(record.part, file.header)
     return {key: _Tensor(parts[key], ranks[key]) for key in parts}
@@ -265,7 +269,7 @@ def _check_alignment(first: Header, second: Header) -> None:
 
 
 def _relative_difference(first: Record, second: Record) -> float:
-    """Return about the norm of the difference of two tensors, as a share of the first's norm."""
+    """Return the approximate norm of two tensors' difference, relative to the first's norm."""
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
@@ -283,7 +287,7 @@ def _norm_of_parts(tensor: _Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """That a tensor differs, before the first such tensor is chosen."""
+    """A tensor that differs; a candidate for the first difference."""
 
     key: _Key
     order: tuple[int, int]
@@ -295,7 +299,7 @@ class _Mismatch:
 
     @property
     def place_in_step(self) -> tuple[int, ...]:
-        """When a training step computes the tensor; micro-batches last, unless they add up."""
+        """Sort key: when a step computes the tensor; micro-batch last, except for sums."""
         kind, microbatch, _ = self.key
         stage, position = self.order
         phase = KINDS.index(kind)
@@ -310,15 +314,15 @@ class _Mismatch:
 
 @dataclass
 class _Comparison:
-    """Two runs, and what may differ between them."""
+    """Two runs, and how much they may differ."""
 
     reference: _Run
     candidate: _Run
     learned: Mapping[_Place, float] | None = None
-    """By kind and module: the largest relative difference that another order has brought."""
+    """By kind and module: the largest relative difference that a different order has caused."""
 
     def first_difference(self) -> Difference | None:
-        """Return the first difference of all steps that both runs have."""
+        """Return the first difference in the steps that both runs have."""
         common = sorted(set(self.reference.steps) & set(self.candidate.steps))
         if not common:
             raise DataError("the two runs have no complete step in common; record them again")
@@ -342,13 +346,13 @@ class _Comparison:
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                return  # a replica adds up other micro-batches
+                return  # replicas sum different micro-batches
             if kind == "backward":
                 candidate = candidate.scaled(self._gradient_scale(step))
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
             relative = _difference_of_norms(reference, candidate)
-            # Norms of parts are rounded in another order even where the elements are equal.
+            # Norms of parts are rounded in a different order even if all elements are equal.
             tolerance = max(tolerance, STATED_TOLERANCE)
             if relative is not None and not relative <= tolerance:
                 yield _Mismatch(key, reference.order, reference, candidate, tolerance=tolerance)
@@ -369,10 +373,10 @@ class _Comparison:
         return self.reference.header.data_size != self.candidate.header.data_size
 
     def _gradient_scale(self, step: int) -> float:
-        """Return what the candidate's gradients of micro-batches are too small or large by.
+        """Return the factor between the two runs' gradients of micro-batches.
 
-        Megatron divides the loss of a micro-batch by their number in a replica, unless it divides
-        by tokens at the end of the step.
+        Megatron divides a micro-batch's loss by the number of micro-batches per replica, unless it
+        divides by tokens at the end of the step.
         """
         scale = self.reference.header.data_size / self.candidate.header.data_size
         key: _Key = ("backward", 0, "model")
@@ -388,7 +392,7 @@ class _Comparison:
     ) -> Iterator[_Mismatch]:
         """Yield tensors of micro-batches that only one run has computed.
 
-        A module that a run never records is no difference: pairs, for one, call parts of layers.
+        A module that a run never records does not count: pairs, for example, call parts of layers.
         """
         for tensors, others in ((references, candidates), (candidates, references)):
             recorded = {(kind, module) for kind, _, module in others}
@@ -403,33 +407,34 @@ class _Comparison:
                     yield _Mismatch(key, tensor.order, None, tensor)
 
     def _tolerance(self, step: int, key: _Key) -> float:
-        """Return the relative difference that a tensor may have; 0: none, not even in a bit."""
+        """Return the relative difference that a tensor may have; 0: it must be bit-identical."""
         kind, _, module = key
         if self.learned is not None:
-            # What has not been learned has not differed.
+            # Tensors without a learned difference did not differ.
             return _LEARNED_MARGIN * self.learned.get((kind, module), 0.0)
         if not self._may_differ(step, kind):
             return 0.0
         return STATED_TOLERANCE * _GROWTH ** max(step - self.reference.first_step, 0)
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
-        """Return whether the two runs add up in another order what a tensor is computed from."""
+        """Return whether the two runs compute a tensor from sums in different orders."""
         first, second = self.reference.header, self.candidate.header
         for name in ("tensor_size", "context_size", "expert_size", "slices"):
             if getattr(first, name) != getattr(second, name):
                 return True
-        # Experts of both twins then add up over tokens in the order of one of them.
+        # Experts of both twins then sum over tokens in an order that depends on the routing.
         if first.routing != second.routing and first.expert_size > 1:
             return True
         if not self._replicas_differ:
             return False
-        # What comes before any sum over replicas has the same bits, but gradients another scale.
+        # Tensors computed before any sum over replicas have the same bits, but gradients are scaled
+        # differently.
         first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
 
     def _chosen(self, step: int, mismatches: Sequence[_Mismatch]) -> Difference:
-        """Return the first of the mismatches of a step."""
+        """Return the first of a step's mismatches."""
         first = min(mismatches, key=lambda mismatch: mismatch.place_in_step)
         kind, microbatch, name = first.key
         numbers: set[int] = set()
@@ -439,7 +444,7 @@ class _Comparison:
             numbers = {m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)}
         match = _LAYER.fullmatch(name)
         layer, module = None, name
-        # Only layers of the model's own stack are counted from its first one.
+        # Only layers in the model's main stack are numbered from the model's first layer.
         if match is not None and match["stack"] in ("decoder.layers", "encoder.layers"):
             layer, module = int(match["number"]), match["module"] or ""
         reference, candidate = first.reference, first.candidate
@@ -470,14 +475,14 @@ def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
-    """Return the relative difference of the norms of two tensors in different parts.
+    """Return the relative difference of the norms of two tensors that are cut differently.
 
-    None: the parts of one are neither the parts nor copies of the other.
+    None: the parts of one are neither parts nor copies of the other.
     """
     counts = [sum(record.num_elements for record in t.parts.values()) for t in (first, second)]
     norms = [_norm_of_parts(tensor) for tensor in (first, second)]
     if counts[0] != counts[1]:
-        # Copies, such as those of replicas: each has the norm of the whole.
+        # Each copy, such as one per replica, has the norm of the whole.
         for index, tensor in enumerate((first, second)):
             num_copies = len({record.num_elements for record in tensor.parts.values()}) == 1
             if not num_copies:
@@ -492,7 +497,7 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
 
 
 def _learned_tolerances(reference: _Run, other: _Run) -> dict[_Place, float]:
-    """Return by kind and module the largest relative difference of two runs, over all steps."""
+    """Return, by kind and module, the largest relative difference of two runs over all steps."""
     learned: dict[_Place, float] = defaultdict(float)
     for step in set(reference.steps) & set(other.steps):
         others = other.steps[step]

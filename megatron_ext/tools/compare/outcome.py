@@ -1,4 +1,4 @@
-"""Judges what the runs of a comparison gave: who is fastest, and whether the numbers are equal."""
+"""Judges the runs of a comparison: which one is fastest, and whether the numbers are equal."""
 
 from __future__ import annotations
 
@@ -23,83 +23,84 @@ _PERCENTILES = 0.1, 0.9
 
 @dataclass
 class Contender:
-    """A candidate with what its runs gave so far."""
+    """A candidate with the results of its runs so far."""
 
     candidate: Candidate
     promise: Promise
-    """What its numbers promise against the reference."""
+    """How close its numbers must be to the reference's."""
     notes: list[str] = field(default_factory=list)
-    """What the schedule drops, cuts anew or takes over."""
+    """Settings that the schedule drops, changes or takes over."""
     records: list[RunRecord] = field(default_factory=list)
     """By round."""
     bubble_ratio: float | None = None
-    """Share of the pipeline's time in which ranks compute nothing; None: it was not measured."""
+    """Share of the pipeline's time in which ranks compute nothing; None: not measured."""
     timeline: dict[str, Any] | None = None
-    """A traced step, as the page of a trace draws it; None: there is none."""
+    """A traced step, as drawn on a trace's page; None: no step was traced."""
     failure: str = ""
-    """Why a run of it failed; empty: none did."""
+    """Why one of its runs failed; empty: none failed."""
     is_refused: bool = False
-    """Whether it failed because a rank refused its flags, before it trained."""
+    """Whether it failed because a rank rejected its flags before training."""
     located: str = ""
-    """The first tensor that differs from the reference; empty: nobody looked."""
+    """The first tensor that differs from the reference; empty: not searched for."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A contender as the answer shows it."""
+    """A contender as shown in the answer."""
 
     label: str
     flags: list[str]
     judgement: Judgement
     reason: str
-    """Why the numbers are not equal, not judged, or what failed; may be empty."""
+    """Why the numbers are not equal or not judged, or what failed; may be empty."""
     step_s: float | None
     """Median duration of a step: the mean of the rounds, which cancels a steady drift."""
     fast_s: float | None
-    """Nine of ten steps take longer."""
+    """Nine out of ten steps take longer."""
     slow_s: float | None
-    """Nine of ten steps take less."""
+    """Nine out of ten steps take less."""
     drift: float
-    """How far the medians of the rounds lie apart, over the smallest."""
+    """Range of the rounds' medians, relative to the smallest."""
     speed: float | None
-    """How many times as fast as the reference."""
+    """Speed relative to the reference."""
     tokens_per_s: float | None
     memory_bytes: int
-    """Peak of the rank that needs most."""
+    """Peak memory of the rank that needs the most."""
     bubble_ratio: float | None
     num_steps: int
     """Steps of each run."""
     deviations: Deviations | None
-    """From the reference; None: it is the reference, or nothing was judged."""
+    """Differences from the reference; None: this is the reference, or nothing was judged."""
     repeats: Deviations | None
-    """Between two runs of the same contender; None: it ran once."""
+    """Differences between two runs of this contender; None: it ran only once."""
     notes: list[str]
     located: str
-    """The first tensor that differs; empty: nobody looked."""
+    """The first tensor that differs; empty: not searched for."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a comparison says."""
+    """The result of a comparison."""
 
     rows: list[Row]
-    """The reference first."""
+    """One row per contender; the reference comes first."""
     verdict: str
-    """One sentence."""
+    """The conclusion in one sentence."""
     keep: list[str]
-    """Flags of the fastest contender whose numbers are right; empty: those without a pipeline."""
+    """Flags of the fastest contender with correct numbers; empty: no pipeline flags are needed."""
     code: int
 
 
 def judge(
     contenders: Sequence[Contender], *, speed_only: bool = False, against_itself: bool = False
 ) -> Answer:
-    """Return the answer of a comparison, of which the first contender is the reference.
+    """Return the answer of a comparison; the first contender is the reference.
 
     Args:
-        contenders: With the runs that have ended; a comparison that was stopped may lack some.
-        speed_only: Whether each run drew its own weights, so that numbers say nothing.
-        against_itself: Whether the contenders are two runs of one recipe, as it is.
+        contenders: The contenders with their finished runs; some may be missing if the comparison
+            was stopped.
+        speed_only: Whether each run drew different weights, so that numbers cannot be compared.
+        against_itself: Whether the contenders are two runs of the same unchanged recipe.
     """
     reference = contenders[0]
     rows = [_row(reference, reference, speed_only=speed_only)]
@@ -183,7 +184,7 @@ def _judged(
         return "different", f"only one of the two skipped iteration {difference.skipped}"
     if _relative(difference.loss) <= promise.loss and _relative(difference.norm) <= promise.norm:
         return "close", promise.reason
-    # Two runs of one recipe that differ show how much a difference may mean nothing.
+    # If two runs of the same contender differ, a difference of similar size means nothing.
     spread = max(_spread(reference), _spread(contender))
     if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
         return "close", (
@@ -223,7 +224,7 @@ def _drift(records: Sequence[RunRecord]) -> float:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which a share of sorted values lies, between two of them."""
+    """Return the value below which a share of the sorted values lies, interpolated."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = math.ceil(position)
@@ -231,7 +232,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest row with the right numbers; None: the reference is as fast."""
+    """Return the fastest row with correct numbers; None: the reference is as fast."""
     usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)
@@ -288,7 +289,7 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
 
 
 def is_noise(row: Row, reference: Row) -> bool:
-    """Return whether a row's speed differs from the reference by less than rounds of one do."""
+    """Return whether a row's speed differs from the reference by less than rounds differ."""
     assert row.speed is not None
     return abs(row.speed - 1) <= max(row.drift, reference.drift)
 
@@ -298,7 +299,7 @@ def _noise_text(row: Row, reference: Row) -> str:
 
 
 def _numbers_text(row: Row) -> str:
-    """Return what a verdict says of a row's losses and gradient norms."""
+    """Return the part of a verdict about a row's losses and gradient norms."""
     if row.judgement == "equal":
         return f"with the same losses and gradient norms to the last bit over {row.num_steps} steps"
     if row.judgement == "close":
@@ -352,7 +353,7 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:
-    """Return the largest difference of a kind; None: there is none, or nothing was compared."""
+    """Return the largest difference of a kind; None: no difference, or nothing was compared."""
     if difference is None:
         return None
     deviation: Deviation | None = getattr(difference, kind)

@@ -1,4 +1,4 @@
-"""Makes the page of a comparison: one HTML file without scripts or references to the network."""
+"""Builds the page of a comparison: one HTML file without scripts or network references."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Step
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
-"""Variables of the palette, for the lines of contenders; the reference has the first."""
+"""Palette variables for the contenders' lines; the reference gets the first."""
 _WIDTH, _HEIGHT, _MARGIN = 960, 240, 70
-"""Of a chart, in pixels; the margin holds the numbers of its left axis."""
+"""Size of a chart in pixels; the margin holds the numbers of the left axis."""
 _ROW = 18
 _MAX_ROWS = 64
-"""Ranks of a timeline."""
+"""Maximum number of ranks in a timeline."""
 
 
 def page(answer: Answer, contenders: Sequence[Contender]) -> str:
@@ -79,15 +79,15 @@ def _colour(position: int) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """The points of one run in a chart: (iteration, value)."""
+    """The points of one run in a chart, each (iteration, value)."""
 
     position: int
-    """Of its contender, which chooses its colour."""
+    """Position of its contender, which determines the colour."""
     points: list[tuple[int, float]]
 
 
 def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield the chart of each loss, of the gradient norm, and of the steps' durations."""
+    """Yield charts of each loss, of the gradient norm, and of the durations of steps."""
     names: list[str] = []
     for contender in contenders:
         for record in contender.records[:1]:
@@ -120,7 +120,7 @@ def _line(position: int, contender: Contender, value: Callable[[Step], float | N
 
 
 def _chart(title: str, lines: Sequence[_Line]) -> str:
-    """Return a chart of lines over the iterations; equal ones lie on a broader first one."""
+    """Return a chart of lines over iterations; the first is broader, so that equal lines show."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
@@ -157,7 +157,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 
 
 def _timelines(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield a drawing of a traced step of each contender, all on one scale."""
+    """Yield a drawing of a traced step of each contender, all on the same scale."""
     traced = [owner for owner in contenders if owner.timeline is not None]
     longest = max((owner.timeline["length"] for owner in traced if owner.timeline), default=1.0)
     for contender in traced:

@@ -1,4 +1,4 @@
-"""Cuts a command line into what all runs of a comparison share, and what a candidate adds."""
+"""Splits a command line into flags shared by all runs, and flags that a candidate adds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFERENCE = "Megatron's own"
 _SHARED = frozenset(
     {"--device-backend", "--microbatch-rng", "--variable-seq-lengths", "--hang-timeout"}
 )
-"""Flags of ours that say what is trained on which device, rather than how its pipeline runs."""
+"""Our flags that determine what is trained on which device, and not how the pipeline runs."""
 _SCHEDULE = "--pipeline-schedule"
 
 _LEFT_OUT = {
@@ -33,7 +33,7 @@ _LEFT_OUT = {
     "--trace-iterations": "",
     "--trace-dir": "",
 }
-"""Flags that no run gets, each with the reason that is said (empty: it says nothing by itself)."""
+"""Flags that no run gets, each with the reason to report (empty: not reported)."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Recipe:
 
     script: str
     flags: tuple[str, ...]
-    """Megatron's flags, those of the script, and ours that all runs share."""
+    """Flags shared by all runs: Megatron's, the script's, and some of ours."""
     pipeline: tuple[str, ...]
-    """The flags of ours that were given besides: the default candidate."""
+    """Our other flags that were given: the default candidate."""
     notes: tuple[str, ...] = ()
-    """What was left out, a line for each."""
+    """Notes about omitted flags, one line each."""
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Recipe:
-        """Cut the words of a command: a script and its flags.
+        """Split the words of a command: a script and its flags.
 
         Raises:
             ArgumentsError: There is no script.
@@ -86,7 +86,7 @@ class Recipe:
         return cls(script, tuple(flags), tuple(pipeline), tuple(notes))
 
     def value(self, flag: str) -> str | None:
-        """Return the last value that the recipe gives a flag of Megatron's; None: it gives none."""
+        """Return the last value of a Megatron flag in the recipe, or None."""
         value = None
         for group in _groups(self.flags):
             name, equals, text = group[0].partition("=")
@@ -99,7 +99,7 @@ class Recipe:
         return self.value(flag) is not None
 
     def without(self, *names: str) -> Recipe:
-        """Return the recipe without some of its flags."""
+        """Return the recipe without these flags."""
         flags: list[str] = []
         for group in _groups(self.flags):
             if group[0].partition("=")[0] not in names:
@@ -107,16 +107,16 @@ class Recipe:
         return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
 
     def command(self, candidate: Candidate, *more: str) -> list[str]:
-        """Return the words that start a candidate, with further flags at their end."""
+        """Return the words that start a candidate, with additional flags at the end."""
         return [self.script, *self.flags, *candidate.flags, *more]
 
     @property
     def loads(self) -> bool:
-        """Whether its own `--load` gives all runs the same weights."""
+        """Whether the recipe's `--load` gives all runs the same weights."""
         if self.has("--pretrained-checkpoint"):
             return True
         folder = self.value("--load")
-        # A recipe that resumes from its own `--save` starts without a checkpoint there.
+        # A recipe that resumes from its `--save` folder may start without a checkpoint there.
         tracker = "latest_checkpointed_iteration.txt"
         return folder is not None and (self.has("--ckpt-step") or (Path(folder) / tracker).exists())
 
@@ -124,15 +124,16 @@ class Recipe:
 def candidates(
     recipe: Recipe, reference: Sequence[str], additions: Sequence[Sequence[str]]
 ) -> list[Candidate]:
-    """Return the reference, then each candidate once: the recipe's own flags, then additions.
+    """Return the reference, then each candidate once: the recipe's pipeline flags, then additions.
 
     Args:
-        recipe: What all of them train.
-        reference: Flags of the run that the others are held against; none: Megatron's own schedule.
-        additions: Flags of each further candidate.
+        recipe: The recipe that all of them train.
+        reference: Flags of the run that the others are compared with; empty: Megatron's own
+            schedule.
+        additions: Flags of each additional candidate.
 
     Raises:
-        ArgumentsError: There is nothing to hold against the reference.
+        ArgumentsError: There is nothing to compare with the reference.
     """
     reference_label = REFERENCE
     if reference:
@@ -151,7 +152,7 @@ def candidates(
 
 
 def label_of(flags: Sequence[str]) -> str:
-    """Return the short name of a candidate: its flags, and a schedule's name alone."""
+    """Return a short name for a candidate: its flags, with a schedule reduced to its name."""
     words = [word for word in flags if word != _SCHEDULE]
     return shlex.join(word.removeprefix(f"{_SCHEDULE}=") for word in words)
 

@@ -1,9 +1,9 @@
-"""Carries a comparison out: checks each candidate, trains all in rounds, and says what came of it.
+"""Carries out a comparison: checks each candidate, trains all in rounds, reports the result.
 
     weights -> round 1: own, a, b -> round 2: b, a, own -> answer, page
 
-Whatever ends it early (a failure, Ctrl-C), the runs that have ended are judged, and the weights
-that it saved are removed.
+If it ends early (after a failure or Ctrl-C), the finished runs are judged, and the weights that it
+saved are removed.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
 _TRACED_STEPS = 3
-"""Of each run: those that warm up, so that no step that counts is traced."""
+"""Traced steps of each run: the warm-up steps, so that no step that counts is traced."""
 _START = ("--exit-interval", "1", "--save-interval", "1", "--no-save-optim", "--no-save-rng")
-"""Saves the weights after the first step."""
+"""Flags that save the weights after the first step."""
 _WHOLE = ("--ckpt-format", "torch_dist")
-"""The format that loads under any cut."""
+"""Flags for the checkpoint format that loads under any cut."""
 
 
 def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[str]) -> int:
-    """Run `compare`, and return its exit code.
+    """Run `compare` and return its exit code.
 
     Args:
-        args: Its flags, among them those of `launch`.
-        options: The words that `launch` gets for each run.
+        args: The flags of `compare`, including those for `launch`.
+        options: The words to pass to `launch` for each run.
         words: The command line as typed, for a batch job that runs it later.
     """
     command = [word for word in args.command_words if word != "--"]
@@ -77,10 +77,10 @@ def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[st
 
 
 def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -> Comparison:
-    """Return the comparison, once every candidate was checked.
+    """Check every candidate, and return the comparison.
 
     Raises:
-        ArgumentsError: One of them is refused.
+        ArgumentsError: A candidate is rejected.
     """
     if args.locate and args.speed_only:
         raise ArgumentsError(
@@ -124,10 +124,10 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
 
 
 def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
-    """Return the flags of the schedules that `--best` takes, the fastest first.
+    """Return the flags of the schedules chosen by `--best`, fastest first.
 
     Raises:
-        ArgumentsError: None of them can run, or `--trace-dir` has nothing to rank.
+        ArgumentsError: No schedule can run, or `--trace-dir` contains nothing to rank.
     """
     if args.trace_dir is not None and not args.best:
         raise ArgumentsError("--trace-dir ranks the schedules of --best; add --best 3")
@@ -140,7 +140,8 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:
         flags = split_words(ranked.flags, "--best")
-        # Ours by that name is the reference's table, which Megatron's own schedule runs.
+        # Our schedule of that name has the same table as the reference, which Megatron's own
+        # schedule runs.
         is_reference = ranked.schedule == automatic.REFERENCE
         if is_reference or not ranked.fits or len(chosen) == args.best:
             continue
@@ -154,7 +155,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
-    """Return the flags of a candidate; a word that is no flag is the name of a schedule."""
+    """Return the flags of a candidate; a word that is not a flag names a schedule."""
     words = split_words(text, flag)
     if words and not words[0].startswith("--"):
         return ("--pipeline-schedule", *words)
@@ -162,7 +163,7 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 
 
 def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candidate) -> Recipe:
-    """Return the recipe in which dropout draws the same masks under all schedules, if it can."""
+    """Return the recipe, with dropout drawing the same masks under all schedules if possible."""
     settings = _preflight(args, recipe, reference).checked_args
     rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
     if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
@@ -175,10 +176,10 @@ def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candi
 
 
 def _checked(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
-    """Return what preflight says of a candidate.
+    """Return the preflight of a candidate.
 
     Raises:
-        ArgumentsError: It is refused.
+        ArgumentsError: The candidate is rejected.
     """
     answer = _preflight(args, recipe, candidate)
     if not answer.accepted:
@@ -194,18 +195,18 @@ def _preflight(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -
         jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
         return jobs.preflight_of(plan.completed())
-    # Only the hosts know how many devices they have; the run itself checks that.
+    # Only the hosts know their number of devices; the run itself checks that.
     return preflight(command)
 
 
 @dataclass
 class Comparison:
-    """A comparison that is carried out: its runs, and what they gave so far."""
+    """A comparison in progress: its runs and their results so far."""
 
     recipe: Recipe
     contenders: list[outcome.Contender]
     options: Sequence[str]
-    """Options of `launch` for each run."""
+    """Options for `launch` in each run."""
     num_steps: int
     num_rounds: int
     speed_only: bool
@@ -215,7 +216,7 @@ class Comparison:
     folder: Path = Path()
 
     def train(self, stop: run.Stop) -> None:
-        """Run all contenders in all rounds, until the end, a failure of the reference or a stop."""
+        """Run all contenders in all rounds, unless the reference fails or the user stops it."""
         for note in self.recipe.notes:
             say(note)
         needs_weights = not (self.speed_only or self.recipe.loads)
@@ -261,7 +262,7 @@ class Comparison:
         )
 
     def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
-        """Train what differs once more, up to there, and name the first tensor that differs."""
+        """Train differing contenders again, up to that step; name the first tensor that differs."""
         reference = self.contenders[0]
         for contender, row in zip(self.contenders, self._answer().rows, strict=True):
             is_different = row.judgement == "different" and row.deviations is not None
@@ -332,7 +333,7 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> None:
-        """Train a contender once, and keep what its ranks recorded."""
+        """Train a contender once, and keep the records of its ranks."""
         position = self.contenders.index(contender)
         name = f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
         record_folder = self.folder / "steps" / name
@@ -371,7 +372,7 @@ class Comparison:
 
 
 def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
-    """Give a contender the bubble and the picture of its traced steps."""
+    """Set a contender's bubble and timeline from its traced steps."""
     try:
         traced = aggregate.read_run(trace_folder)
         median_step, *_ = report.measured_timelines(traced)
@@ -383,7 +384,7 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
 
 
 def _first_difference(reference: Path, candidate: Path) -> str:
-    """Return the first tensor that differs between two folders of digests, in a sentence."""
+    """Return a sentence about the first tensor that differs between two folders of digests."""
     try:
         difference = locate(reference, candidate)
     except DataError as error:
@@ -394,7 +395,7 @@ def _first_difference(reference: Path, candidate: Path) -> str:
 
 
 def _file_name(label: str) -> str:
-    """Return a label as a part of a file's name."""
+    """Return a label in a form that is valid in a file name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
 
 
@@ -404,7 +405,7 @@ def say(text: str) -> None:
 
 
 class _Progress:
-    """Says which run is under way, and on a terminal how far it is."""
+    """Shows which run is in progress and, on a terminal, how far it is."""
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
@@ -417,13 +418,13 @@ class _Progress:
         self._num_runs += num_runs
 
     def begin(self, label: str) -> None:
-        """Note that the next run begins."""
+        """Record that the next run starts."""
         self._number += 1
         self._label = f"run {self._number} of {self._num_runs}: {label}"
         self._show("starts")
 
     def tick(self, record_folder: Path | None = None, num_steps: int = 0) -> None:
-        """Show how many steps are recorded in a folder."""
+        """Show how many steps have been recorded in a folder."""
         num_recorded = 0
         if record_folder is not None:
             record = record_folder / "rank-0.jsonl"
@@ -433,7 +434,7 @@ class _Progress:
             self._show(f"step {num_recorded} of {num_steps}")
 
     def end(self, text: str) -> None:
-        """Say what came of the run."""
+        """Print the result of the run."""
         if self._shown:
             print("\r\x1b[2K", end="", file=sys.stderr)
             self._shown = ""

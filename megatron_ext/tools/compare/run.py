@@ -1,4 +1,4 @@
-"""Starts one run of a comparison as `launch` does, in a process of its own, and waits for it."""
+"""Starts one run of a comparison with `launch`, in a separate process, and waits for it."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ class Ended:
     """How a run ended."""
 
     code: int
-    """Exit code of `launch`: 0, 2 if it was refused, else that of the first failure."""
+    """Exit code of `launch`: 0, 2 if the flags were rejected, else the code of the first
+    failure."""
     reason: str
-    """The line that says why; empty after a success."""
+    """The line that gives the reason; empty after success."""
 
 
 class Stop:
-    """A signal that stops the comparison, which the run under way gets too."""
+    """A signal that stops the comparison, passed on to the current run."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal that came; None: none has."""
+        """The first signal received; None: no signal yet."""
         self.process: subprocess.Popen[bytes] | None = None
-        """The run under way."""
+        """The current run."""
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
         if self.process is not None:
-            # The launcher ends its ranks, on all hosts; a second signal kills them.
+            # The launcher then stops its ranks on all hosts; a second signal kills them.
             self.process.send_signal(number)
 
     @contextmanager
     def installed(self) -> Iterator[Stop]:
-        """Take the signals that stop a command, until the block ends."""
+        """Handle the signals that stop a command, inside this context."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it goes on
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it continues
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}
         try:
@@ -66,20 +67,21 @@ def launch(
     stop: Stop,
     progress: Callable[[], None],
 ) -> Ended:
-    """Run `megatron-ext launch` with some words, and return how it ended.
+    """Run `megatron-ext launch` with these words, and return how it ended.
 
     Args:
-        words: Its options, `--`, and the command.
-        log_path: Gets all that it prints.
-        environment: Variables for it and its ranks, besides this process's own.
-        stop: Passes signals on to it.
+        words: Options for `launch`, `--`, and the command.
+        log_path: File that receives all output.
+        environment: Environment variables for the launcher and its ranks, in addition to this
+            process's.
+        stop: Passes signals on to the run.
         progress: Called twice a second.
     """
-    # The flags of the environment are among the words already.
+    # The words already include the flags of the environment.
     variables = {**os.environ, **environment, FLAGS: ""}
     command = [sys.executable, "-m", "megatron_ext", "launch", *words]
     with log_path.open("wb") as log:
-        # In a session of its own, Ctrl-C reaches it once: through `stop`.
+        # Start a new session, so that Ctrl-C reaches the run only once, through `stop`.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -90,7 +92,7 @@ def launch(
         )
         stop.process = process
         try:
-            if stop.number is not None:  # it came while the process was made
+            if stop.number is not None:  # it arrived while the process was being created
                 process.send_signal(stop.number)
             while process.poll() is None:
                 progress()
@@ -107,7 +109,7 @@ def launch(
 
 
 def _reason(log_path: Path) -> str:
-    """Return the line of a log in which `launch` says why it failed."""
+    """Return the line of a log in which `launch` gives the reason for its failure."""
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Reads what the ranks of a run recorded (`megatron_ext/tracing/step_records.py`)."""
+"""Reads the records of a run's ranks (`megatron_ext/tracing/step_records.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 from megatron_ext.errors import DataError
 
 WARMUP_STEPS = 3
-"""First steps of a run, which connect ranks and allocate memory: their time does not count."""
+"""First steps of a run, whose time does not count because they connect ranks and allocate
+memory."""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
 
@@ -27,25 +28,25 @@ class Step:
     losses: dict[str, float]
     gradient_norm: float | None
     skipped: bool
-    """Whether the optimizer left the weights as they were."""
+    """Whether the optimizer skipped the update of the weights."""
     duration_s: float | None
-    """Mean of all ranks; None: it was not measured."""
+    """Mean over all ranks; None: not measured."""
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """The losses and the gradient norm by name."""
+        """The losses and the gradient norm, by name."""
         return {**self.losses, _NORM: self.gradient_norm}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run of a candidate gave."""
+    """The results of a candidate's run."""
 
     steps: list[Step]
     memory_bytes: int = 0
-    """Peak of the rank that needs most."""
+    """Peak memory of the rank that needs the most."""
     tokens: int | None = None
-    """Tokens of the median step; None: not known."""
+    """Tokens in the median step; None: unknown."""
     num_ranks: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -59,10 +60,10 @@ class RunRecord:
 
 
 def read(folder: Path) -> RunRecord:
-    """Return what the ranks of a run recorded in a folder.
+    """Return the results that a run's ranks recorded in a folder.
 
     Raises:
-        DataError: There is nothing, or two ranks disagree about the gradient norm.
+        DataError: There are no records, or two ranks disagree about the gradient norm.
     """
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
     ranks = [lines for lines in ranks if len(lines) > 1]
@@ -78,7 +79,7 @@ def read(folder: Path) -> RunRecord:
     world_size = headers[0]["world_size"]
     if len(ranks) < world_size:
         notes.append(f"{len(ranks)} of {world_size} ranks left a record")
-    # A rank that was killed may lack the last steps of the others.
+    # A rank that was killed may lack the last steps that others recorded.
     num_steps = max(len(body) for body in bodies)
     steps = [_step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)]
     memory_bytes = max(line["memory_bytes"] for body in bodies for line in body)
@@ -87,7 +88,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record; a last one that was cut off is left out."""
+    """Yield the lines of a record, leaving out an incomplete last one."""
     text = path.read_bytes()[:_MAX_BYTES].decode(errors="replace")
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -95,12 +96,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(lines: Sequence[dict[str, Any]]) -> Step:
-    """Join what the ranks say of one step."""
+    """Combine the ranks' records of one step."""
     iteration = lines[0]["iteration"]
     durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
     losses: dict[str, float] = {}
     for line in lines:
-        # Not every loss function averages over replicas: as in the log, the last rank's counts.
+        # Not every loss function averages over replicas, so use the last rank's value, as
+        # Megatron's log does.
         losses |= line["losses"]
     norms = [line["gradient_norm"] for line in lines if line["gradient_norm"] is not None]
     for norm in norms:
@@ -127,7 +129,7 @@ def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | No
 
 
 def is_same(first: float | None, second: float | None) -> bool:
-    """Return whether two numbers are equal to the last bit; one that is none equals another."""
+    """Return whether two numbers are bit-identical; NaN counts as equal to NaN."""
     if first is None or second is None:
         return first is second
     return first == second or (math.isnan(first) and math.isnan(second))
@@ -138,14 +140,14 @@ class Deviation:
     """The largest difference of a kind of number between two runs."""
 
     name: str
-    """Of the number: `lm loss`, `gradient norm`."""
+    """Name of the number: `lm loss`, `gradient norm`."""
     iteration: int
     reference: float | None
     candidate: float | None
 
     @property
     def relative(self) -> float:
-        """The difference over the reference; infinite where one of the two is no number."""
+        """The difference relative to the reference; infinite if either is not a number."""
         reference, candidate = self.reference, self.candidate
         if is_same(reference, candidate):
             return 0.0
@@ -158,17 +160,17 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Deviations:
-    """How the numbers of a run differ from those of another."""
+    """How the numbers of two runs differ."""
 
     loss: Deviation | None
-    """The largest of all losses; None: all are equal to the last bit."""
+    """The largest deviation of a loss; None: all losses are bit-identical."""
     norm: Deviation | None
     first_iteration: int | None
-    """The first in which any number differs."""
+    """The first iteration in which any number differs."""
     num_steps: int
-    """Steps that both have."""
+    """Number of steps that both runs have."""
     skipped: int | None = None
-    """The first iteration that only one of the two skipped."""
+    """The first iteration that only one of the two runs skipped."""
 
     @property
     def are_none(self) -> bool:
@@ -177,7 +179,7 @@ class Deviations:
 
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
-    """Hold the numbers of two runs against each other, iteration by iteration."""
+    """Compare the numbers of two runs, iteration by iteration."""
     others = {step.iteration: step for step in candidate.steps}
     pairs = [(step, others[step.iteration]) for step in reference.steps if step.iteration in others]
     differing: list[Deviation] = []

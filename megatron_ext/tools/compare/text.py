@@ -1,4 +1,4 @@
-"""The answer of a comparison on one screen."""
+"""Shows the answer of a comparison on one screen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_LABEL = 40
 
 
 def answer_text(answer: Answer) -> str:
-    """Return the table, what to know about its rows, the verdict, and the flags to keep."""
+    """Return the table, notes about its rows, the verdict, and the flags to keep."""
     reference = answer.rows[0]
     lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:

@@ -1,6 +1,6 @@
-"""The checks of `doctor`: what is installed, this machine, other hosts.
+"""The checks of `doctor`: installed packages, this machine, other hosts.
 
-Each is a generator of findings. They import torch and Megatron, which takes seconds.
+Each check is a generator of diagnoses. The checks import torch and Megatron, which takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _MIN_LOCKED_BYTES = 1 << 30
 _MIN_OPEN_FILES = 1024
-"""What most systems allow a process; gloo ends a rank that may not open its connections."""
+"""The usual limit per process. Below it, gloo may fail to open its connections, which ends the
+rank."""
 _GIB = 1 << 30
 
 
@@ -58,7 +59,7 @@ def check_versions() -> Iterator[Diagnosis]:
     core, release = releases.core_version(), releases.installed_release()
     assert release is not None
     oldest = releases.oldest_python(release)
-    # The examples' environment fills in the one thing that wheels for 3.11 lack.
+    # The examples' environment supplies `typing.override`, the only thing missing on Python 3.11.
     stands_in = sys.version_info[:2] == (3, 11) and hasattr(typing, "override")
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
@@ -76,7 +77,7 @@ def check_versions() -> Iterator[Diagnosis]:
 def check_requirements() -> Iterator[Diagnosis]:
     """Compare installed packages with the requirements of this package and of megatron-core.
 
-    Packages that fit yield nothing; torch and megatron-core have a check of their own.
+    Packages that fit yield nothing; torch and megatron-core are checked separately.
     """
     from packaging.requirements import Requirement
 
@@ -86,7 +87,8 @@ def check_requirements() -> Iterator[Diagnosis]:
         except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
             continue
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # Packages of our extras may be absent, but have to fit; developers' tools need not.
+        # Packages in our extras may be absent, but if installed they must fit; developer tools need
+        # not.
         extras = [name for name in extras if package == "megatron-ext" and name != "dev"]
         for line in lines:
             requirement = Requirement(line)
@@ -97,7 +99,7 @@ def check_requirements() -> Iterator[Diagnosis]:
 def _check_requirement(
     requirement: Requirement, package: str, extras: Sequence[str]
 ) -> Iterator[Diagnosis]:
-    """Compare one requirement of a package, or of its extras, with what is installed."""
+    """Compare one requirement of a package, or of its extras, with the installed package."""
     from packaging.version import Version
 
     def applies_to(extra: str) -> bool:
@@ -110,14 +112,14 @@ def _check_requirement(
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None and is_needed:
         yield Diagnosis("FAIL", requirement.name, f"not installed, {package} needs it", remedy)
-    # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
+    # A vendor's build of a release, such as 2.7.0a0+git, counts as that release.
     elif version and not requirement.specifier.contains(Version(version).base_version):
         mismatch = f"{version}, {package} requires {requirement.specifier}"
         yield Diagnosis("WARN", requirement.name, mismatch, remedy)
 
 
 def check_bridge() -> Iterator[Diagnosis]:
-    """Check whether Megatron-Bridge can be used, if it is here."""
+    """Check whether Megatron-Bridge can be used, if it is installed."""
     from megatron_ext.hosts import bridge_requirements
 
     name = "megatron-bridge"
@@ -132,7 +134,7 @@ def check_bridge() -> Iterator[Diagnosis]:
 
 
 def check_tree() -> Iterator[Diagnosis]:
-    """Compare the Megatron-LM tree with the pin, if there is one."""
+    """Compare the Megatron-LM tree, if there is one, with the pinned release."""
     name = "Megatron-LM tree"
     try:
         tree = upstream.find_tree()
@@ -157,7 +159,7 @@ def check_tree() -> Iterator[Diagnosis]:
 
 
 def check_device() -> Iterator[Diagnosis]:
-    """Report the device backend that a run would use here, and why not an accelerator."""
+    """Report the device backend that a run would use here, and why not an accelerator, if so."""
     from megatron_ext.devices import count_devices
     from megatron_ext.devices.cuda import why_idle
 
@@ -166,7 +168,8 @@ def check_device() -> Iterator[Diagnosis]:
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", "device", error)
         return
-    # By what drivers show, whatever torch was built for: that may be the problem.
+    # Count what drivers show, regardless of what torch was built for, because that may be the
+    # problem.
     count = count_devices()
     backend = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
@@ -191,9 +194,9 @@ def check_device() -> Iterator[Diagnosis]:
 
 
 def device_here() -> DeviceKind | None:
-    """Return the description of this machine's device, with the memory that it has.
+    """Return the planner's description of this machine's device, with its actual memory.
 
-    None: there is no accelerator, or the planner has no description of it.
+    None: there is no accelerator, or the planner does not know it.
     """
     try:
         return automatic.device_here()
@@ -213,7 +216,7 @@ def check_native() -> Iterator[Diagnosis]:
 
 
 def check_patches() -> Iterator[Diagnosis]:
-    """Compare every target of a patch with the Megatron that it was written for."""
+    """Compare the target of every patch with the Megatron code that the patch was written for."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 
@@ -227,7 +230,7 @@ def check_patches() -> Iterator[Diagnosis]:
         problem = f"Megatron cannot be imported: {error}"
         yield Diagnosis("FAIL", "patches", problem, "install megatron-core and torch")
         return
-    # Rows for releases that are not installed have no target to compare with.
+    # Patches for other releases have no target in this one.
     rows = [row for row in REGISTRY.rows() if row.state != "other release"]
     problems = listing.problems(rows)
     for problem in problems:
@@ -250,7 +253,7 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
     except OSError as error:
         yield Diagnosis("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
         return
-    # Our own arenas are files without a name in memory, and take nothing of it.
+    # Our arenas are anonymous files in memory, and do not count against /dev/shm.
     sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
@@ -276,7 +279,7 @@ def check_memlock() -> Iterator[Diagnosis]:
 
 
 def check_open_files() -> Iterator[Diagnosis]:
-    """Check how many files a process may open; every connection of gloo, NCCL or ours is one."""
+    """Check how many files a process may open; each connection of gloo, NCCL or ours needs one."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         yield Diagnosis("OK", "open files", "unlimited")
@@ -294,7 +297,7 @@ def check_open_files() -> Iterator[Diagnosis]:
 
 def check_rdma() -> Iterator[Diagnosis]:
     """Try every step of an RDMA link, down to a queue pair."""
-    # Listing devices is not enough: limits, permissions and GIDs show at the queue pair only.
+    # Listing devices is not enough: wrong limits, permissions and GIDs show only at the queue pair.
     from megatron_ext.transport.native import probe_rdma
 
     try:
@@ -313,12 +316,12 @@ MACHINE = (
     check_versions, check_requirements, check_bridge, check_tree, check_device, check_native,
     check_patches, check_shared_memory, check_memlock, check_open_files, check_rdma,
 )  # fmt: skip
-"""The checks of this machine, in the order of the report."""
+"""The checks for this machine, in the order of the report."""
 
 
 def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
     """Run the preflight checks of a launch on every host, without starting anything."""
-    # The agents of a launch, with its requests: doctor and launch cannot disagree about a host.
+    # Use launch's agents and requests, so that doctor and launch cannot disagree about a host.
     with Agents(plan) as agents:
         answers = agents.look(timeout_s)
     for host, answer in zip(plan.hosts, answers, strict=True):

@@ -42,7 +42,7 @@ def add_subcommand(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print the findings of all checks; return 1 if one of them failed."""
+    """Print the diagnoses of all checks; return 1 if a check failed."""
     from megatron_ext.tools.doctor.flight import check_training
 
     if args.devices is not None:
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     for diagnosis in findings:
         diagnoses.append(diagnosis)
         if not args.json:
-            print(diagnosis, flush=True)  # each when it is known: some checks take seconds
+            print(diagnosis, flush=True)  # print each at once, because some checks take seconds
     if args.json:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
     return int(any(diagnosis.level == "FAIL" for diagnosis in diagnoses))
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
 def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
     """Check this machine, the flags of a training on it, and the hosts of a hostfile."""
     plan = None
-    if args.hostfile is not None:  # its mistakes come first
+    if args.hostfile is not None:  # report its errors first
         from megatron_ext.tools.launch import runs
         from megatron_ext.tools.launch.jobs import hosts_of
         from megatron_ext.tools.launch.plan import JobPlan
@@ -81,7 +81,7 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
         plan = JobPlan(
             runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True, ssh=args.ssh_cmd
         )
-    # Imports torch, which --devices neither needs nor waits for.
+    # Imported here because this imports torch, which takes seconds and --devices does not need.
     from megatron_ext.tools.doctor import checks, flight
 
     for check in checks.MACHINE:

@@ -1,8 +1,8 @@
-"""Checks the flags of a training without starting anything, for the machine at hand or any other.
+"""Checks the flags of a training without starting it, for this machine or another one.
 
-What `preflight` refuses, hangs that were published, whether each rank's memory fits, how long
-devices wait, and the flags nearest to these that are better: the planner's forecast with one thing
-changed. Needs neither torch nor Megatron.
+It reports what `preflight` rejects, known hangs, whether each rank's memory fits, how long devices
+wait, and similar flags that are better: the planner's forecast with one thing changed. It needs
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
-"""Share of the pipeline's time in which devices wait, from which it is a warning."""
+"""Share of the pipeline's time that devices wait, at which doctor warns."""
 _WORTH = 1.1
-"""Times as fast, from which other flags are named though nothing is wrong."""
+"""Speed-up at which doctor names other flags although nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Diagnosis:
     """One line of the report."""
 
     level: Literal["OK", "WARN", "FAIL"]
-    """FAIL: the requested training cannot work. WARN: it works, with a disadvantage."""
+    """FAIL: the requested training cannot work. WARN: it works, but with a disadvantage."""
     check: str
     """The subject of the check, in two or three words."""
     finding: str
     remedy: str = ""
-    """Remedy; empty if nothing is wrong."""
+    """How to fix the problem; empty if nothing is wrong."""
 
     @classmethod
     def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
-        """Return the diagnosis of a line `finding; remedy`, as all our errors are."""
+        """Return the diagnosis for a line `finding; remedy`, the form of all our errors."""
         finding, _, remedy = str(line).partition("; ")
         return cls(level, check, finding, remedy)
 
@@ -92,7 +92,7 @@ KNOWN_HANGS = read_rules(f"""
         each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
         --hang-timeout 300, which names the collectives
 """)
-"""Of Megatron's own schedules, except the last, which no schedule causes."""
+"""Known hangs of Megatron's own schedules, except the last, which occurs with any schedule."""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
@@ -104,18 +104,18 @@ _REPLACED = (
     "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers "
     "--recompute-modules"
 )
-"""Flags that contradict those of another layout, or would go on beside them."""
+"""Flags to remove before adding another layout's: they contradict it, or would stay in effect."""
 
 
 def check_training(
     words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
 ) -> Iterator[Diagnosis]:
-    """Check the flags of a training: what its schedule takes, changes, refuses and allocates.
+    """Check the flags of a training: what its schedule accepts, changes, rejects and allocates.
 
     Args:
-        words: Its command line, with or without the script, after `--`.
-        count: Devices of the job; None: those of one replica.
-        device: What they are; None: memory and time are not forecast.
+        words: The training's command line, with or without the script, as given after `--`.
+        count: Number of devices in the job; None: as many as one replica needs.
+        device: Kind of the devices; None: memory and time are not forecast.
     """
     answer = preflight(words, world_size=count, device_kind=device)
     for refusal in answer.refusals:
@@ -128,14 +128,14 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # Our messages have names, so that the order in which ranks send cannot swap them.
+    # Our messages have names, so the order in which ranks send them cannot cause a mix-up.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
     elif answer.config.disaggregation is None:
         name = "Megatron's own schedule"
         hangs = KNOWN_HANGS
-        try:  # the cut, which `preflight` leaves to Megatron where its own schedule runs
+        try:  # `preflight` does not check the cut of Megatron's schedules
             args.num_chunks = UserCut.of(vars(args)).chunks
             layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
         except (ArgumentsError, ScheduleError) as error:
@@ -152,7 +152,7 @@ def check_training(
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
-        # argparse leaves the separator in, and the script may be named or not.
+        # argparse keeps the separator, and the script is optional.
         flags = [word for word in words if word != "--"]
         if flags and flags[0].endswith(".py"):
             del flags[0]
@@ -160,10 +160,10 @@ def check_training(
 
 
 def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
-    """Yield the shared memory of a native transport, beside what is free if it runs here."""
+    """Yield the shared memory that a native transport needs, compared with what is free here."""
     pipeline = answer.pipeline or answer.transport_only
     settings = vars(answer.checked_args)
-    # A message is the activation of one micro-batch.
+    # A message holds the activation of one micro-batch.
     num_values = 1
     for size in ("seq_length", "micro_batch_size", "hidden_size"):
         num_values *= settings.get(size) or 0
@@ -193,7 +193,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
-    """Return the upper bound on the memory of one rank's arenas, in bytes."""
+    """Return an upper bound on the memory of one rank's arenas, in bytes."""
     table = pipeline.full
     peers = defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
@@ -205,13 +205,13 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     slots = arena_slots(table, margin, pipeline.config.stash_ratio)
-    # Without the model's routes, which are not known here; each adds messages that skip a stage.
+    # The model's routes, which add messages past stages, are unknown here and not counted.
     max_peers = max((len(ranks) for ranks in peers.values()), default=0)
     return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
 
 def _unforeseen(answer: Preflight) -> str | None:
-    """Return the first reason why the planner has no forecast for these flags, or None."""
+    """Return the first reason why the planner cannot forecast these flags, or None."""
     args, config = answer.checked_args, answer.config
     for rule in NOT_FORECAST:
         if rule.refuses(args):
@@ -234,7 +234,7 @@ def _unforeseen(answer: Preflight) -> str | None:
 
 
 def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
-    """Compare memory and waiting with what the devices have, and name better flags."""
+    """Compare the forecast of memory and waiting with the devices, and name better flags."""
     reason = _unforeseen(answer)
     if reason is not None:
         finding, _, remedy = f"memory and time are not checked: {reason}".partition("; ")
@@ -259,7 +259,7 @@ def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> It
 
 
 def _better_flags(differences: str, better: Layout, plan: Layout, flags: Sequence[str]) -> str:
-    """Return the flags of a better layout, with what they replace and what they gain."""
+    """Return text with a better layout's flags, which flags they replace, and their gain."""
     user_flags = {word.partition("=")[0] for word in flags}
     replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
     if replaced:
@@ -273,7 +273,7 @@ def _better_flags(differences: str, better: Layout, plan: Layout, flags: Sequenc
 def _memory(
     plan: Layout, device: DeviceKind, dynamic: DynamicOrder | None, remedy: str
 ) -> Diagnosis:
-    """Return whether the memory of the fullest rank suffices."""
+    """Return a diagnosis of whether the memory of the fullest rank is enough."""
     needed_gib = max(plan.memory_gib)
     rank = plan.memory_gib.index(needed_gib)
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
@@ -294,7 +294,7 @@ def _memory(
 def _idle_devices(
     plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
 ) -> Diagnosis:
-    """Return how long devices wait, with better flags where they gain much."""
+    """Return a diagnosis of how long devices wait, with better flags if these gain much."""
     finding = (
         f"devices wait {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a "
         "step by forecast"
@@ -310,7 +310,7 @@ def _idle_devices(
 def planned(
     answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> tuple[Question, Layout | None]:
-    """Return the forecast of a training whose flags were accepted, whether or not it fits.
+    """Return the forecast for a training with accepted flags, whether or not it fits.
 
     Raises:
         ArgumentsError: Sizes are missing, or do not divide.
@@ -319,7 +319,7 @@ def planned(
     args = answer.checked_args
     model = sizes_of_flags(flags, "the model")
     if "cuda_graph_impl" in answer.arguments:
-        flags = [*flags, "--cuda-graph-impl", "none"]  # the schedule drops them
+        flags = [*flags, "--cuda-graph-impl", "none"]  # the schedule drops CUDA graphs
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
     twins = answer.config.twins if answer.config else 1
@@ -342,11 +342,11 @@ def planned(
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
     )
     name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
-    # The planner knows neither tables of the user's own nor roles.
+    # The planner supports neither tables from files nor roles.
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
         return job, None
-    # A layout that does not fit still has a forecast, which the report compares with the limit.
+    # Forecast without a memory limit, so that a layout that does not fit can be reported as well.
     boundless = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
     if pp == 1:
         plan = forecast(boundless, sizes, "none", 1)
@@ -364,10 +364,10 @@ def planned(
 
 
 def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> ParallelSizes:
-    """Return the sizes of a job as the planner counts them.
+    """Return the sizes of a job in the planner's terms.
 
     Raises:
-        ArgumentsError: The ranks of a stage do not divide among the experts.
+        ArgumentsError: The ranks of a stage do not divide into expert-parallel groups.
     """
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     cp, experts = sizes.context_parallel_size, sizes.expert_model_parallel_size
@@ -398,10 +398,10 @@ def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> Paral
 def _layers_by_stage(
     answer: Preflight, placement: Placement, name: str, num_layers: int
 ) -> list[int]:
-    """Return the layers of each stage as Megatron builds them.
+    """Return the layers per stage as Megatron builds them.
 
     Raises:
-        ScheduleError: They do not divide into the stages, or are not those of the model.
+        ScheduleError: They do not divide into the stages, or do not match the model.
     """
     hosted = {"num_layers": None, **vars(answer.checked_args), **answer.arguments}
     layers_by_stage = UserCut.of(hosted).layers_by_stage(placement)
@@ -435,15 +435,16 @@ class _Change:
     """A layout that is better than the user's."""
 
     differences: str
-    """What is different, in words."""
+    """Description of the difference."""
     layout: Layout
 
 
 def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
-    """Return the fastest layout that fits, is faster than a fitting one, and differs in one thing.
+    """Return the fastest layout that fits, beats the user's if that fits, and differs in one thing.
 
-    If there is none, or it gains little where devices mostly wait, several things may differ. The
-    difference comes first, in words; the layout is None if nothing is better.
+    If there is no such layout, or if it gains little while devices mostly wait, several things may
+    differ. Returns (description of the difference, layout); the layout is None if nothing is
+    better.
     """
     sizes = user_layout.sizes
     fixed: dict[str, Any] = {
@@ -455,7 +456,8 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     changes: list[_Change] = []
     for name, differences in _CHANGES.items():
         free_names = {name}
-        # Another pipeline has other schedules, and a schedule has chunks of its own.
+        # A different pipeline size allows different schedules, and a schedule determines its
+        # chunks.
         if name in ("schedule", "pp"):
             free_names |= {"schedule", "vp"}
         kept = {key: value for key, value in fixed.items() if key not in free_names}
@@ -476,14 +478,15 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
 def _better(
     job: Question, kept: dict[str, Any], user_layout: Layout, differences: str
 ) -> list[_Change]:
-    """Return the fastest layout with these settings if it is better than the user's, or nothing."""
+    """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
-        # The best alone: each change is a search of its own, and the user waits for eight.
+        # Search only for the best: each change needs a separate search, and the user waits for
+        # eight.
         answer = search(replace(job, fixed=kept), keep=1)
     except ArgumentsError:  # nothing divides
         return []
     if not answer.is_complete:
-        raise KeyboardInterrupt  # it stops a search, and is for all
+        raise KeyboardInterrupt  # Ctrl-C stops one search, but is meant for all
     if not answer.plans:
         return []
     fits = max(user_layout.memory_gib) <= job.device.memory_gib - job.device.reserve_gib
