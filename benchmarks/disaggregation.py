@@ -3,8 +3,9 @@
     python benchmarks/disaggregation.py [--quick]
 
 Sleeping stages run under the disaggregated executor and under this package's 1F1B, both over shared
-memory, beside a simulation whose messages take no time. The target is a deviation of at most 3 %.
-Then a GPT is trained in each way, for memory and for the time that new weights cost.
+memory, and are compared with a simulation in which messages take no time. The target is a deviation
+of at most 3 %. Then a GPT is trained in each way, to measure memory and the time that new weights
+cost.
 
 Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 """
@@ -73,9 +74,10 @@ class Disaggregated(System):
     """A pipeline of forward and of backward ranks."""
 
     activations: Activations
-    """What backward ranks start from."""
+    """How backward ranks get their activations."""
     tp: int = 1
-    """Tensor-parallel ranks that one forward rank stands in for; those of a stage are one here."""
+    """Tensor-parallel ranks replaced by one forward rank. Here one backward rank emulates all of a
+    stage's."""
 
     def placement(self, pp: int) -> Placement:
         return linear(pp)
@@ -95,14 +97,15 @@ class Disaggregated(System):
 
     def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
-        # What an op does beside its sleep is part of its time: the probe has to see both ends.
+        # The work of an op besides its sleep is part of its time, so the probe has to see both
+        # ends.
         StageCompute.forward = _timed(StageCompute.forward, probe, "F")  # type: ignore[method-assign]
         StageCompute.backward = _timed(StageCompute.backward, probe, "B")  # type: ignore[method-assign]
         config = make_config(pp)
         config.num_layers, config.timers = 8, None
         stage = _Stage(probe, config, checkpoints=self.activations == "ship")
         return lambda: step.forward_backward(
-            # Megatron's own schedule is for evaluation, and nothing is evaluated here.
+            # Megatron's schedule is used only for evaluation, which does not occur here.
             forward_backward,
             forward_step_func=forward_step,
             data_iterator=batches(probe),
@@ -116,7 +119,7 @@ class Disaggregated(System):
 
 @dataclass(frozen=True)
 class _RoleTimes(OpTimes):
-    """Times where a forward rank does the work of several."""
+    """Times if one forward rank does the work of several."""
 
     tp: int
 
@@ -126,7 +129,7 @@ class _RoleTimes(OpTimes):
 
 @dataclass(frozen=True)
 class _RoleCosts(Costs):
-    """The same for the simulator."""
+    """The same costs for the simulator."""
 
     tp: int = 1
 
@@ -139,7 +142,7 @@ class _RoleCosts(Costs):
 
 @dataclass
 class _RoleProbe(Probe):
-    """Meets through the store of the job: torch.distributed joins ranks of one role only."""
+    """Meets through the job's store, since torch.distributed connects only ranks of one role."""
 
     met: int = 0
 
@@ -159,7 +162,7 @@ def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[...
 
 
 class _Stage(Chunk):
-    """An emulated stage in a block of one layer, where shipped layers are looked for."""
+    """An emulated stage inside a block with one layer, where shipped layers are expected."""
 
     def __init__(self, probe: Probe, config: Any, *, checkpoints: bool) -> None:
         super().__init__(probe, config, None, 0)
@@ -185,20 +188,20 @@ class _Stage(Chunk):
 
 @dataclass(frozen=True)
 class Trained:
-    """Time and memory of one process of a real training."""
+    """Time and memory of one process in a real training."""
 
     role: str
     stage: int
     peak_mib: float
-    """Resident memory above that before the first step."""
+    """Growth of resident memory since before the first step."""
     weights_ms: float
-    """For each step, the time that new weights cost: a forward rank from their announcement until
-    they are here, a backward rank until it goes on."""
+    """Per step, the time that new weights cost: on a forward rank, from their announcement to their
+    arrival; on a backward rank, until it continues."""
     step_ms: float
 
 
 def measure_training(flags: list[str]) -> Trained:
-    """Train as one rank and return what it needed."""
+    """Train as one rank, and return the time and memory it needed."""
     from megatron_ext import devices
     from tests.ranks import train_here
 
@@ -237,7 +240,7 @@ def measure_training(flags: list[str]) -> Trained:
 
         return run
 
-    # One side begins with its buffers, the other once the names of those have arrived.
+    # One side starts with its buffers, the other when the buffers' names have arrived.
     for name in ("_buffers", "_decoded"):
         vars(weights)[name] = beginning(getattr(weights, name))
     for side in (weights.WeightSender, weights.WeightReceiver):
@@ -260,7 +263,7 @@ class Row(NamedTuple):
     computed: float
     measured: float
     devices: float
-    """Over those of 1F1B on as many stages."""
+    """Number of devices relative to 1F1B with the same number of stages."""
 
 
 WAYS = {
@@ -271,11 +274,11 @@ WAYS = {
     "two replicas, gathered, then sent": (8, "16" + _SHARDED),
     "two replicas, shares sent": (8, "16" + _SHARDED + " --overlap-param-gather"),
 }
-"""Lines of the second table: ranks and flags."""
+"""Rows of the second table: ranks and flags."""
 
 
 def cases() -> list[Own | Disaggregated]:
-    """Return what the first table compares; 1F1B is the reference."""
+    """Return the systems in the first table; 1F1B is the reference."""
     return [
         own("1F1B", "1f1b"),
         Disaggregated("plain, recompute", "recompute"),
@@ -302,7 +305,7 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
 
 
 def steps_as_markdown(rows: list[Row]) -> str:
-    """Return the first table; relative figures are to 1F1B on as many stages."""
+    """Return the first table; figures are relative to 1F1B with the same number of stages."""
     reference = {row.pp: row for row in rows if row.name == "1F1B"}
     lines, off = [], []
     for row in rows:

@@ -3,13 +3,13 @@
     python benchmarks/dynamic_order.py [--simulate] [--draws N] [--quick] [--json FILE]
 
 Processes and messages are real; stages emulate computation by sleeping (see schedules.py). All
-systems get the same draws of noise. The numbers are speed-ups, the time of the reference over that
-of the system: the median of the draws (lowest .. highest). Each draw counts with its shortest
-repetition, since other load only adds time. The defaults take 25 minutes on two idle cores.
+systems get the same draws of noise. The numbers are speed-ups, the reference's time divided by the
+system's: the median over the draws (lowest .. highest). The shortest repetition of each draw
+counts, since other load only adds time. The defaults take 25 minutes on two idle cores.
 
-A comparison is fair if both sides hold equally many activations: `+0` is the cap of the table. The
-final table is the overhead of runtime and messages, with ops of the length of schedules.py: the
-measured time over that of a replay of the same order with the measured ops.
+A comparison is fair if both sides keep equally many activations: `+0` is the cap of the table. The
+final table shows the overhead of runtime and messages, with ops as long as in schedules.py: the
+measured time divided by the time of a replay of the same order with the measured ops.
 
 `--simulate` computes the same tables without processes.
 """
@@ -46,26 +46,27 @@ class Comparison:
 
     title: str
     reference: str
-    """The system whose time is divided by those of the others."""
+    """The system whose time is divided by the times of the others."""
     rivals: Sequence[str]
     names: Sequence[str]
     """Of the scenarios."""
     stand_in: str = ""
-    """A system of ours with the same order, where the reference cannot be simulated."""
+    """One of our systems with the same order, if the reference cannot be simulated."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Comparisons of one size."""
+    """Comparisons at one size."""
 
     pp: int
     num_microbatches: int
     forward_ms: float
-    """Of 1/pp of the model: long enough that two cores run all ranks beside their sleeps."""
+    """Forward of 1/pp of the model, long enough for two cores to run all ranks during their
+    sleeps."""
     comparisons: Sequence[Comparison]
     most_overhead: float | None = None
-    """Bound on the runtime's share of the order that ran, where the part is for that alone. Ops
-    are as long as in schedules.py then, and each draw is run once."""
+    """Bound on the runtime's overhead relative to the order that ran, if the part measures only
+    that. Ops are then as long as in schedules.py, and each draw runs once."""
 
 
 _UPSTREAM_TITLE = "Megatron's own interleaved schedule"
@@ -92,13 +93,13 @@ PARTS = (
 
 @dataclass
 class PartResult:
-    """A part that has run, or was simulated."""
+    """The result of a part, measured or simulated."""
 
     part: Part
     simulated: bool
     compared: Compared
     limits: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(reference, scenario) -> how much faster any order of its actions can be, simulated."""
+    """(reference, scenario) -> how much faster any order of the same actions can be, simulated."""
 
 
 def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
@@ -126,7 +127,7 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
 
 
 def text_of(result: PartResult) -> str:
-    """Return all tables of a part, and under which conditions it ran."""
+    """Return all tables of a part, and the conditions under which it ran."""
     part, sizes, figures = result.part, result.compared.sizes, result.compared.figures
     if result.simulated:
         conditions = f"simulated, {sizes.steps} draws"
@@ -180,7 +181,7 @@ def _against(comparison: Comparison, result: PartResult) -> str:
 
 
 def main() -> int:
-    """Measure and print; 1 if a system failed."""
+    """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "one draw of the last tables", figures=True)
     parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
     parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")

@@ -3,12 +3,12 @@
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
         [--quick]
 
-Runs on the emulated device that runs behind its host, as schedules.py --device does, with a C++
-compiler and megatron-core 0.19 or later: earlier ones make plans of their own models only.
-Each layer computes attention, exchanges tokens, computes experts and exchanges tokens again; the
-two ranks of a group of experts meet in each exchange. Both of a pair run through Megatron's own
-plans, the exchanges in their stream. Exchanges take shares of the time of the computation of the
-same layer, in the forward and in the input gradient. Columns:
+This uses the emulated device that runs behind its host, as schedules.py --device does. It needs a
+C++ compiler and megatron-core 0.19 or later, because earlier releases can plan only their own
+models. Each layer computes attention, exchanges tokens, computes experts and exchanges tokens
+again; the two ranks of an expert group meet in each exchange. Both actions of a pair run through
+Megatron's own plans, with exchanges in a separate stream. Exchanges take a given share of the time
+of the same layer's computation, in the forward and in the input gradient. Columns:
 
     work/T       computation of one rank over T, the shortest step, from the first rank's begin
                  until all devices are idle; no order can have more than 1
@@ -42,12 +42,12 @@ from megatron_ext.upstream import releases
 from tests.ranks import RanksFailed
 
 _EXPERTS = 2
-"""Ranks that exchange tokens."""
+"""Number of ranks that exchange tokens."""
 _UPSTREAM = "megatron-core interleaved, overlap"
 
 
 def systems() -> list[System]:
-    """Return Megatron's own overlap, and all tables with pairs."""
+    """Return Megatron's own overlap, and all our tables with pairs."""
     return [
         Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", loop2),
         *(
@@ -66,27 +66,28 @@ class Overlap:
     """
 
     step_s: float
-    """From its first rank's begin until all devices are idle."""
+    """Time from the start of the first rank until all devices are idle."""
     bound_s: float | None
-    """Simulated time of the table where a pair takes the larger of computation and all-to-all."""
+    """Simulated time of the table if a pair takes the larger of computation and all-to-all."""
     plain_s: float | None
-    """The same of the table without pairs."""
+    """Simulated time of the table without pairs."""
     hidden: float | None
-    """Part of what pairs could hide that they hid; None: there are no pairs."""
+    """Fraction that pairs hid of the all-to-all they could hide; None: there are no pairs."""
     of_all: float
-    """Part of all all-to-all that ran behind computation."""
+    """Fraction of all all-to-all that ran behind computation."""
     activations: float
-    """On the worst rank, in those of one micro-batch on 1/pp of the model; of all steps."""
+    """Activations on the worst rank over all steps, in units of one micro-batch on 1/pp of the
+    model."""
 
 
 def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part: float) -> Overlap:
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world, those with one share of all-to-all.
+        steps: By rank of the world: the steps with one share of all-to-all.
         system: What was measured.
-        sizes: How much was run.
-        part: That share.
+        sizes: The sizes of the measurement.
+        part: The share of all-to-all.
     """
     times = ExpertTimes(sizes.forward_s, system.share(sizes.pp), all_to_all=part)
     by_step: list[tuple[float, float | None, float]] = []
@@ -140,7 +141,7 @@ def table(overlaps: dict[str, Overlap], work_s: float) -> str:
 
 
 def main() -> int:
-    """Measure and print; 1 if a system failed."""
+    """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "two systems, a few short actions", only=True)
     add = parser.add_argument
     add("--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model")

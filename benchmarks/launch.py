@@ -67,7 +67,8 @@ _PARTS = {
     "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
     "first step": r"iteration +\d+/",
 }
-"""Parts that take time, and the line that ends each. The first also names the pause after it."""
+"""The parts of a restart, and the log line that ends each. The first also gives the pause after
+it."""
 
 
 def command(directory: Path, hosts: str, *words: str) -> list[str]:
@@ -79,12 +80,12 @@ def command(directory: Path, hosts: str, *words: str) -> list[str]:
 
 @contextmanager
 def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a launcher, or torchrun, with the files of its runs in a directory.
+    """Run a launcher, or torchrun, with the files of its runs in this directory.
 
-    After _TIMEOUT_S it is ended, and so are its lines and all that waits for it.
+    After _TIMEOUT_S it is stopped, which ends its output and everything that waits for it.
     """
     environment = {
-        # The launcher hands it on, and hosts would have to agree on the tree.
+        # The launcher would pass it on, and then all hosts would need the same tree.
         **{name: value for name, value in os.environ.items() if name != "MEGATRON_LM_PATH"},
         "PYTHONPATH": sys.path[0],
         "MEGATRON_EXT_RUNS": str(directory / "runs"),
@@ -109,7 +110,7 @@ def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.
 
 
 def _spent_s() -> float:
-    """Return the processor time of all processes that this one has started and awaited."""
+    """Return the processor time of all processes that this process has started and awaited."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -170,7 +171,7 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
 
 
 def lines(directory: Path, num_lines: int) -> list[Row]:
-    """Show lines that are printed faster than they can be."""
+    """Display lines that are printed faster than they can be displayed."""
     code = f"import sys\nfor i in range({num_lines}): print({_LINE!r}.format(i))"
     argv = command(directory, "localhost", "--per-node", "--", sys.executable, "-c", code)
     begin_s, shown = time.perf_counter(), 0
@@ -221,7 +222,7 @@ def one_restart(directory: Path) -> dict[str, float]:
                 seconds_by_part[part], last_s = now_s - last_s, now_s
                 if match.groups():
                     seconds_by_part[_PAUSE] = float(match[1])
-                    last_s += seconds_by_part[_PAUSE]  # of no part but its own
+                    last_s += seconds_by_part[_PAUSE]  # counts only as the pause
             return seconds_by_part
         finally:
             job.terminate()
@@ -246,19 +247,19 @@ def restart(directory: Path, rounds: int) -> list[Row]:
 
 @dataclass
 class Survived:
-    """What the kills of one run cost."""
+    """The cost of the kills in one run."""
 
     back_after_s: list[float] = field(default_factory=list)
-    """From each kill of an active rank to the next line about a step."""
+    """Time from each kill of an active rank to the next line about a step."""
     num_steps: int = 0
-    """Lines about steps, those that were repeated too."""
+    """Number of lines about steps, including repeated ones."""
     last_loss: str = ""
 
 
 def _train_on(
     directory: Path, wire: str, num_rests: int, num_kills: int, draw: random.Random
 ) -> Survived:
-    """Train, with a rank killed after every few steps; `num_rests` such pieces follow the first."""
+    """Train, killing a rank every few steps; `num_rests` more such pieces follow the first."""
     num_iterations = _STEPS_BETWEEN_KILLS * (num_rests + 1)
     flags = f"{LLAMA}--train-iters {num_iterations} --pipeline-schedule zb-h1 --pipeline-transport"
     argv = [
@@ -295,7 +296,7 @@ def _train_on(
 
 
 def survive(directory: Path, num_kills: int) -> list[Row]:
-    """Return what random kills cost, by transport."""
+    """Return the cost of random kills, by transport."""
     rows = []
     draw = random.Random(1)
     for wire in ("shm", "tcp"):

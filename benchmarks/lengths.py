@@ -2,13 +2,13 @@
 
     python benchmarks/lengths.py [--size PPxM ...] [--draws N] [--quick]
 
-A stage takes a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. All lines of
-a table get the same batches, so the same tokens and the same gradient. `step` is the slowest of the
-replicas, in forwards of the mean micro-batch on a rank, the median of the draws; `speed` the tokens
-per second over those of Megatron's interleaved schedule with file order: median (lowest ..
-highest). That schedule counts as our table of the same order, which lacks its extra warm-up for
-overlapped messages: here they take no time. What runtime and messages add where micro-batches
-differ is in dynamic_order.py (`microbatch-0.5`).
+A stage takes a*L + b*L^2 for each sample of a micro-batch, with the a and b of Llama 3 8B. All rows
+of a table get the same batches, so the same tokens and the same gradient. `step` is the time of the
+slowest replica, in forwards of the mean micro-batch on a rank, the median of the draws. `speed` is
+the tokens per second relative to Megatron's interleaved schedule in file order: median (lowest ..
+highest). That schedule is represented by our table of the same order, which lacks the extra warm-up
+for overlapped messages, because messages take no time here. dynamic_order.py (`microbatch-0.5`)
+measures what runtime and messages add if micro-batches differ.
 
 Lengths. General fine-tuning data: the mixture of Llama 3 (Grattafiori et al. 2024, arXiv
 2407.21783, table 7), which gives the share and the mean length of six kinds of examples. How
@@ -17,8 +17,8 @@ instructions: LongAlign (Bai et al. 2024, arXiv 2401.18058) has examples of 8k t
 LongMIT (Chen et al. 2024, https://github.com/WowCZ/LongMIT/issues/3) nearly uniform ones of 4k to
 128k. How many of them are among general data is an assumption too: 3 %, uniform over that range.
 
-The last line is what no assignment of samples to replicas and micro-batches, and no order of
-theirs, can beat. What a length costs is the model's count of operations, not a measurement.
+The last row is a bound that no assignment of samples to replicas and micro-batches, and no order,
+can beat. The cost of a length is computed from the model's operations, not measured.
 """
 
 from __future__ import annotations
@@ -58,32 +58,32 @@ _KINDS = (
     (21.19, 661.6),  # reasoning and tools
     (0.11, 38135.6),  # long context
 )
-"""Percent of the examples and their mean length in tokens."""
+"""Percentage of the examples, and their mean length in tokens."""
 _SIGMA = 0.8
 _REPLICAS = 4
-"""Pipelines that share a batch."""
+"""Number of pipelines that share a batch."""
 _LONG_SHARE = 0.03
 _COST = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
-"""Of a layer of Llama 3 8B."""
+"""Cost of a layer of Llama 3 8B."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Where lengths come from."""
+    """A distribution of lengths."""
 
     about: str
     max_tokens: int
-    """Of a micro-batch; longer samples are cut."""
+    """Tokens in a micro-batch; longer samples are cut."""
     long_range: tuple[int, int] | None = None
-    """Lengths of long instructions, if there are any."""
+    """Range of the lengths of long instructions, if any."""
 
     @property
     def attention(self) -> float:
-        """Cost of attention at the greatest length, over the rest."""
+        """Cost of attention at the greatest length, relative to the other cost."""
         return _COST.quadratic * self.max_tokens / _COST.linear
 
     def packs(self, number: int, seed: int) -> list[list[int]]:
-        """Return the lengths of one global batch: what fills so many packs in file order."""
+        """Return the lengths of one global batch, which fills this many packs in file order."""
         return list(islice(packs_in_file_order(self._lengths(seed), self.max_tokens), number))
 
     def _lengths(self, seed: int) -> Iterator[int]:
@@ -106,14 +106,15 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Way:
-    """One line of the table."""
+    """One row of the table."""
 
     system: Own
     packs: bool = False
-    """Whether replicas share out micro-batches (`--pipeline-balance pack`); else they run what the
-    file has for them."""
+    """Whether replicas redistribute micro-batches (`--pipeline-balance pack`); otherwise they run
+    those they read."""
     orders: bool = False
-    """True if micro-batches are ordered by cost; else they stay in the order of their packs."""
+    """Whether micro-batches are ordered by cost; otherwise they stay in the order of their
+    packs."""
 
 
 _STATIC = ordered("interleaved chunks=2, static")
@@ -126,11 +127,11 @@ WAYS = {
     "interleaved, pack and dynamic": Way(_DYNAMIC, packs=True, orders=True),
     "zb-v, pack": Way(ordered("zb-v, static"), packs=True, orders=True),
 }
-"""The first is what the others are compared with."""
+"""The others are compared with the first one."""
 
 
 class Batch:
-    """One drawn global batch, shared out in all ways; processor times are of this process."""
+    """One drawn global batch, distributed in all ways; processor times are this process's."""
 
     def __init__(
         self, workload: Workload, pp: int, num_microbatches: int, num_replicas: int, seed: int
@@ -139,18 +140,18 @@ class Batch:
         packs = workload.packs(num_microbatches * num_replicas, seed)
         self.lengths = list(chain(*packs))
         costs = list(map(_COST.of_pack, packs))
-        # As replicas read them: one micro-batch each, in turn.
+        # Replicas take turns to read one micro-batch each.
         self._in_file = [costs[first::num_replicas] for first in range(num_replicas)]
         self._unit = sum(map(sum, self._in_file)) / (num_microbatches * num_replicas)
         begin_s = time.thread_time()
         shares = deal_out(costs, num_replicas, fills_of(_STATIC.placement(pp)))
         self.deal_s = time.thread_time() - begin_s
         self.order_s = 0.0
-        """Of ordering one replica's micro-batches, at most."""
+        """Longest time to order one replica's micro-batches."""
         self._packed = [[costs[number] for number in share] for share in shares]
 
     def rows(self, way: Way) -> list[tuple[float, ...]]:
-        """Return by replica what its micro-batches cost, in the order in which they run.
+        """Return, by replica, the costs of its micro-batches in the order in which they run.
 
         The unit is the mean micro-batch in file order.
         """
@@ -176,13 +177,13 @@ class Batch:
         )
 
     def bound(self) -> float:
-        """Return the shortest possible step under the first of all ways."""
+        """Return the shortest possible step under the first way."""
         costs = [_COST.of_length(length) / self._unit for length in self.lengths]
         return shortest(costs, self.num_replicas, _STATIC.placement(self.pp))
 
 
 def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[float]]) -> str:
-    """Return all ways at one size and workload as a table, with what surrounds it."""
+    """Return all ways at one size and workload as a table, with its heading."""
     workload, reference = WORKLOADS[name], steps[UPSTREAM]
     rows = [("", "step", "speed")]
     rows += [

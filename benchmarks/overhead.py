@@ -66,7 +66,7 @@ _IMPORTS = {
 
 
 def imports(quick: bool) -> str:
-    """Compare imports, whose kinds alternate, so that other load meets all alike."""
+    """Compare imports; their kinds alternate, so that other load affects all of them alike."""
     environment = {**os.environ, "PYTHONPATH": sys.path[0]}
     times_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
     for turn in range(2 if quick else 12):
@@ -76,7 +76,7 @@ def imports(quick: bool) -> str:
             )
             argv = [sys.executable, "-W", "ignore", "-c", code]
             printed = subprocess.check_output(argv, env=environment, text=True, timeout=300)
-            if turn:  # the first one fills the caches of files and bytecode
+            if turn:  # the first run fills the caches of files and bytecode
                 times_s[name].append(float(printed.split()[-1]))
     ours_s = times_s["megatron_ext and megatron.core"]
     rows = [
@@ -97,12 +97,12 @@ _MODEL = (
 
 
 def count_calls(flags: list[str]) -> list[tuple[int, float]]:
-    """Train as one rank; return the calls through patch points and the seconds of each step."""
+    """Train as one rank; return, per step, the calls through patch points and the seconds."""
     import megatron_ext
     from megatron_ext import devices
     from megatron_ext.patches.registry import REGISTRY
 
-    devices.current()  # before Megatron is imported
+    devices.current()  # must come before Megatron is imported
     from megatron.training import training
 
     dispatch, train_step, count, steps = REGISTRY._dispatch, training.train_step, 0, []
@@ -127,7 +127,7 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
 
 
 def point_s() -> tuple[float, float]:
-    """Return what a call takes through a patch point, and through a function put there by hand."""
+    """Return the time of a call through a patch point, and through a function put in by hand."""
     import megatron_ext  # noqa: F401 - its registry is active
     from megatron_ext.patches.point import Patch, PatchPoint, Site
     from megatron_ext.patches.registry import REGISTRY
@@ -152,7 +152,7 @@ def point_s() -> tuple[float, float]:
 
 
 def patches(quick: bool) -> str:
-    """Relate what patch points add to the step of a small GPT on two stages."""
+    """Compare the cost of patch points with the step of a small GPT on two stages."""
     flags = [*_MODEL.split(), "--train-iters", "4" if quick else "30"]
     steps = run_ranks(2, count_calls, flags, timeout_s=300)[-1][2:]
     calls, step_s = (statistics.median(column) for column in zip(*steps, strict=True))
@@ -169,12 +169,12 @@ def patches(quick: bool) -> str:
 
 
 def over_gloo(labels: Iterable[str]) -> list[Own]:
-    """Return our schedules over gloo."""
+    """Return our schedules, running over gloo."""
     return [own(f"megatron_ext, gloo: {label}", label, transport="torch") for label in labels]
 
 
 def executor(quick: bool) -> str:
-    """Run ops that take no time under Megatron's loop and under the executor."""
+    """Run ops that take no time under Megatron's loop and under our executor."""
     count, steps = (8, 2) if quick else (64, 20)
     rows = []
     for system in (PEERS["megatron-core 1F1B"], *over_gloo(("1f1b", "gpipe", "zb-h1"))):
@@ -184,7 +184,7 @@ def executor(quick: bool) -> str:
 
 
 def tables(quick: bool) -> str:
-    """Generate, validate and simulate; the best of three."""
+    """Generate, validate and simulate tables; take the best of three runs."""
     pp, num_microbatches = (8, 32) if quick else (64, 1024)
     rows = []
     for name in ("interleaved", "1f1b", "zb-v"):
@@ -205,10 +205,10 @@ def tables(quick: bool) -> str:
 
 
 def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
-    """Return pairs of seconds of this rank: a step that is not traced, and the one traced after it.
+    """Return pairs of this rank's step times: an untraced step, and the traced step after it.
 
-    Both are steps of one run, so what the machine does meanwhile meets both alike. The trace goes
-    to `directory`; `sizes.steps` are pairs.
+    Both are steps of the same run, so other load on the machine affects both alike. The trace goes
+    to `directory`; `sizes.steps` counts pairs.
     """
     from megatron_ext.config.active import required
     from megatron_ext.tracing.session import Session, subscribe
@@ -216,11 +216,11 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     tracing = Tracing(interval=2, iterations=1, directory=directory)
     config = replace(system.config, tracing=tracing)
     step, probe = ranks.prepare(replace(system, config=config), sizes)
-    subscribe(required())  # the groups exist, and no runtime yet
+    subscribe(required())  # the groups exist, but no runtime yet
     [observer] = required().observers
     assert isinstance(observer, Session)
     times_s = []
-    # The first of each two is traced; one more in the beginning, so that pairs end with it.
+    # The first step of each two is traced. One extra step at the start makes pairs end with it.
     for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
         probe.meet()
         begin_s = time.perf_counter()
@@ -235,7 +235,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
 
 
 def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
-    """Return the seconds of the processor and the bytes of the file that an event takes."""
+    """Return how many seconds of processor time and bytes of file an event takes."""
     header = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
     recorder = Recorder(
         lambda: (directory, header, None), sampling=Tracing(interval=rounds, iterations=rounds)
@@ -248,7 +248,7 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
             about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}
             recorder.add("receive", recorder.stamp(), about)
         recorder.end_iteration()
-        best_s = min(best_s, time.process_time() - begin_s)  # with the write of its iteration
+        best_s = min(best_s, time.process_time() - begin_s)  # includes writing its iteration
     recorder.close()
     [path] = directory.iterdir()
     return best_s / count, path.stat().st_size / (count * rounds)
@@ -267,7 +267,7 @@ def tracing(quick: bool) -> str:
         for system in systems:
             folder = Path(scratch) / system.name
             by_rank = ranks.run(traced_s, system, sizes, folder, repeats=2)
-            # A step is as long as on its slowest rank.
+            # A step takes as long as on its slowest rank.
             steps = [[max(kind) for kind in zip(*rank_times, strict=True)]
                      for rank_times in zip(*by_rank, strict=True)]  # fmt: skip
             costs_by_system[system.name] = (
@@ -296,7 +296,8 @@ subprocess.run(sys.argv[1:], stdout=sys.stderr, timeout=1200, check=True)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(time.perf_counter() - begin_s, used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
-"""Runs a command from a small process: what is forked from this one begins with its memory."""
+"""Runs a command from a small process, because a fork of this process would start with its
+memory."""
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
 document.getElementById("data")?.remove();  // the browser prints the page: not its data as well
@@ -304,7 +305,7 @@ document.getElementById("data")?.remove();  // the browser prints the page: not 
 
 
 def opening_s(page: Path) -> float:
-    """Return how long a browser takes from its start until a page is drawn, at best of three."""
+    """Return how long a browser takes from its start until a page is drawn: the best of three."""
     found_s = []
     for _ in range(3):
         begin_s = time.perf_counter()
@@ -314,7 +315,7 @@ def opening_s(page: Path) -> float:
 
 
 def traces(quick: bool) -> str:
-    """Put the traces of a large run together and show them."""
+    """Aggregate the traces of a large run, and show them."""
     pp, replicas, count, iterations = (2, 2, 4, 2) if quick else (8, 8, 80, 100)
     rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
@@ -342,7 +343,7 @@ def traces(quick: bool) -> str:
 
 
 def digests(quick: bool) -> str:
-    """Measure what recording digests adds to a step."""
+    """Measure how much recording digests adds to a step."""
     hidden_size, num_steps = (64, 6) if quick else (1024, 8)
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(2, _steps_with_digests, folder, hidden_size, num_steps, timeout_s=1800)
@@ -356,7 +357,7 @@ def digests(quick: bool) -> str:
 
 
 def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[float, float]:
-    """Train as one rank; return the median processor time of steps with digests and without."""
+    """Train as one rank; return the median processor times of steps with and without digests."""
     from megatron_ext.config.active import required
     from megatron_ext.tracing.digest_files import VARIABLE
     from tests.tracing import recorded
@@ -367,7 +368,7 @@ def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[
     )
     times_s: dict[bool, list[float]] = {True: [], False: []}
     with recorded.built(training) as (build, chunks):
-        recorded.step(training, build, chunks, 0)  # makes the table, the transport and the hooks
+        recorded.step(training, build, chunks, 0)  # creates the table, the transport and the hooks
         observers = required().observers
         [recorder] = observers
         for number in range(1, num_steps + 1):

@@ -58,30 +58,31 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
 _ACCURACY = 0.05
-"""Mean error on rows that nothing was fitted to: layouts that are closer are tied."""
+"""Mean error on rows that were not fitted: layouts that differ by less count as tied."""
 
 _STEPS = 3
-"""Measured of each layout or training, after another one."""
+"""Steps measured per layout or training, after a warm-up step."""
 _RANKS = 8
-"""Of sleeping stages."""
+"""Number of ranks with sleeping stages."""
 _SLEEPING = (
     "--num-layers 30 --hidden-size 2048 --num-attention-heads 16 --swiglu --vocab-size 128000 "
     "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm "
     "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408 "
     "--moe-layer-freq ([0]*6+[1]*24) --ffn-hidden-size 5632 --seq-length 4096"
 )
-"""Dense layers first, then those of experts, and a vocabulary that weighs several of them."""
+"""Dense layers first, then layers with experts, and a vocabulary that costs as much as several
+layers."""
 _STEP_S = 1.0
-"""About what a step of theirs takes."""
+"""Approximate duration of a step of sleeping stages."""
 _MESSAGE_S = 250e-6
-"""From the end of a sleep to the begin of the next one on another rank, over shared memory."""
+"""Time from the end of a sleep to the start of the next one on another rank, over shared memory."""
 _TRAINED_RANKS = 4
 _TRAINED = (
     "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 "
     "--seq-length 128 --vocab-size 1000 --padded-vocab-size 1024 --transformer-impl local "
     "--make-vocab-size-divisible-by 512 --untie-embeddings-and-output-weights "
 )
-"""Its loss weighs about two layers."""
+"""The loss of this model costs about as much as two layers."""
 _TRAINING = (
     "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --mock-data "
     "--num-workers 0 --lr 1e-3 --eval-iters 0 --eval-interval 100 --hidden-dropout 0 "
@@ -91,22 +92,22 @@ _TRAINING = (
 _KERNELS = {
     "kernel_us": 20, "flops_per_us": 2500, "bytes_per_us": 600, "lag_us": 1e5, **ranks.DEVICE_COSTS
 }  # fmt: skip
-"""A forward of a layer takes about 15 ms. Kernels leave the processor alone, so few cores train on
+"""A forward of a layer takes about 15 ms. Kernels do not use the processor, so a few cores can run
 many ranks at once."""
 _SIMUMAX_GEMM = 0.460
-"""Share of the peak of products in bf16 on the B200 of SimuMax, chosen on its rows; its
-micro-benchmarks have 0.49."""
+"""Share of peak speed that bf16 matrix products reach on SimuMax's B200, fitted to its rows; its
+micro-benchmarks show 0.49."""
 
 ROWS = Path(__file__).with_suffix("").with_name("planner_rows.json")
 
 
 def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Question:
-    """Return the question of a row, whose sizes are all fixed.
+    """Return the planner's question for a row, with all sizes fixed.
 
     Args:
         row: A row of the file.
-        flags: Megatron's flags of its model.
-        techniques: Those of its techniques; None: Megatron's own, without any.
+        flags: Megatron's flags for the row's model.
+        techniques: Flags for the row's techniques; None: Megatron's defaults.
     """
     model = sizes_of_flags(flags.split(), row["model"])
     count, device = parse_devices(row["devices"])
@@ -122,12 +123,12 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     plain = Techniques(precision=row["precision"])
     if techniques is not None:
         plain = techniques_of_flags(techniques.split(), row["precision"])
-    if plain.graphs == "auto":  # as these recipes have it
+    if plain.graphs == "auto":  # as in these recipes
         plain = replace(plain, graphs="layers")
     fixed["pairs"] = plain.overlaps_experts
     return Question(
         model=model,
-        # Some recipes shard the weights as well, or keep activations on the host.
+        # No memory limit: some recipes also shard the weights, or keep activations on the host.
         device=replace(device, memory_gib=1e6),
         num_devices=count,
         global_batch=row["global_batch"],
@@ -144,7 +145,7 @@ Measured = tuple[dict[str, Any], Layout, float, float | None]
 
 
 def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
-    """Return each row with its plan and the errors of time and memory, as shares."""
+    """Return each row with its plan and the relative errors of time and memory."""
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     measured_rows = []
     for row in data["rows"]:
@@ -162,7 +163,7 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
 
 
 def summary(errors: Sequence[float]) -> tuple[str, str]:
-    """Return mean and worst of the absolute errors in percent; dashes if there are none."""
+    """Return the mean and the largest absolute error in percent; dashes if there are none."""
     sizes = [100 * abs(error) for error in errors]
     return (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
 
@@ -170,10 +171,10 @@ def summary(errors: Sequence[float]) -> tuple[str, str]:
 def grouped(
     rows: Sequence[tuple[Sequence[str], Sequence[float | None]]],
 ) -> Iterator[tuple[str, list[list[float]]]]:
-    """Yield each name, and all, with the errors of its rows, kind by kind.
+    """Yield each name, and "all", with the errors of its rows by kind.
 
     Args:
-        rows: The names of each, and its errors of each kind; None: it has none.
+        rows: For each row: its names, and its error of each kind, or None.
     """
     names = dict.fromkeys(
         name for kind in zip(*(row[0] for row in rows), strict=True) for name in kind
@@ -187,9 +188,10 @@ def grouped(
 
 
 def by_hand() -> list[tuple[str, int, str, float, float]]:
-    """Return model, ranks and layout that people wrote, its worst share of the work, and ours.
+    """Return model, ranks, hand-written layout, its largest share of the work, and ours.
 
-    Shares are of the planner's costs on an H100, and times the ranks: 1 is even.
+    Shares are computed from the planner's costs on an H100 and multiplied by the number of ranks,
+    so 1 means even.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     device, compared = parse_devices("1xh100")[1], []
@@ -214,7 +216,7 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
 
 
 def slowed() -> tuple[Question, float]:
-    """Return what is planned, and how many times as slow as an H100 its stages sleep."""
+    """Return the planned job, and how many times slower than an H100 its stages sleep."""
     job = Question(
         model=sizes_of_flags(_SLEEPING.split(), "30 layers"),
         device=DEVICES["h100"],
@@ -231,14 +233,14 @@ def slowed() -> tuple[Question, float]:
 
 
 def layouts(job: Question) -> Iterator[Layout]:
-    """Yield every layout of half and of all ranks and of two micro-batches, with its cut."""
+    """Yield every layout on half and on all ranks, with two micro-batch sizes, and its cut."""
     for pp in (_RANKS // 2, _RANKS):
         for micro_batch in (1, 2):
             for chunks in (1, 2, 3, 4):
                 fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}
                 plans = search(replace(job, fixed=fixed), keep=1000).plans
                 yield from plans
-                if chunks == 1:  # nothing is planned with gpipe, unless it is named
+                if chunks == 1:  # the planner uses gpipe only if it is named
                     plan = forecast(job, plans[0].sizes, "gpipe", 1)
                     assert plan is not None
                     yield plan
@@ -251,19 +253,19 @@ def name_of(plan: Layout) -> str:
 
 @dataclass(frozen=True)
 class _CutTimes(OpTimes):
-    """Times of a cut."""
+    """Times of the stages of a cut."""
 
     stages: tuple[dict[Kind, float], ...] = ()
-    """By stage: seconds of each kind of action."""
+    """By stage: seconds per kind of action."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         return self.stages[stage][kind]
 
 
 def sleeping_s(plan: Layout, factor: float) -> float:
-    """Return the median time of a step of a layout, in seconds of the H100.
+    """Return the median step time of a layout, converted to seconds on an H100.
 
-    Its stages sleep `factor` times as long. Replicas of the pipeline run beside each other.
+    The stages sleep `factor` times as long. Replicas of the pipeline run at the same time.
     """
     stages: list[dict[Kind, float]] = []
     for part in stage_parts(plan):
@@ -285,7 +287,7 @@ def sleeping_s(plan: Layout, factor: float) -> float:
 
 
 def chosen(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the shortest by forecast, the fastest, and how far that is ahead."""
+    """Return the layout with the shortest forecast, the fastest one, and how far that is ahead."""
     first = min(rows, key=lambda row: row["forecast_s"])
     fastest = min(rows, key=lambda row: row["measured_s"])
     behind = 100 * (first["measured_s"] / fastest["measured_s"] - 1)
@@ -344,9 +346,9 @@ def run_trainings() -> list[dict[str, Any]]:
 
 
 def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Yield of each training the command of its forecast, its schedule, and both in seconds.
+    """Yield, per training: the forecasting command, the schedule, forecast and measured time.
 
-    Those of `plan --devices` are of pipelines, the others of whole steps.
+    The times for `plan --devices` cover only the pipeline, the others whole steps.
     """
     train(f"--pipeline-schedule zb-h1 --trace --trace-interval 1 --trace-dir {scratch}")
     model = sizes_of_flags(_TRAINED.split(), "16 layers")
@@ -395,7 +397,7 @@ def train(flags: str) -> tuple[float, float]:
 
 
 def time_training(argv: list[str]) -> list[tuple[float, float]]:
-    """Train as one rank; return the seconds of each step of its device, and of its pipeline."""
+    """Train as one rank; return, per step, the device's seconds and the pipeline's seconds."""
     import torch
 
     from megatron_ext import devices
@@ -428,8 +430,8 @@ def time_training(argv: list[str]) -> list[tuple[float, float]]:
 
 
 def run_models() -> list[dict[str, Any]]:
-    """Train each model for memory; print the errors by model, parallelism and schedule."""
-    from tests.planning import model_memory  # with Megatron, and torch
+    """Train each model to measure memory; print errors by model, parallelism and schedule."""
+    from tests.planning import model_memory  # imports Megatron and torch
 
     rows = []
     for case in model_memory.cases():
@@ -449,11 +451,11 @@ def run_models() -> list[dict[str, Any]]:
 
 
 def places(most_devices: int) -> list[tuple[int | None, float]]:
-    """Return for each configuration of Megatron-Bridge how its layout compares to all others.
+    """Return, for each Megatron-Bridge configuration, how its layout compares with all others.
 
-    Sizes alone are compared: tp, pp, cp, ep and micro-batch. First is the rank among the sizes of
-    the best 30 layouts; None: it is not among them. Second is how much longer the best layout of
-    these sizes takes than the best of all, as a share; infinite: it does not fit by forecast.
+    Only sizes are compared: tp, pp, cp, ep and micro-batch. The first value is the position among
+    the sizes of the best 30 layouts, or None. The second is how much longer the best layout of
+    these sizes takes than the best of all, as a fraction; infinite: it does not fit by forecast.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     comparisons: list[tuple[int | None, float]] = []

@@ -5,16 +5,17 @@
     python benchmarks/schedules.py --device [--scenario NAME ...] [--repetitions N] ...
 
 Every system runs the same model in real processes with real messages; stages emulate computation by
-sleeping. With several sizes the first runs all systems, the others leave out this package's
-schedules over gloo, unless `--only` selects some: 15 minutes. `--device` runs on the emulated
-device of the tests (tests/fake_musa/README.md), which is behind its host and needs a C++ compiler:
-three minutes. docs/results-schedules.md and docs/results-devices.md say what the columns are.
+sleeping. With several sizes, all systems run at the first size; the other sizes leave out this
+package's schedules over gloo, unless `--only` selects some. This takes 15 minutes. `--device` uses
+the emulated device of the tests (tests/fake_musa/README.md), which runs behind its host and needs a
+C++ compiler; it takes three minutes. docs/results-schedules.md and docs/results-devices.md explain
+the columns.
 
-With `--scenario` ops take random times, and every step of `--steps` is another draw, the same for
+With `--scenario` ops take random times, and each of the `--steps` is a different draw, the same for
 all systems. With `--repetitions` the shortest time of each draw counts, since other load only adds
-time. `dynamic_order.py` compares orders so.
+time. `dynamic_order.py` compares orders in this way.
 
-Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
+Sleeping ops show nothing about kernels, memory bandwidth or collectives that share a GPU with them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
 
 def main() -> int:
-    """Measure and print; 1 if a system failed."""
+    """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "few systems, few and short actions", only=True, figures=True)
     add = parser.add_argument
     add("--device", action="store_true", help="on the emulated device, which is behind its host")
@@ -65,7 +66,7 @@ def main() -> int:
     ranks.clean_up_when_terminated()
     measured: list[Compared] = []
     for pp in args.pp or pps:
-        # Gloo's share shows at the first size already.
+        # The first size already shows the effect of gloo.
         leaves_gloo_out = bool(measured) and not args.only
         selection = []
         for system in systems:
@@ -98,7 +99,7 @@ def _scenarios(parser: argparse.ArgumentParser, args: argparse.Namespace) -> lis
 
 
 def _sizes(args: argparse.Namespace, pp: int) -> Sizes:
-    """Return the sizes of a measurement with so many ranks."""
+    """Return the sizes of a measurement with `pp` ranks."""
     default_ms = 10 if args.device else 160 / pp
     forward_ms = args.forward_ms or default_ms
     warmup = 1 if args.quick else 2
@@ -110,7 +111,7 @@ def _is_over_gloo(system: System) -> bool:
 
 
 def _scenarios_of(system: System, scenarios: list[str], *, on_device: bool) -> list[str]:
-    """Return the scenarios of a system: on a device, dynamic orders and their table alone vary."""
+    """Return the scenarios of a system: on a device, only for dynamic orders and their table."""
     varies = isinstance(system, Own) and (system.config.dynamic or system.splits)
     return scenarios if varies or not on_device else ["quiet"]
 

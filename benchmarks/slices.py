@@ -4,14 +4,13 @@
 
 Without options it takes about eight minutes on two cores. Its parts:
 
-`schedules`: stages sleep, processes and messages are real, as in `schedules.py`, which has the same
-columns. With a share of attention in a forward, slices have equal cost. Below a table stands what
-the executor computes between two actions of it, with its messages: the processor's time, in which
-waits for a core do not count.
+`schedules`: stages sleep, while processes and messages are real, as in `schedules.py`, which has
+the same columns. If attention has a share of a forward, slices are cut to equal cost. Below a table
+is the executor's processor time between two actions, including messages but not waits for a core.
 
-`memory`: one step of a GPT on CPU ranks at 4096 tokens, a layer on each rank, attention recomputed.
-What autograd keeps at most, over what it keeps of one whole micro-batch, beside the table's peak,
-which bounds a dynamic order too.
+`memory`: one step of a GPT on CPU ranks with 4096 tokens, one layer per rank, and recomputed
+attention. It shows the peak of what autograd keeps, relative to one whole micro-batch, next to the
+table's peak, which also bounds a dynamic order.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from megatron_ext.tools.text_table import aligned
 
 _PARTS = ("schedules", "memory")
 _LENGTH = 4 * SEQUENCE_LENGTH
-"""Tokens of the samples of real models."""
+"""Tokens per sample of real models."""
 _SLICES, _ATTENTION = (1, 4, 8, 16), (0.3, 0.6)
 _FORWARD_MS = 80.0
 _COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights", "gap us")
 
 
 def systems() -> list[System]:
-    """Return what is compared: the rivals with whole micro-batches, then ours in slices."""
+    """Return the systems to compare: rivals with whole micro-batches, then ours with slices."""
 
     def sliced(count: int, share: float = 0.0) -> Own:
         label = f"zb-h1 slices={count}" + (f" attention {100 * share:g} %" if share else "")
@@ -52,10 +51,10 @@ def systems() -> list[System]:
 
 
 def executors_own(pp: int, num_microbatches: int) -> str:
-    """Return the processor's time between actions, of whole micro-batches and of most slices."""
+    """Return the processor time between actions, with whole micro-batches and with most slices."""
     figures = []
     for cut in (_SLICES[0], _SLICES[-1]):
-        # Ops may be short: their own time does not count.
+        # Ops may be short, because their own time does not count.
         sizes = Sizes(pp, num_microbatches, 2e-3 * cut, 1, 2)
         most_s = ranks.overhead_s(own("", "zb-h1", slices=cut), sizes)
         figures.append(f"{1e6 * most_s:.0f} us with slices={cut}")
@@ -63,7 +62,7 @@ def executors_own(pp: int, num_microbatches: int) -> str:
 
 
 def memory_of_a_model(length: int, slices: int) -> str:
-    """Return what a real model keeps, as a table beside what the schedule's says."""
+    """Return a table of what a real model keeps, next to the schedule's figures."""
     from tests.planning.model_memory import HIDDEN, sliced  # with Megatron, torch
 
     pp, num_microbatches = 4, 4
@@ -91,7 +90,7 @@ def memory_of_a_model(length: int, slices: int) -> str:
 
 
 def main() -> int:
-    """Measure and print; 1 if a system failed."""
+    """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "one small size, short actions")
     add = parser.add_argument
     add("--slice-ms", type=float, default=25,

@@ -2,12 +2,13 @@
 
     python benchmarks/transport.py [--quick]
 
-Two processes use the Python interface of each transport; docs/transport.md says what the wires are.
-Latency is half of a round trip, the median of all; bandwidth is that of back-to-back messages, the
-median of the rounds. The wires take turns, so a drift of the machine affects them alike.
+Two processes use the Python interface of each transport; docs/transport.md describes the wires.
+Latency is half of a round trip, the median of all of them. Bandwidth is measured with back-to-back
+messages, the median of the rounds. The wires take turns, so that a drift of the machine affects
+them alike.
 
-With NVIDIA GPUs, it sends device tensors too, and a message counts as received when the receiver's
-GPU has it. A single GPU serves both processes.
+With NVIDIA GPUs, it also sends device tensors, and a message counts as received when the receiver's
+GPU has it. A single GPU can serve both processes.
 
     gpu, staged      through pinned memory
     gpu, ipc         from GPU to GPU
@@ -46,18 +47,19 @@ SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
 _PIECE_BYTES = 1 << 18
 _TCP_PIECE_BYTES = 1 << 16
 _MAX_SHM_BYTES = 1 << 26
-"""Longer messages are not sent through memory: some hosts have too little for their slots."""
+"""Longer messages are not sent through shared memory, because some hosts have too little for the
+slots."""
 _TIMEOUT_S = 60.0
 
 
 class _Torch:
-    """Tensors that torch.distributed sends; the base of the other ways to exchange messages."""
+    """Sends tensors with torch.distributed; base class of the other ways to exchange messages."""
 
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
         self._buffer, self._peer, self._group = torch.zeros_like(tensor), 1 - dist.get_rank(), group
 
     def start(self, sends: int, receives: int) -> None:
-        """Get ready for so many messages."""
+        """Prepare for this many messages."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send the next message."""
@@ -71,11 +73,11 @@ class _Torch:
         """Wait until everything sent has left."""
 
     def close(self) -> None:
-        """Give everything up."""
+        """Release everything."""
 
 
 class _Ours(_Torch):
-    """Messages of a transport of ours."""
+    """Sends messages through one of our transports."""
 
     def __init__(self, transport: Transport) -> None:
         self._peer, self._transport = 1 - dist.get_rank(), transport
@@ -100,11 +102,11 @@ class _Ours(_Torch):
 
 
 class _Socket(_Torch):
-    """The least that TCP takes: both ends know what comes, and where it belongs."""
+    """The minimum that TCP needs: both ends know which message comes and where it belongs."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        # Rank 0 says in the store where it listens.
+        # Rank 0 publishes its address in the store.
         name, store = f"socket-{tensor.nbytes}", dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
             with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -133,7 +135,7 @@ class _Socket(_Torch):
 
 
 def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTransport:
-    """Connect the two ranks, under a name of this wire and size."""
+    """Connect the two ranks, under a name for this wire and size."""
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     return NativeTransport(
         store, me, [1 - me], run_id=name, wire=wire, slots=8, slot_bytes=slot_bytes, **options
@@ -141,13 +143,13 @@ def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTran
 
 
 Figures = tuple[float, float]
-"""Median latency in seconds and bandwidth in bytes for each second, with one wire and size."""
+"""Median latency in seconds and bandwidth in bytes per second, for one wire and size."""
 
 
 def ping_pong(
     wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]
 ) -> list[float]:
-    """Half round trips, seen by rank 0."""
+    """Return half of each round-trip time, in seconds, as seen by rank 0."""
     wire.start(count, count)
     dist.barrier()
     times = []
@@ -165,7 +167,7 @@ def ping_pong(
 
 
 def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]) -> float:
-    """Bytes for each second from rank 0 to rank 1, up to the answer to the last one."""
+    """Return the bytes per second from rank 0 to rank 1, until the last message is answered."""
     sends, receives = (count, 1) if dist.get_rank() == 0 else (1, count)
     wire.start(sends, receives)
     dist.barrier()
@@ -184,15 +186,15 @@ def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[],
 
 
 def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures]:
-    """Measure all wires with one size, on one of two ranks; figures are those of rank 0.
+    """Measure all wires at one size, on one of two ranks; only rank 0's figures count.
 
     Args:
-        num_bytes: Of a message.
-        rounds: In turn.
-        backend: Of devices, of which each rank takes its own or both take the first; empty: the
-            wires of the host.
+        num_bytes: Size of a message.
+        rounds: How often the wires take turns.
+        backend: Device backend; each rank takes a separate device, or both take the first. Empty:
+            measure the host's wires.
     """
-    torch.set_num_threads(1)  # a copy by several threads would be no bound for one
+    torch.set_num_threads(1)  # a multi-threaded copy would not be a bound for one thread
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing is asynchronous on the host
@@ -216,14 +218,14 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         alone = "gpu, copy"
         pairs = [(tensor.cpu(), tensor)]
     else:
-        # A copy alone stands for a lower bound only where messages go through memory.
+        # A plain copy is a lower bound only for messages that go through shared memory.
         count, alone = 300, "copy" if num_bytes <= _MAX_SHM_BYTES else ""
         wires = _of_host(tensor)
         pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
     latencies: dict[str, list[float]] = defaultdict(list)
     bandwidths: dict[str, list[float]] = defaultdict(list)
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # the first turn warms up
         for name, wire in wires.items():
             taken_s = ping_pong(wire, tensor, count, arrived)
             bandwidth = stream(wire, tensor, count, arrived)
@@ -231,9 +233,9 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
                 latencies[name] += taken_s
                 bandwidths[name].append(bandwidth)
         dist.barrier()
-        if alone and dist.get_rank() == 0:  # while the other one waits
+        if alone and dist.get_rank() == 0:  # while the other rank waits
             for number in range(count):
-                # In turn, because the two processes touch as much memory.
+                # Alternate between buffers, because two processes would touch as much memory.
                 to, source = pairs[number % len(pairs)]
                 begin = time.perf_counter()
                 to.copy_(source)
@@ -271,7 +273,7 @@ def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
 
 
 def left_out() -> str:
-    """Say which rows this machine has no GPUs for; empty if it has them all."""
+    """Say which rows are left out for lack of GPUs; empty if none are."""
     if not torch.cuda.is_available():
         return "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
     if torch.cuda.device_count() < 2:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, how figures are printed, and where they are written."""
+"""Options common to all benchmarks, and functions that print and write figures."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 def options(
     about: str | None, quick: str = "", *, only: bool = False, figures: bool = False
 ) -> argparse.ArgumentParser:
-    """Return a parser of the options that benchmarks share.
+    """Return a parser with the options common to all benchmarks.
 
     Args:
-        about: The docstring of the benchmark, whose first line is shown.
-        quick: What `--quick` leaves; empty: there is no such option.
-        only: Whether `--only TEXT ...` chooses systems, see `chosen`.
-        figures: Whether `--json FILE` gets the figures, see `write_json`.
+        about: The benchmark's docstring, whose first line is shown.
+        quick: What remains with `--quick`; empty: there is no such option.
+        only: Whether `--only TEXT ...` chooses systems; see `chosen`.
+        figures: Whether `--json FILE` writes the figures; see `write_json`.
     """
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    if figures:  # refused before anything is measured, if it cannot be written
+    if figures:  # fail before measuring if the file cannot be written
         parser.add_argument("--json", type=_writable, help="also write the figures to this file")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
@@ -54,10 +54,10 @@ def _writable(text: str) -> Path:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Replace a file by these figures, if one is wanted.
+    """Replace a file with these figures, if `path` is given.
 
     Raises:
-        SystemExit: It cannot be written; with the line that says so. What was there is still there.
+        SystemExit: It cannot be written; the message says why, and the old file remains.
     """
     if path is None:
         return
@@ -70,7 +70,7 @@ def write_json(path: Path | None, content: Any) -> None:
 def chosen(
     parser: argparse.ArgumentParser, systems: Sequence[System], only: Sequence[str]
 ) -> list[System]:
-    """Return the systems with one of the texts in their name; all without, an error if none."""
+    """Return the systems whose name contains one of the texts; without texts, return all."""
     selected = [
         system for system in systems if not only or any(text in system.name for text in only)
     ]
@@ -81,7 +81,7 @@ def chosen(
 
 
 def size(text: str) -> tuple[int, int]:
-    """Parse `PPxM`: the ranks of a pipeline and its micro-batches."""
+    """Parse `PPxM`: a pipeline's ranks and micro-batches."""
     try:
         pp, num_microbatches = map(int, text.split("x"))
     except ValueError:
@@ -90,7 +90,7 @@ def size(text: str) -> tuple[int, int]:
 
 
 def machine() -> str:
-    """Return the versions, the cores and the present load, which belong beside every figure."""
+    """Return the versions, cores and current load, to print next to every figure."""
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
     return (
         f"{packages}, Python {platform.python_version()}, {os.cpu_count()} cores, load average "
@@ -99,7 +99,7 @@ def machine() -> str:
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
-    """Return one list of times over another, draw by draw."""
+    """Return the ratios of two lists of times, draw by draw."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
@@ -112,7 +112,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def figure(value: float | None, form: str, scale: float = 1.0) -> str:
-    """Return a figure as the cell of a table; an empty one if there is none."""
+    """Return a figure as a table cell; an empty cell if it is None."""
     return "" if value is None else format(scale * value, form)
 
 

@@ -1,4 +1,4 @@
-"""Systems side by side, undisturbed or in scenarios: all run in turn, then shown as one table."""
+"""Runs systems in turn, undisturbed or in scenarios, and shows them in one table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .systems import Own, System
 Key = tuple[str, str]
 """System and scenario."""
 _NOISY = 0.05
-"""Ops that took longer than this above their time: the machine was too busy."""
+"""If ops exceed their nominal time by this fraction, the machine was too busy."""
 
 
 @dataclass
 class Compared:
-    """Systems at one size."""
+    """Results of systems at one size."""
 
     sizes: Sizes
     conditions: str = ""
@@ -35,10 +35,10 @@ class Compared:
     failures: dict[str, str] = field(default_factory=dict)
 
     def speeds(self, key: Key) -> tuple[float, float] | None:
-        """Return how much faster a dynamic order was than its table, and should have been.
+        """Return how much faster a dynamic order was than its table, and how much it should be.
 
-        Medians over the draws, as measured and with the simulated times of both orders that ran;
-        None for other systems, without a table, or if nothing ran.
+        These are medians over the draws, as measured, and with the simulated times of the two
+        orders that ran. None for other systems, without a table, or if nothing ran.
         """
         (name, scenario), figures = key, self.figures[key]
         dynamic, own_systems = (
@@ -60,7 +60,7 @@ class Compared:
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything for a file."""
+        """Return all results, for a JSON file."""
         return {
             "conditions": self.conditions,
             "pp": self.sizes.pp,
@@ -82,15 +82,15 @@ def compare(
     simulates: bool = False,
     **where: Any,
 ) -> Compared:
-    """Run systems in turn; a system that fails is noted, and the others run.
+    """Run systems in turn; if one fails, record that and run the others.
 
     Args:
-        selection: Systems, each with the scenarios that it runs in.
-        sizes: How much is run; `steps` are draws of each scenario.
-        repetitions: Of all draws.
-        conditions: What to say of the machine besides.
-        simulates: Compute what to expect, and measure nothing; of systems of ours alone.
-        where: The device of the ranks and their environment, as `ranks.run` takes them.
+        selection: Systems, each with its scenarios.
+        sizes: Sizes of the measurement; `steps` is the number of draws per scenario.
+        repetitions: How often to run all draws.
+        conditions: Further description of the machine.
+        simulates: Compute the expected times instead of measuring; only for our systems.
+        where: Device and environment of the ranks; see `ranks.run`.
     """
     compared, before = Compared(sizes), machine()
     for system, names in selection:
@@ -121,15 +121,15 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
 
 
 def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
-    """Return the text of every column; `Figures` and `speeds` say what they are."""
+    """Return the text of every column; see `Figures` and `speeds` for their meaning."""
     name, scenario = key
-    work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without any bubble
+    work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without a bubble
     speed, of_orders = measured.speeds(key) or (None, None)
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
         "T ms": f"{1e3 * figures.median_s:.0f}",
         "T/ideal": f"{figures.median_s / work_s:.3f}",
-        # Of the order that ran, with exact ops and free messages.
+        # The time of the order that ran, with exact ops and free messages.
         "order": f"{figures.optimum_s / work_s:.3f}",
         "T/order": f"{statistics.median(ratios(figures.seconds, figures.order_s)):.3f}",
         "replay %": f"{100 * statistics.median(figures.overheads):.1f}",
@@ -141,7 +141,7 @@ def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
         "hops": f"{figures.hops:g}",
         "gap us": f"{1e6 * figures.gap_s:.0f}",
         "hop us": f"{1e6 * figures.hop_s:.0f}",
-        # CPU time of a rank over T: beyond cores/pp ranks wait for cores.
+        # CPU time of a rank over T; above cores/pp, ranks wait for cores.
         "cpu %": f"{100 * figures.cpu_s / figures.median_s:.1f}",
         "waits": f"{figures.waits_per_action:.2f}",
         "speed": figure(speed, ".3f"),
@@ -150,7 +150,7 @@ def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
 
 
 def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> str:
-    """Return the figures of comparisons as one table of text."""
+    """Return the figures of all comparisons as one text table."""
     all_cells = [
         cells(compared, key, figures)
         for compared in comparisons
@@ -160,7 +160,7 @@ def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> 
 
 
 def report_failures(comparisons: Iterable[Compared]) -> int:
-    """Print which systems failed and why; return the code to exit with."""
+    """Print which systems failed and why; return the exit code."""
     failures = [failure for compared in comparisons for failure in compared.failures.items()]
     for name, reason in failures:
         print(f"\n{name}: {reason}", file=sys.stderr)

@@ -1,9 +1,9 @@
 """The probe of a device that runs behind its host.
 
-The emulated device of the tests takes the time of each op; the host only launches it. The kernel
-that takes the time is the first of its op: in training too, a device starts on an op's first kernel
-while its host still launches the others. Events before and after an op, in the device's stream,
-give its times.
+The tests' emulated device takes the time of each op; the host only launches it. The kernel that
+takes the time is the first of its op, since in real training, too, a device starts an op's first
+kernel while the host is still launching the others. Events before and after an op, in the device's
+stream, give its times.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _CLOCK_SAMPLES = 10
 
 
 class DeviceProbe(Probe):
-    """Lets the device take the time of ops, and reads it from events."""
+    """Lets the device spend the time of ops, and reads it from events."""
 
     def __init__(self, times: OpTimes, device: torch.device) -> None:
         super().__init__(times, device)
         self.timed: list[tuple[tuple[int, Kind, int], torch.Event, torch.Event]] = []
-        """Ops, and the events around them."""
+        """Ops, with the events around them."""
 
     def meet(self) -> None:
-        """Wait for all ranks, with the host's time of a point in the stream of an idle device."""
+        """Wait for all ranks, and relate the idle device's stream to the host's clock."""
         best_s = float("inf")
         for _ in range(_CLOCK_SAMPLES):
             event = devices.current().timing_event()
@@ -47,21 +47,21 @@ class DeviceProbe(Probe):
         host_waits.reset()
 
     def finish(self) -> int:
-        """Let the device end the step; return how often the host waited for it before."""
+        """Wait until the device ends the step; return how often the host had waited before that."""
         waits: int = sum(
             count
             for (_, _, thread), count in host_waits.by_line().items()
-            if "megatron-ext" not in thread  # those beside a staged transport are there to wait
+            if "megatron-ext" not in thread  # a staged transport's threads are meant to wait
         )
         devices.current().synchronize()
         return waits
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Enqueue the time of an op, and record what the device does inside as that op."""
+        """Enqueue the time of an op, and record the device's work in this context as that op."""
         return TimedOp(self, (stage, kind, microbatch))
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Do nothing: the op that runs has enqueued its time."""
+        """Do nothing, because the running op has already enqueued its time."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Enqueue a kernel that takes the time of an op."""
@@ -69,7 +69,7 @@ class DeviceProbe(Probe):
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
 
     def take(self) -> tuple[list[Op], float]:
-        """Return ops and peak since the last call; the device must have finished them."""
+        """Return the ops and the peak since the last call; the device must have finished them."""
         ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self.timed]
         self.timed, peak, self.peak_live = [], self.peak_live, 0
         return ops, peak
@@ -79,7 +79,7 @@ class DeviceProbe(Probe):
 
 
 class TimedOp:
-    """Puts an event before and after what is launched inside `with`: an op, or two of a pair."""
+    """Records events before and after the work launched inside `with`: one op, or a pair's two."""
 
     def __init__(self, probe: DeviceProbe, *names: tuple[int, Kind, int]) -> None:
         self._probe, self._names = probe, names

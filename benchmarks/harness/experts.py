@@ -1,10 +1,10 @@
 """Stages with experts: layers that exchange tokens with another rank, alone and in pairs.
 
 A layer computes attention, sends its tokens to their experts, computes the experts and sends the
-results back. Computation takes half of the layer's time in each of the two; the ranks of a group of
-experts meet in both exchanges, which then take the time of an all-to-all. Alone, all four follow
-each other in one stream. In a pair Megatron's `combined_forward_backward_step` runs them, by its
-own plan of a layer, and exchanges have a stream of their own.
+results back. Attention and experts each take half of the layer's computation. The ranks of an
+expert group meet in both exchanges, which then take the time of an all-to-all. Outside pairs, all
+four parts follow each other in one stream. In a pair, Megatron's `combined_forward_backward_step`
+runs them by its plan of a layer, with exchanges in a separate stream.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .stage import MESSAGE_SHAPE, Chunk, Passing, Probe, first, weight_product
 
 
 class ExpertProbe(DeviceProbe):
-    """Lets the parts of a layer take their time, each in the stream that it runs in."""
+    """Lets each part of a layer spend its time in the stream in which it runs."""
 
     split: SplitBackward | None = None
-    """Knows whether the backward that runs leaves its weight gradients to W."""
+    """Tells whether the running backward defers its weight gradients to W."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Enqueue the time of a W; the parts of other ops enqueue theirs."""
+        """Enqueue the time of a W; the parts of other ops enqueue their own."""
         if kind == "W":
             super().enqueue(kind, stage, microbatch)
 
@@ -57,7 +57,7 @@ class ExpertProbe(DeviceProbe):
     def record_plans(
         self, split: SplitBackward | None = None, table: Schedule | None = None
     ) -> None:
-        """Record what plans run; both of a pair at one time."""
+        """Record what plans run; both ops of a pair get the same time."""
         self.split = split
         rows = () if table is None else table.rows
         split_backwards = {a[:3:2] for row in rows for a in row if a.kind == "W"}
@@ -87,7 +87,7 @@ class ExpertProbe(DeviceProbe):
 
 
 def _meet(device: torch.device) -> None:
-    """Make the current stream wait until the others of the group of experts have come."""
+    """Make the current stream wait until the other ranks of the expert group have arrived."""
     group = parallel_state.get_expert_model_parallel_group()
     operations = [
         torch.distributed.P2POp(do, torch.empty(1, device=device), other, group)
@@ -106,14 +106,14 @@ class _Layer(torch.nn.Module):
         super().__init__()
         self.probe = probe
         self.place = (0, 0)
-        """(stage, micro-batch) of the forward that runs."""
+        """(stage, micro-batch) of the running forward."""
         weight = torch.zeros(MESSAGE_SHAPE[-1], 1, device=probe.device)
         self.weights = torch.nn.ParameterList([weight, weight.clone()])
 
     def run(self, part: Part, x: torch.Tensor) -> torch.Tensor:
         """Run one part."""
         self.probe.part(part, "F", self.place)
-        # No view, which Megatron would replace.
+        # Clone, because Megatron would replace a view.
         output: torch.Tensor = Passing.apply(x, self._spending("I", part)).clone()
         if part in ("attention", "experts"):
             from_weights = weight_product(x, self.weights[part == "experts"])
@@ -121,7 +121,7 @@ class _Layer(torch.nn.Module):
         return output
 
     def _spending(self, kind: Kind, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what takes the time of a gradient; that of weights may be left to W."""
+        """Return a function that spends a gradient's time; weight gradients may be left to W."""
         place, probe = self.place, self.probe
 
         def passes(gradient: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class ExpertChunk(Chunk):
         self.layers = torch.nn.ModuleList(self.parts)
 
     def begin(self, data: Iterator[dict[str, torch.Tensor]], microbatch: int) -> torch.Tensor:
-        """Return what the first layer takes."""
+        """Return the input of the first layer."""
         for layer in self.parts:
             layer.place = (self.number, microbatch)
         activation = self._given(data) + self.stage.z
@@ -158,7 +158,7 @@ class ExpertChunk(Chunk):
         return x
 
     def build_schedule_plan(self, data: Iterator[dict[str, torch.Tensor]]) -> _ChunkPlan:
-        """Return what Megatron runs in a pair, or alone."""
+        """Return the plan that Megatron runs, in a pair or alone."""
         return _ChunkPlan(self, data)
 
 

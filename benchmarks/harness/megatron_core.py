@@ -1,7 +1,7 @@
 """Steps of Megatron's own schedules, through its own functions.
 
 They run on the CPU through this package's device redirects, which do not change schedules. The
-options are those of training: deallocated outputs, and either kind of P2P for interleaved.
+options are the same as in training: deallocated outputs, and either kind of P2P for interleaved.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def forward_step(
     """Return the output of a chunk, or its plan, and the loss function."""
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        count = torch.full((), output.numel(), device=output.device)  # no copy to it
+        count = torch.full((), output.numel(), device=output.device)  # avoids a copy to it
         return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
 
     return chunk.build_schedule_plan(data) if return_schedule_plan else chunk(data), loss
@@ -90,11 +90,11 @@ def set_up(
     """Initialise Megatron, build the stages of this rank and record their steps.
 
     Args:
-        placement: Where the stages are. Ranks beyond it exchange tokens of experts.
-        num_microbatches: In one step.
-        probe: Records the ops, and makes the chunks.
-        backward_kind: Says what a backward step that begins now is.
-        settings: More of the configuration.
+        placement: Where the stages are. Ranks beyond it exchange tokens with experts.
+        num_microbatches: Micro-batches in one step.
+        probe: Records the ops, and creates the chunks.
+        backward_kind: Returns the kind of a backward step that starts now.
+        settings: More settings of the configuration.
 
     Returns:
         The stages, and the arguments of a forward-backward function.
@@ -108,7 +108,7 @@ def set_up(
         virtual_pipeline_model_parallel_size=virtual,
         num_moe_experts=2 * experts if experts > 1 else None,
         expert_model_parallel_size=experts,
-        moe_token_dispatcher_type="alltoall",  # pairs ask for it
+        moe_token_dispatcher_type="alltoall",  # required by pairs
         **settings,
     )
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
@@ -135,7 +135,7 @@ def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable
             first(output).benchmark_key = key
         return output, num_tokens
 
-    @functools.wraps(run_backward)  # releases are told apart by its parameters
+    @functools.wraps(run_backward)  # keeps the parameters, by which releases are told apart
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
@@ -150,7 +150,7 @@ def prepare(
 ) -> Callable[[], object]:
     """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`.
 
-    With `-overlap, experts` stages have experts, and Megatron's own overlap of their exchanges.
+    With `-overlap, experts` stages have experts, and Megatron overlaps their exchanges.
     """
     overlap = schedule.startswith("interleaved-overlap")
     _, keywords = set_up(
@@ -158,7 +158,8 @@ def prepare(
         overlap_p2p_comm=overlap,
         batch_p2p_comm=not overlap,
     )  # fmt: skip
-    # Not before it is complete: Megatron's check asks for half precision, which kernels need.
+    # Set only after construction, because Megatron's check requires half precision, which only
+    # kernels need.
     keywords["model"][0].config.overlap_moe_expert_parallel_comm = schedule.endswith("experts")
     probe.record_plans()
     function = schedules.get_forward_backward_func()

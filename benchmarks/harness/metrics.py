@@ -19,47 +19,48 @@ from megatron_ext.schedules import Placement
 from .ops import Op, OpTimes, Step
 
 _Made = dict[tuple[str, int, int, int], float]
-"""F or B, stage, micro-batch, twin -> since when that exists."""
+"""(F or B, stage, micro-batch, twin) -> the time from which this tensor exists."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one system; activations in those of one micro-batch on 1/pp of the model.
+    """The figures of one system; the unit of activations is one micro-batch on 1/pp of the model.
 
-    Lists have one item for each draw of the times of ops, that of its shortest repetition: other
-    load only adds time. Without draws, each step is one.
+    Lists have one item per draw of the ops' times, from the draw's shortest repetition, since other
+    load only adds time. Without draws, each step counts as a draw.
     """
 
     seconds: list[float]
-    """Of the step, from its first rank's begin to its last rank's end."""
+    """Time of the step, from the start of its first rank to the end of its last rank."""
     peak_of_order: float
-    """Activations that the order must keep on the worst rank, from F to B or W; in a sliced table
-    those of slices."""
+    """Activations that the order must keep on the worst rank, from F to B or W; in a sliced table,
+    counted in slices."""
     order_s: list[float] = field(default_factory=list)
     """Time of the order that ran, with exact ops and free messages."""
     overheads: list[float] = field(default_factory=list)
-    """Last end - first begin over the time of that order with the ops as they were, minus 1: what
-    runtime and messages added."""
+    """The time of the step divided by the time of that order with the measured ops, minus 1: the
+    overhead of runtime and messages."""
     op_inflation: float = 0.0
-    """Time recorded in ops over the time that they should take, minus 1."""
+    """Time recorded in ops divided by their nominal time, minus 1."""
     peak_live: float = 0.0
-    """Activations that were alive at once, at most, on the worst rank."""
+    """Most activations alive at once, on the worst rank."""
     cpu_s: float = 0.0
     """Median over the steps of the mean processor time of a rank."""
     num_ops: int = 0
-    """Most ops of a rank in one step."""
+    """Largest number of ops of a rank in one step."""
     hops: float = 0.0
-    """Messages on the longest path of the order that ran: so many latencies make it longer."""
+    """Messages on the longest path of the order that ran, which grows by that many latencies."""
     gap_s: float = 0.0
-    """Median from the end of an op to the start of the next of its rank, whose input was there."""
+    """Median time from the end of an op to the start of the rank's next op, if its input was
+    ready."""
     hop_s: float = 0.0
-    """Median from the end of an op to the start of one that waits for it on another rank."""
+    """Median time from the end of an op to the start of an op waiting for it on another rank."""
     waits_per_action: float = 0.0
-    """How often a host waited for its device, for each action."""
+    """How often a host waited for its device, per action."""
 
     @property
     def median_s(self) -> float:
-        """Median step."""
+        """Median time of a step."""
         return statistics.median(self.seconds)
 
     @property
@@ -74,9 +75,9 @@ def evaluate(
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world, then by step: all draws, and again for each repetition.
+        steps: By rank of the world, then by step: all draws, repeated for each repetition.
         placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
-        draws: What the ops should have taken in each draw.
+        draws: Nominal times of the ops in each draw.
     """
     totals = _Totals()
     timings_of_draws: list[list[_Timing]] = [[] for _ in draws]
@@ -85,7 +86,7 @@ def evaluate(
         number = position % len(draws)
         timing = totals.add(ranks, placement, draws[number])
         timings_of_draws[number].append(timing)
-    # The shortest repetition of each draw: tuples compare by the time of the step first.
+    # Take the shortest repetition of each draw: tuples compare first by the time of the step.
     shortest = [min(timings) for timings in timings_of_draws]
     return Figures(
         seconds=[timing.step_s for timing in shortest],
@@ -104,7 +105,7 @@ def evaluate(
 
 
 class _Timing(NamedTuple):
-    """The times of one step, as `Figures` has them."""
+    """The times of one step, as in `Figures`."""
 
     step_s: float
     order_s: float
@@ -127,11 +128,11 @@ class _Totals:
     hops_s: list[float] = field(default_factory=list)
 
     def add(self, ranks: Sequence[Step], placement: Placement, draw: OpTimes) -> _Timing:
-        """Add a step of all ranks, whose ops should have taken the times of a draw."""
+        """Add a step of all ranks, whose ops had the nominal times of a draw."""
         rows = [step.ops for step in ranks]
         order_s = replay(rows, placement, draw.of)
         replay_s = replay(rows, placement, lambda op: op.duration_s)
-        # A latency too small to change the longest path makes the order longer by one for each hop.
+        # A latency too small to change the longest path lengthens the order by one latency per hop.
         latency_s = 1e-6 * draw.forward_s
         with_latency_s = replay(rows, placement, draw.of, latency_s)
         self.hops.append(round((with_latency_s - order_s) / latency_s))
@@ -149,7 +150,7 @@ class _Totals:
         return _Timing(seconds_of(ranks), order_s, (last_s - first_s) / replay_s - 1)
 
     def _add_gaps(self, rows: Sequence[Sequence[Op]], placement: Placement) -> None:
-        """Add the times between an op and the next of its rank, or its input and itself."""
+        """Add the gaps between ops on a rank, and between an op and its input from another rank."""
         ends_s: _Made = {}
         for rank, row in enumerate(rows):
             for op in row:
@@ -159,7 +160,7 @@ class _Totals:
             for previous, op in pairwise(row):
                 ready_s = _ready(op, rank % placement.twins, placement, ends_s, 0.0)
                 assert ready_s is not None
-                # An op whose input came before its rank was free tells what the runtime takes.
+                # If an op's input arrived before its rank was free, the gap is the runtime's time.
                 if ready_s <= previous.end_s:
                     self.gaps_s.append(op.begin_s - previous.end_s)
                 else:
@@ -167,7 +168,7 @@ class _Totals:
 
 
 def seconds_of(ranks: Sequence[Step]) -> float:
-    """Return the time of a step, from its first rank's begin to its last rank's end."""
+    """Return the time of a step, from the start of its first rank to the end of its last rank."""
     return max(step.end_s for step in ranks) - min(step.begin_s for step in ranks)
 
 
@@ -189,17 +190,17 @@ def replay(
     """Return the makespan of an order of ops.
 
     Args:
-        rows: By rank of the world, the ops in the order in which they ran.
+        rows: By rank of the world: the ops in the order in which they ran.
         placement: Where the stages are.
         duration_s: The time of an op.
-        latency_s: From the end of an op to the start of one that waits for it on another rank.
+        latency_s: Time from the end of an op to the start of an op waiting for it on another rank.
 
     Raises:
         ValueError: The order is impossible, so the record is wrong.
     """
     ready_s: _Made = {}
     position, now = [0] * len(rows), [0.0] * len(rows)
-    # Rank after rank as far as inputs exist, until nobody gets further.
+    # Advance each rank as far as inputs exist, until no rank gets any further.
     progress = True
     while progress:
         progress = False
@@ -228,7 +229,7 @@ def _made_by(op: Op, twin: int) -> tuple[str, int, int, int]:
 def _ready(
     op: Op, twin: int, placement: Placement, ready_s: _Made, latency_s: float
 ) -> float | None:
-    """Return since when the input of an op exists, or None."""
+    """Return the time from which the input of an op exists, or None."""
     source = placement.source(op.stage, op.kind)
     if source is None:
         return 0.0

@@ -1,8 +1,8 @@
-"""The records of a rank, and how long its ops and messages have to take.
+"""The records of a rank, and the nominal times of its ops and messages.
 
-Scenarios disturb them. A draw depends only on the seed, the step and its op or message, so all
-systems get the same draws; factors have mean 1. The parent of the ranks imports this too, so it
-imports neither torch nor Megatron.
+Scenarios disturb the times. A draw depends only on the seed, the step and the op or message, so all
+systems get the same draws; factors have mean 1. The parent of the ranks also imports this module,
+so it imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 from megatron_ext.schedules import Kind
 
 SEQUENCE_LENGTH = 1024
-"""Of the emulated model, in tokens: enough for slices of any cost."""
+"""Sequence length of the emulated model, in tokens: enough for slices of any cost."""
 LAYERS = 4
-"""Of a model with experts, on 1/pp of it."""
+"""Layers on 1/pp of a model with experts."""
 Part = Literal["attention", "dispatch", "experts", "combine"]
-"""Of such a layer."""
+"""A part of such a layer."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Sizes:
     pp: int
     num_microbatches: int
     forward_s: float
-    """Forward of one device share; both gradients take as long."""
+    """Forward of one device share; each gradient takes as long."""
     warmup: int
     steps: int
     timeout_s: float = 60.0
-    """For every wait."""
+    """Time-out of every wait."""
 
     @property
     def work_s(self) -> float:
@@ -53,7 +53,7 @@ class Op(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """Time from its begin to its end."""
+        """Time from start to end."""
         return self.end_s - self.begin_s
 
 
@@ -62,12 +62,12 @@ class OpTimes:
     """Durations of ops."""
 
     forward_s: float
-    """Forward of one device share (1/pp of the model); both gradients take as long."""
+    """Forward of one device share (1/pp of the model); each gradient takes as long."""
     share: float
-    """Part of a device share that one stage is."""
-    # Not hashed: simulations are cached by the times of their ops.
+    """Size of one stage, as a fraction of a device share."""
+    # Excluded from the hash, by which simulations are cached, because mappings cannot be hashed.
     slices: Mapping[Kind, Sequence[float]] = field(default_factory=dict, kw_only=True, hash=False)
-    """By kind: the shares of a micro-batch's slices in its time; empty: it is whole."""
+    """By kind: each slice's share of a micro-batch's time; empty: micro-batches are whole."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return the time of one op; in sliced tables, micro-batches are slices."""
@@ -75,20 +75,20 @@ class OpTimes:
         return seconds * (2 if kind == "B" else 1) * shares[microbatch % len(shares)]
 
     def of(self, op: Op) -> float:
-        """Return the time that an op should have taken."""
+        """Return the nominal time of an op."""
         return self.seconds(op.kind, op.stage, op.microbatch)
 
     def latency_s(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return how long what a stage needs (activation F, gradient B) is under way."""
+        """Return how long the tensor that a stage needs (activation F, gradient B) is in flight."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class ExpertTimes(OpTimes):
-    """How long each op computes, and how long the all-to-all of its layers takes."""
+    """Times of each op's computation and of its layers' all-to-all."""
 
     all_to_all: float = field(default=0.0, kw_only=True)
-    """All-to-all in a forward or an input gradient, over the computation there."""
+    """All-to-all in a forward or an input gradient, relative to the computation."""
 
     def part_s(self, part: Part, kind: Kind, stage: int, microbatch: int) -> float:
         """Return the time of a part of one layer."""
@@ -114,17 +114,17 @@ class Scenario:
     slow_rank: float = 1.0
     """Factor on the ops of the rank in the middle."""
     spikes: float = 0.0
-    """Part of the ops of the rank in the middle that take two forwards longer."""
+    """Fraction of the middle rank's ops that take two forwards longer."""
     latency: float = 0.0
-    """Mean of the log-normal time (sigma 1) from the end of an op until its message is there."""
+    """Mean of the log-normal time (sigma 1) from the end of an op until its message arrives."""
     slow_hop: float = 0.0
-    """Further latency between the two ranks in the middle, always the same."""
+    """Additional constant latency between the two ranks in the middle."""
     last_stage: float = 1.0
     """Factor on the ops of the last stage."""
 
     @property
     def delays_messages(self) -> bool:
-        """True if messages take time."""
+        """Whether messages take time."""
         return self.latency > 0 or self.slow_hop > 0
 
 
@@ -153,7 +153,7 @@ class NoisyTimes(OpTimes):
     step: int
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        if kind == "B":  # those of I and W
+        if kind == "B":  # the times of I and W
             return sum(self.seconds(half, stage, microbatch) for half in ("I", "W"))
         scenario, middle = self.scenario, (max(self.rank_of) + 1) // 2
         factor = self._factor(scenario.jitter, kind, stage, microbatch)
@@ -197,10 +197,10 @@ class Step(NamedTuple):
     end_s: float
     ops: list[Op]
     peak_live: float
-    """Activations of stages, in whole micro-batches."""
+    """Peak of stage activations, in whole micro-batches."""
     cpu_s: float = 0.0
     """Processor time of the rank."""
     runtime_s: float = 0.0
-    """Processor time outside of ops, of the thread that runs them: waits do not count."""
+    """Processor time outside ops in the thread that runs them, without waits."""
     host_waits: int = 0
     """How often the host waited for its device."""

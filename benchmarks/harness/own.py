@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     """Return a function that runs one step of a chosen schedule.
 
-    A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
+    A schedule with twins is hosted as in training: half as many pipeline ranks, each twice.
 
     Args:
-        pipeline: The settings that training would get.
+        pipeline: The pipeline that training would use.
         probe: Records the ops.
     """
     activate_configuration(Active(pipeline.config, pipeline))
@@ -42,23 +42,23 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
         overlap_moe_expert_parallel_comm=pipeline.config.pairs,
     )
     if probe.waits:
-        probe.waits = False  # the transport does
+        probe.waits = False  # the transport waits instead
 
         def opened(*args: Any, **options: Any) -> _LateTransport:
             return _LateTransport(open_transport(*args, **options), probe)
 
         mock.patch.object(runtime, "open_transport", opened).start()
     probe.record_plans(split, pipeline.full)
-    # As with GPT, only the first stage reads data here.
+    # As in GPT, only the first stage reads data.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
     keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
     return lambda: forward_backward(**keywords)
 
 
 def _emulate_split(probe: Probe, split: SplitBackward) -> None:
-    """Sleep the time of a deferred weight gradient where the split computes it, and record it.
+    """Sleep for a deferred weight gradient's time where the split computes it, and record it.
 
-    The gradient itself is computed by the split, from what it kept of the stage's linear.
+    The split computes the gradient itself, from the operands that it kept.
     """
     run = split.run
 
@@ -72,18 +72,18 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
 
 
 class _LateTransport:
-    """Another transport, whose messages take the time that the scenario says."""
+    """Wraps a transport so that its messages take the time given by the scenario."""
 
     def __init__(self, inner: Transport, probe: Probe) -> None:
         self._inner = inner
         self._probe = probe
         self._source: dict[Message, int] = {}
         self._held: dict[Message, tuple[float, torch.Tensor]] = {}
-        """Messages that are here, and since when they may be seen."""
+        """Messages that have arrived, with the time at which they become visible."""
         self._told: set[Message] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is not late: to wake, flush, abort and close, and the statistics."""
+        """Return attributes that need no delay: wake, flush, abort, close and statistics."""
         return getattr(self._inner, name)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:

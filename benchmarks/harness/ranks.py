@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 DEVICE_COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-"""Of a copy between emulated devices and an operation of a communicator, beside their launch."""
+"""Costs, besides the launch, of a copy between emulated devices and of a communicator's
+operation."""
 
 
 def run(
@@ -36,20 +37,20 @@ def run(
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
 ) -> list[_T]:
-    """Run a measurement on as many processes as the pipeline has ranks; return its values by rank.
+    """Run a measurement in one process per pipeline rank; return its values by rank.
 
     Args:
-        measure: Takes system, sizes and `args`.
+        measure: The function to call with system, sizes and `args`.
         system: What is measured.
         sizes: How much is run.
-        args: More for `measure`.
-        repeats: How often it runs the steps of `sizes`.
+        args: More arguments for `measure`.
+        repeats: How often it runs the steps in `sizes`; scales the time-out.
         replicas: Data-parallel replicas of the pipeline.
         device: The device backend of the ranks.
-        env: What to add to their environment.
+        env: Variables to add to their environment.
 
     Raises:
-        RanksFailed: A rank failed, or they took much longer than their work.
+        RanksFailed: A rank failed, or the ranks took much longer than their work.
     """
     work_s = sizes.work_s * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
@@ -60,10 +61,10 @@ def run(
 
 
 def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
-    """Return what makes `run` use the emulated device behind its host; `conditions` says its costs.
+    """Return the keywords with which `run` uses the emulated device; `conditions` gives its costs.
 
     Raises:
-        SystemExit: It cannot be built; with the line that says so.
+        SystemExit: The device cannot be built; the message says why.
     """
     try:
         build.environment()
@@ -81,26 +82,26 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
 
 
 def clean_up_when_terminated() -> None:
-    """Make SIGTERM end this process as an interrupt does: ranks and their files go with it."""
+    """Make SIGTERM act like an interrupt, so that ranks and their files are cleaned up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def measure(
     system: System, sizes: Sizes, times: Sequence[OpTimes] = (), waits: bool = False
 ) -> list[Step]:
-    """Return what this rank recorded in each measured step.
+    """Return this rank's records of each measured step.
 
     Args:
         system: What is measured.
         sizes: How much is run.
-        times: For each step, the times that its ops and messages take; empty: `sizes.steps` steps
-            with those of the system.
+        times: For each step, the times of its ops and messages; empty: `sizes.steps` steps with the
+            system's times.
         waits: Whether messages take time.
     """
     times = times or [system.times(sizes)] * sizes.steps
     step, probe = prepare(system, sizes, times[0], waits=waits)
     records = []
-    # The first steps connect ranks, allocate, and fill caches.
+    # The first steps connect ranks, allocate memory and fill caches.
     for probe.times in [times[0]] * sizes.warmup + list(times):
         probe.meet()
         probe.cpu_s, cpu_s, begin_s = 0.0, time.process_time(), time.perf_counter()
@@ -110,12 +111,12 @@ def measure(
         host_waits = probe.finish()
         end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         records.append(Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits))
-    probe.meet()  # nobody leaves while others still wait for its messages
+    probe.meet()  # no rank may leave while others wait for its messages
     return records[sizes.warmup :]
 
 
 def overhead_s(system: System, sizes: Sizes) -> float:
-    """Return the processor time outside of ops, for each op, in a rank's best step, at most."""
+    """Return the processor time outside ops, per op, in a rank's best step; the largest."""
     by_rank = run(measure, system, sizes)
     return max(min(step.runtime_s / len(step.ops) for step in steps) for steps in by_rank)
 
@@ -123,17 +124,17 @@ def overhead_s(system: System, sizes: Sizes) -> float:
 def prepare(
     system: System, sizes: Sizes, times: OpTimes | None = None, *, waits: bool = False
 ) -> tuple[Callable[[], object], Probe]:
-    """Join the other ranks; return a function that runs one step, and what it records to."""
-    import torch  # not by the parent of the ranks, which imports this module for its name
+    """Join the other ranks; return a function that runs one step, and the probe that records it."""
+    import torch  # not in the parent, which also imports this module
 
     from megatron_ext import devices
 
     device, rank = devices.current(), int(os.environ["RANK"])
     device.bind(rank)
     if device.name == "cpu":
-        # CPUs of its own, as launchers give; where there are too few, neighbours differ. Left
-        # alone, the kernel wakes a receiver on the CPU of its sender, which goes on with its next
-        # op there, while another CPU may sleep.
+        # Pin each rank to separate CPUs, as launchers do; if there are too few, neighbours still
+        # differ. Otherwise the kernel wakes a receiver on its sender's CPU, where the sender
+        # continues with its next op, while another CPU may be idle.
         cpus = sorted(os.sched_getaffinity(0))
         rank_cpus = cpus[rank :: int(os.environ["WORLD_SIZE"])]
         os.sched_setaffinity(0, rank_cpus or [cpus[rank % len(cpus)]])
@@ -143,6 +144,6 @@ def prepare(
     probe.waits = waits
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
     gc.collect()
-    gc.freeze()  # what is there now stays: collections between steps need not look at it
-    gc.disable()  # a collection would fall into somebody's op
+    gc.freeze()  # existing objects stay, so collections can skip them
+    gc.disable()  # a collection would disturb some op
     return step, probe

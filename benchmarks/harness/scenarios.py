@@ -1,4 +1,4 @@
-"""Systems in disturbed steps: measured, simulated, and what no order can beat."""
+"""Measures and simulates systems in disturbed steps, and computes what no order can beat."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .ops import SCENARIOS, NoisyTimes, Sizes
 from .systems import Own, System
 
 _LATENCY = 0.01
-"""Of every message, on top of the scenario's: that of shared memory, in forwards."""
+"""Latency of every message in addition to the scenario's: that of shared memory, in forwards."""
 
 
 def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
-    """Return the draws of a scenario for the stages of a system: one for each of `sizes.steps`."""
+    """Return a scenario's draws for the stages of a system: one for each of `sizes.steps`."""
     share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
     return [
         NoisyTimes(sizes.forward_s, share, SCENARIOS[name], rank_of, 0, draw)
@@ -37,13 +37,13 @@ def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
 def measure(
     system: System, sizes: Sizes, names: Sequence[str], repetitions: int = 1, **where: Any
 ) -> dict[str, Figures]:
-    """Run a system in some scenarios, with `sizes.steps` draws of each.
+    """Run a system in these scenarios, with `sizes.steps` draws of each.
 
-    Those with late messages are a run of their own: stages or transports wait in them. `where`: the
-    device of the ranks and their environment, as `ranks.run` takes them.
+    Scenarios with late messages run separately, because stages or transports wait in them. `where`
+    gives the device and environment of the ranks; see `ranks.run`.
 
     Raises:
-        ScheduleError: There is no such schedule of this size.
+        ScheduleError: There is no such schedule for this size.
         RanksFailed: A rank failed.
     """
     system.check(sizes.pp, sizes.num_microbatches)
@@ -53,7 +53,7 @@ def measure(
         if not together:
             continue
         print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
-        # Repetitions of all draws in turn: a busy moment of the machine meets each only once.
+        # Repeat all draws in turn, so that a busy moment of the machine affects each only once.
         draws = {
             name: [system.times(sizes)] * sizes.steps  # of slices too
             if name == "quiet"
@@ -71,7 +71,7 @@ def measure(
 
 
 def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures]:
-    """Simulate a system in some scenarios, as on a machine without overhead; times in forwards."""
+    """Simulate a system in these scenarios, on a machine without overhead; times in forwards."""
     assert isinstance(system, Own), "nobody else's runtime is simulated"
     figures_by_name = {}
     for name in names:
@@ -87,7 +87,7 @@ def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figu
 def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """Return how much faster than a fixed order any order can be at most, draw by draw.
 
-    With whatever memory, and with split backwards.
+    This allows unlimited memory and split backwards.
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
@@ -111,7 +111,7 @@ class _Drawn(Costs):
 
     times: NoisyTimes = field(kw_only=True)
     latency: float = 1.0
-    # Jitter other than 0 makes the simulator ask for factors.
+    # A nonzero jitter makes the simulator use the factors.
     jitter: float = 1.0
     link_jitter: float = 1.0
 
@@ -122,12 +122,12 @@ class _Drawn(Costs):
         return _factors(self.times, schedule.num_stages, schedule.num_microbatches)[1]
 
 
-# Every policy and table of a comparison asks for the same draws again.
+# Cached because every policy and table of a comparison needs the same draws.
 @cache
 def _factors(
     times: NoisyTimes, num_stages: int, num_microbatches: int
 ) -> tuple[dict[Kind, list[float]], dict[Kind, list[float]]]:
-    """Return factors of actions, and latencies of messages by the stage that makes them."""
+    """Return the factors of actions, and the latencies of messages by the stage that sends them."""
 
     def latency(kind: Kind, target: int, m: int) -> float:
         inside = 0 <= target < num_stages
@@ -145,13 +145,13 @@ def _factors(
 
 
 class _Job(NamedTuple):
-    """An action for the rank that runs it; times in the unit of the costs."""
+    """An action as a job for its rank; times in the unit of the costs."""
 
     release: float
-    """No order can start it earlier: the chain of what it needs."""
+    """Earliest start in any order: the length of the chain of its inputs."""
     duration: float
     tail: float
-    """How long the chain of what needs it takes at least."""
+    """Minimum time of the chain of actions that need it."""
 
 
 def shortest(schedule: Schedule, costs: Costs) -> float:
@@ -173,7 +173,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         return durations[kind][stage] * factors[kind][stage * schedule.num_microbatches + m]
 
     def under_way(kind: Kind, stage: int, m: int) -> float:
-        """Latency of what an action makes; none at the ends of the pipeline."""
+        """Return the latency of an action's result; 0 at the ends of the pipeline."""
         hop = stage if kind == "F" else stage - 1
         if not 0 <= hop < last or schedule.placement.hops[hop] == "local":
             return 0.0
@@ -181,7 +181,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         return costs.latency * latencies[stage * schedule.num_microbatches + m]
 
     for m in range(schedule.num_microbatches):
-        # Down the stages, then back, with W beside.
+        # Down the stages, then back, with each W on the side.
         chain: list[tuple[Kind, int]] = [("F", stage) for stage in range(last + 1)]
         chain += [("I", stage) for stage in range(last, -1, -1)]
         release, releases = 0.0, []
@@ -204,7 +204,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
 def _machine(jobs: list[_Job]) -> float:
     jobs = sorted(jobs)
     waiting: list[tuple[float, float]] = []
-    """(minus the tail, time left) of what is released."""
+    """(negative tail, remaining time) of released jobs."""
     now = end = 0.0
     position = 0
     while position < len(jobs) or waiting:

@@ -11,10 +11,10 @@ of each kind of op and shortens the sleep by that much: half of the ops then end
 With the parameter `z` the first stage has an input gradient to compute, as with an embedding.
 `x + z` is the stage's activation, which both `A` and the linear layer save.
 
-Where messages take time, the sender stamps each with the time of the machine's monotonic clock, in
-the bits of its first two elements, which a stage ignores, and the receiver gets it only later. This
-package's executor polls the transport, so a transport hides messages until they are due (`own.py`);
-for the peers' runtimes the stage itself waits.
+If messages take time, the sender stamps each one with the machine's monotonic clock, in the bits of
+its first two elements, which a stage ignores, and the receiver sees it only later. This package's
+executor polls the transport, so a transport hides messages until they are due (`own.py`). For other
+runtimes the stage itself waits.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
 _STEP_S = 10e-6
-"""By which the time that ops are late is corrected after each."""
+"""Step by which the estimated lateness of ops is corrected after each op."""
 
 
 def stamp(tensor: torch.Tensor) -> None:
-    """Write the time into a tensor, whoever else sees its storage."""
+    """Write the time into a tensor, in place."""
     tensor.data.view(-1)[:2].view(torch.int64)[0] = time.perf_counter_ns()
 
 
 def sent_s(tensor: torch.Tensor) -> float:
-    """Return when a tensor was stamped."""
+    """Return the time at which a tensor was stamped."""
     return 1e-9 * int(tensor.detach().view(-1)[:2].view(torch.int64))
 
 
 def oversleep_s(num_samples: int = 25) -> float:
-    """Return how much later than wanted a sleep ends, the median of some milliseconds of sleep."""
+    """Return how much too late a sleep ends: the median of some sleeps of milliseconds."""
     found_s = []
     for _ in range(num_samples):
         begin_s = time.perf_counter()
@@ -75,64 +75,64 @@ class Probe:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where stages keep their tensors."""
     records: list[tuple[int, Kind, int, float, float]] = field(default_factory=list)
-    """Of ops, as `Op` has it; made one when no op waits for that."""
+    """Ops as plain tuples; converted to `Op` when no op is waiting."""
     peak_live: float = 0
     """Most activations of stages that were alive at once, in whole micro-batches."""
     cpu_s: float = 0.0
     """Processor time that this thread spent in ops."""
     splitting: bool = False
-    """Whether the last backward step to begin leaves the weight gradient for later."""
+    """Whether the last backward step started defers its weight gradient."""
     current: tuple[int, int] = (0, 0)
-    """(stage, micro-batch) of the op that runs."""
+    """(stage, micro-batch) of the running op."""
     waits: bool = False
-    """Whether messages take time, for which stages wait: no transport of ours hides them."""
+    """Whether stages wait for late messages, because no transport of ours hides them."""
     _late_s: float = field(default_factory=oversleep_s)
-    """How much later than wanted a sleep ends."""
+    """How much too late a sleep ends."""
     _over_s: float = 0.0
-    """When the op that runs is over, as far as it has spent its time."""
+    """When the running op ends, given the time it has spent so far."""
     _kind: Kind = "F"
-    """Of the op that runs."""
+    """Kind of the running op."""
     _later_s: dict[Kind, float] = field(default_factory=dict)
-    """By kind: how much later than wanted its ops end, on the median."""
+    """By kind: how much too late its ops end, as a median."""
     _alive: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
 
     def meet(self) -> None:
-        """Wait for all ranks, right before a step."""
+        """Wait for all ranks, directly before a step."""
         gc.collect()
         torch.distributed.barrier()
 
     def finish(self) -> int:
-        """End a step; return how often the host waited for its device in it."""
+        """End a step; return how often the host waited for its device during the step."""
         return 0
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Record what runs inside as one op."""
+        """Record the work inside this context as one op."""
         return _RecordedOp(self, kind, stage, microbatch)
 
     def begin(self, kind: Kind, current: tuple[int, int], begin_s: float) -> None:
-        """Note which op runs, and since when."""
+        """Record which op is running, and since when."""
         self.current, self._kind, self._over_s = current, kind, begin_s
 
     def correct(self) -> None:
-        """Follow how late ops of this kind end; the one that runs is about to."""
+        """Update how late ops of this kind end; call it just before an op ends."""
         late_s = self._later_s.setdefault(self._kind, self._late_s)
         is_late = time.perf_counter() > self._over_s
         self._later_s[self._kind] = late_s + (_STEP_S if is_late else -_STEP_S)
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Take the time of an op, or of a part of it, without using the processor."""
+        """Spend the time of an op, or of a part of it, without using the processor."""
         self._over_s += self.times.seconds(kind, stage, microbatch)
         late_s = self._later_s.get(self._kind, self._late_s)
         time.sleep(max(0.0, self._over_s - late_s - time.perf_counter()))
 
     def wait_for(self, kind: Kind, tensor: torch.Tensor) -> None:
-        """Sleep until what the op needs is there; that is no part of the time it takes."""
+        """Sleep until the op's input is due; this does not count as part of the op."""
         seen_s = sent_s(tensor) + self.times.latency_s(kind, *self.current)
         time.sleep(max(0.0, seen_s - self._late_s - time.perf_counter()))
         self._over_s = max(self._over_s, time.perf_counter())
 
     def keep(self, activation: torch.Tensor) -> None:
-        """Count a new activation: until nothing, no graph and no stash, holds its storage."""
+        """Count a new activation as alive until no graph and no stash holds its storage."""
         self._alive = [alive for alive in self._alive if not alive[0].expired()]
         share = len(activation) / MESSAGE_SHAPE[0]
         self._alive.append((StorageWeakRef(activation.untyped_storage()), share))
@@ -145,26 +145,25 @@ class Probe:
     def record_plans(
         self, split: SplitBackward | None = None, table: Schedule | None = None
     ) -> None:
-        """Record what plans of chunks run, for the rest of this process's life; here none do.
+        """Record what plans of chunks run, for the rest of this process; does nothing here.
 
         Args:
             split: Splits backwards.
-            table: Says which of them.
+            table: The table that tells which backwards are split.
         """
 
     def take(self) -> tuple[list[Op], float]:
-        """Return ops and peak since the last call."""
+        """Return the ops and the peak since the last call."""
         recorded = [Op(*record) for record in self.records], self.peak_live
         self.records, self.peak_live = [], 0
         return recorded
 
 
 class _RecordedOp:
-    """Make the body of `with` one op.
+    """Records the body of `with` as one op.
 
-    The probe's own work lies between the two stamps, where it is a part of the time that the op
-    takes anyway: what lies between two ops is the runtime's alone. No generator, for the same
-    reason.
+    The probe works between the two time stamps, where this is hidden in the op's time, so that the
+    time between two ops is entirely the runtime's. It is not a generator for the same reason.
     """
 
     __slots__ = ("_begin_cpu_s", "_begin_s", "_name", "_probe")
@@ -186,7 +185,7 @@ class _RecordedOp:
 
 
 class Passing(torch.autograd.Function):
-    """The identity, which keeps its input until its gradient has passed through a function."""
+    """The identity; it keeps its input until its gradient has passed through a function."""
 
     @staticmethod
     def forward(
@@ -202,9 +201,10 @@ class Passing(torch.autograd.Function):
 
 
 def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what Megatron's linear makes of an activation `[s, b, h]` with a weight of one column.
+    """Apply Megatron's linear to an activation `[s, b, h]`, with a weight of one column.
 
-    One feature of it: the product costs microseconds. Detached: the input gradient is the stage's.
+    It uses one feature, so that the product costs microseconds, and detaches it, because the stage
+    computes the input gradient.
     """
     product: torch.Tensor = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
         input=x.detach()[..., :1],
@@ -213,7 +213,7 @@ def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         gradient_accumulation_fusion=False,
         allreduce_dgrad=False,
         sequence_parallel=False,
-        tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
+        tp_group=torch.distributed.group.WORLD,  # unused, but avoids Megatron's groups
     )
     return product
 
@@ -235,7 +235,7 @@ class EmulatedStage(torch.nn.Module):
             self.probe.wait_for("F", x)
         activation = x + self.z
         self.probe.keep(activation)
-        # Before the linear, hence after it in a backward: ops end with their sleep.
+        # Run before the linear, hence after it in a backward, so that ops end with their sleep.
         output: torch.Tensor = Passing.apply(activation, partial(self._input_gradient, op))
         from_weights = weight_product(activation, self.weight)
         output = output + Passing.apply(from_weights, partial(self._weight_gradient, op))
@@ -245,7 +245,7 @@ class EmulatedStage(torch.nn.Module):
         return output
 
     def _input_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
-        """Take the time of `A`'s backward."""
+        """Spend the time of `A`'s backward."""
         times = self.probe.times
         if self.probe.waits and isinstance(times, NoisyTimes) and op[0] < len(times.rank_of) - 1:
             self.probe.current = op
@@ -257,18 +257,18 @@ class EmulatedStage(torch.nn.Module):
         return gradient
 
     def _weight_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
-        """Take the time of the linear's weight gradient, just before it, unless W does."""
+        """Spend the time of the linear's weight gradient, just before it, unless W does."""
         if not self.probe.splitting:
             self.probe.spend("W", *op)
         return gradient
 
 
 class Chunk(torch.nn.Module):
-    """A stage as Megatron's schedules expect a model chunk to be."""
+    """A stage in the form of a model chunk for Megatron's schedules."""
 
     runs_in_slices = True
     build_schedule_plan: Callable[[Iterator[Any]], Any]
-    """Of chunks with experts only."""
+    """Only for chunks with experts."""
 
     def __init__(
         self, probe: Probe, config: TransformerConfig, vp_stage: int | None, number: int
@@ -283,11 +283,11 @@ class Chunk(torch.nn.Module):
         self._input: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Take the input of the next forward."""
+        """Set the input of the next forward."""
         [self._input] = tensors
 
     def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Run on the given input, or without one on the next of the data."""
+        """Run on the input that was set, or else on the next item of the data."""
         output: torch.Tensor = self.stage(self._given(data))
         return output
 

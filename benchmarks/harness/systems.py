@@ -1,4 +1,4 @@
-"""The systems to be measured, one for each row of the table."""
+"""The systems to measure, one per row of the table."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class System(ABC):
 
     @property
     def weight_copies(self) -> int:
-        """How often each weight is stored."""
+        """Number of copies of each weight."""
         return 1
 
     def check(self, pp: int, num_microbatches: int) -> None:  # noqa: B027 - peers take any size
-        """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
+        """Raise ScheduleError, stating the rule, if there is no such schedule for these sizes."""
 
     @abstractmethod
     def placement(self, pp: int) -> Placement:
-        """Return where the stages are."""
+        """Return the placement of the stages."""
 
     @abstractmethod
     def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
-        """Return the function that runs one step on this rank, of an initialised world."""
+        """Return a function that runs one step on this rank; the world is already initialised."""
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
         """Join the other ranks."""
@@ -60,7 +60,7 @@ class System(ABC):
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
     def probe(self, times: OpTimes, device: torch.device) -> Probe:
-        """Return what records this rank, where stages sleep, or a device takes the time."""
+        """Return the probe for this rank, whether stages sleep or a device spends the time."""
         if device.type == "cpu":
             from .stage import Probe
 
@@ -74,22 +74,22 @@ class System(ABC):
         return DeviceProbe(times, device)
 
     def share(self, pp: int) -> float:
-        """Return which part of 1/pp of the model one stage is."""
+        """Return the size of one stage as a fraction of 1/pp of the model."""
         return pp / self.placement(pp).num_stages
 
     def times(self, sizes: Sizes) -> OpTimes:
-        """Return how long its ops have to take."""
+        """Return the nominal times of the system's ops."""
         return OpTimes(sizes.forward_s, self.share(sizes.pp))
 
 
 @dataclass(frozen=True)
 class Peer(System):
-    """Somebody else's runtime."""
+    """A runtime other than this package's."""
 
     module: str
-    """Of this package; its `prepare` runs the steps."""
+    """Module of this package whose `prepare` runs the steps."""
     schedule: str
-    """As that module names it."""
+    """Name of the schedule in that module."""
     placement_of: Callable[[int], Placement]
 
     def placement(self, pp: int) -> Placement:
@@ -107,16 +107,16 @@ class Own(System):
 
     config: PipelineConfig
     splits: bool = False
-    """True if the backwards of a static table are split, as --use-dpp splits them."""
+    """Whether the backwards of a static table are split, as by --use-dpp."""
     attention: float = 0.0
-    """Share of attention in a forward, by which slices are cut."""
+    """Share of attention in a forward, which determines how slices are cut."""
 
     @property
     def weight_copies(self) -> int:
         return self.config.twins
 
     def pipeline(self, pp: int, num_microbatches: int) -> Pipeline:
-        """Return the pipeline as training would have it."""
+        """Return the pipeline as training would create it."""
         per_replica = num_microbatches // self.weight_copies  # each of two twins runs half
         pipeline_class = _SplitPipeline if self.splits else Pipeline
         return pipeline_class(self.config, pp, per_replica)
@@ -143,7 +143,7 @@ class Own(System):
 
 
 class _SplitPipeline(Pipeline):
-    """A static table with split backwards: what a dynamic order has to be compared with."""
+    """A static table with split backwards, as the baseline for a dynamic order."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
         return split_backwards(super().schedule(num_microbatches))
@@ -162,17 +162,17 @@ ORDERS: dict[str, DynamicOrder | None] = {
     "breadth-first": DynamicOrder(policy="breadth-first"),
     "depth-first": DynamicOrder(policy="depth-first"),
 }
-"""Orders that are compared in scenarios: of the table, or chosen by a policy."""
+"""Orders compared in scenarios: the table's, or chosen by a policy."""
 
 
 def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> Own:
-    """Return our schedule of a label in VARIANTS.
+    """Return our schedule with a label in VARIANTS.
 
     Args:
         name: Row of the table.
-        variant: The label.
+        variant: The label in VARIANTS.
         attention: Share of attention in a forward.
-        settings: More of the configuration.
+        settings: More settings of the configuration.
     """
     schedule, options = VARIANTS[variant]
     settings = {
@@ -188,16 +188,16 @@ def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> 
 
 
 def ordered(name: str, **settings: Any) -> Own:
-    """Return our schedule in one of ORDERS; both are in its name, `VARIANT, ORDER`."""
+    """Return our schedule in one of ORDERS; the name has the form `VARIANT, ORDER`."""
     variant, _, order = name.rpartition(": ")[2].partition(", ")
     system = own(name, variant, dynamic=ORDERS[order], **settings)
     return replace(system, splits=order == "static, split")
 
 
 loop2 = partial(loop, num_chunks=2)
-"""Two chunks on each rank, round-robin; ranks find it by name, as they would no lambda."""
+"""Two chunks per rank, round-robin. Ranks look it up by name, so it cannot be a lambda."""
 OVERLAPPED = "megatron-core interleaved, overlapped P2P"
-"""The fastest schedule of Megatron's own."""
+"""Megatron's fastest schedule."""
 PEERS = {
     name: Peer(name, module, schedule, placement)
     for name, module, schedule, placement in (
@@ -217,8 +217,8 @@ PEERS = {
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
     systems: list[System] = list(PEERS.values())
-    # With the latency of a message in forwards of 40 ms: from the end of an op to the start of the
-    # one that waits for it in another process.
+    # Each with the latency of a message in forwards of 40 ms: from the end of an op to the start of
+    # the op that waits for it in another process.
     wires: tuple[tuple[str, TransportName, float], ...] = (
         ("gloo", "torch", 0.025),
         ("shm", "shm", 0.01),
@@ -232,10 +232,10 @@ def all_systems() -> list[System]:
 
 
 def device_systems() -> list[System]:
-    """Return what is compared on a device.
+    """Return the systems to compare on a device.
 
     These are Megatron's own schedules over the device's communicators, our tables over both paths
-    between devices, and one of them with split backwards beside the dynamic orders over it.
+    between devices, and one table with split backwards as the baseline for its dynamic orders.
     """
     orders = ("static, split", "hint +0", "hint +1")
     return [
