@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
-"""Runs a forward and the backward of another micro-batch together: takes both actions and their
-inputs, as `StageCompute.run` does, and returns the outputs of both."""
-
 _NOTHING = nullcontext()
 
 
