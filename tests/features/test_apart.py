@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ sys.exit(pytest.main(["-n", "0", "-q", *tests]))
 """
 ONLY_FOR = {"lengths": "megatron_ext.tools.length_plan"}
 """Commands of a feature, by feature: they are imported when they run."""
+NEEDS_EXTRA = {"nvidia_resiliency_ext": "megatron_ext.training.survival"}
+"""Modules that need an optional package, by that package."""
 
 
 def without(feature: str, folder: Path) -> None:
@@ -57,8 +60,12 @@ def without(feature: str, folder: Path) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_core_needs_no_feature(feature: str, tmp_path: Path) -> None:
     without(feature, tmp_path)
+    not_imported = [ONLY_FOR.get(feature, "")]
+    for package, module in NEEDS_EXTRA.items():
+        if find_spec(package) is None:
+            not_imported.append(module)
     done = subprocess.run(
-        [sys.executable, "-c", CODE, ONLY_FOR.get(feature, ""), *TESTS],
+        [sys.executable, "-c", CODE, ",".join(not_imported), *TESTS],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_EXT_DEVICE": "cpu"},
         capture_output=True,

@@ -65,7 +65,7 @@ def test_circles_name_everybody_in_them() -> None:
 
 
 def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
-    inside = {"what": "is in the optimizer step", "in_collective": True, "entered": 2}
+    inside = {"activity": "is in the optimizer step", "in_collective": True, "entered": 2}
     states = {rank: RankState(rank, **inside) for rank in (0, 1, 3)}
     states[2] = RankState(2, "runs 2F7", since_s=5)
     verdict = explain(states, 4, 0)

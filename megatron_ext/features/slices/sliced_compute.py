@@ -27,6 +27,7 @@ from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.slices.sliceable import check_model, declares_slices, sliced_layers
+from megatron_ext.features.slices.sliced_layers import running_slice
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
 from megatron_ext.schedules.table.slices import token_bounds
 
@@ -488,8 +489,8 @@ def with_earlier_slices(
         The keys and values of all tokens of the micro-batch up to the last token of `key`, and the
         position of the first token of `key`.
     """
-    runtimes: Any = active.required().runtimes
-    running = None if runtimes is None else runtimes.kept.running
+    active.required()
+    running = running_slice()
     if running is None:
         return key, value, 0
     return *running.with_earlier(layer, key, value), running.begin

@@ -18,7 +18,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
 _MOE = "megatron.core.transformer.moe"
 
 
-def _running() -> Any:
+def running_slice() -> Any:
     """Return the running slice; None outside slices."""
     configuration = active.active()
     if configuration is None:
@@ -29,7 +29,7 @@ def _running() -> Any:
     return runtimes.kept_by_feature[SLICES].running
 
 
-PATCHES = PatchTable(feature="schedules", of=_running)
+PATCHES = PatchTable(feature="schedules", of=running_slice)
 
 
 @PATCHES.row(
