@@ -1,4 +1,4 @@
-"""Runs this package's commands, and Python code beside it, in processes of their own."""
+"""Runs this package's commands, and Python code that uses it, in separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 200
 def run_python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python with this checkout importable, on the CPU unless `env` says otherwise.
 
-    A `PYTHONPATH` in `env` goes before this checkout.
+    A `PYTHONPATH` in `env` comes before this checkout.
     """
     environment = {**os.environ, "MEGATRON_EXT_DEVICE": "cpu", **env}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(_ROOT)]))

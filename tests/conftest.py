@@ -16,14 +16,14 @@ from megatron_ext.config.active import clear_configuration
 from tests import tiers
 from tests.ranks import require_training
 
-# A shell without job control starts what it runs in the background with SIGINT ignored, and so all
-# processes of the tests would be, some of which are interrupted.
+# A shell without job control starts background processes with SIGINT ignored. The tests' processes
+# would inherit that, but some of them are interrupted on purpose.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-with suppress(ModuleNotFoundError):  # tests on a GPU and in hosts do without it
+with suppress(ModuleNotFoundError):  # optional for the tests on a GPU and in hosts
     from hypothesis import HealthCheck, settings
 
-    # Other work on the machine is no failure, however long an example takes.
+    # A slow example is not a failure, because other work may be running on the machine.
     settings.register_profile(
         "shared machine",
         deadline=None,
@@ -34,7 +34,8 @@ with suppress(ModuleNotFoundError):  # tests on a GPU and in hosts do without it
 
 
 _LEFT: Counter[str] = Counter()
-"""Tests that the short tier left out, by folder, of the last worker: all collect the same."""
+"""Tests that the short tier left out, by folder, from the last worker: all workers collect the
+same."""
 _ALL = [0]
 _SECONDS: Counter[str] = Counter()
 
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    output = getattr(session.config, "workeroutput", None)  # of a worker of xdist
+    output = getattr(session.config, "workeroutput", None)  # set in xdist workers
     if output is not None:
         output["left_out"], output["all_cases"] = dict(_LEFT), _ALL[0]
     elif session.config.getoption("--measure"):
@@ -85,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def megatron_lm_path() -> Path:
-    """A Megatron-LM tree at the pinned tag; tests that need one are skipped without."""
+    """A Megatron-LM tree at the pinned tag; tests that need one are skipped if it is missing."""
     path = os.environ.get("MEGATRON_LM_PATH")
     if not path:
         pytest.skip(
@@ -96,7 +97,7 @@ def megatron_lm_path() -> Path:
 
 @pytest.fixture(scope="session")
 def a_training_loop() -> None:
-    """Megatron's own loop, of a tree or the wheel; tests that train with it are skipped without."""
+    """Megatron's training loop, from a tree or the wheel; without it, tests that need it skip."""
     require_training()
 
 
@@ -120,6 +121,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_configuration() -> Iterator[None]:
-    """Leave no configuration to the next test of this process."""
+    """Leave no configuration to the next test in this process."""
     yield
     clear_configuration()

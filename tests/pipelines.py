@@ -1,4 +1,4 @@
-"""Pipelines for tests that start no training: made directly, and put in force in this process."""
+"""Creates pipelines for tests without a training, and puts them in force in this process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def make_pipeline(
     splits: bool = True,
     **settings: Any,
 ) -> Pipeline:
-    """Make the pipeline of a schedule; further settings are those of a `PipelineConfig`."""
+    """Create the pipeline of a schedule; `settings` are more fields of `PipelineConfig`."""
     config = PipelineConfig(schedule=schedule, chunks=chunks, **settings)
     return Pipeline(config, pp, num_microbatches, splits=splits)
 
 
 def use(pipeline: Pipeline | None, **facts: Any) -> Active:
-    """Put a pipeline in force, or Megatron's own schedules; return what is in force.
+    """Put a pipeline or Megatron's own schedules in force; return the active configuration.
 
     Args:
-        pipeline: None: Megatron's own schedules.
-        facts: Further fields of `Active`: seed, job.
+        pipeline: The pipeline; None: Megatron's own schedules.
+        facts: More fields of `Active`: seed, job.
     """
     config = PipelineConfig() if pipeline is None else pipeline.config
     configuration = Active(config, pipeline, **facts)
@@ -39,7 +39,7 @@ def use(pipeline: Pipeline | None, **facts: Any) -> Active:
 
 
 def splits() -> SplitBackward:
-    """Return the split backward of what is in force; nothing of ours, if nothing is."""
+    """Return the active configuration's `SplitBackward`, or an empty one if none is active."""
     from megatron_ext.runtime.runtime import in_force
 
     if active() is None:

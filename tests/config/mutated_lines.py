@@ -14,7 +14,7 @@ LINE = (
     "--distributed-timeout-minutes 5 --log-interval 1 --pipeline-schedule zb-v "
     "--pipeline-transport shm --hang-timeout 60 --trace --trace-interval 10 "
 )
-"""A training that starts; flags of Megatron's and ours, with values of every kind."""
+"""A valid training command: Megatron's flags and ours, with values of every kind."""
 
 MORE = (
     "--decoder-first-pipeline-num-layers 2", "--num-virtual-stages-per-pipeline-rank 2",
@@ -24,7 +24,7 @@ MORE = (
     "--pipeline-slices 2", "--window-size 4,0", "--exit-interval 3",
     "--pipeline-model-parallel-layout Et|tt|tt|ttt|L", "--cuda-graph-impl local",
 )  # fmt: skip
-"""Flags that a mutation may add first."""
+"""Flags that a mutation may add at the front."""
 
 
 def flags_of(line: str) -> list[list[str]]:
@@ -38,7 +38,7 @@ def flags_of(line: str) -> list[list[str]]:
 
 
 def misspelled(word: str, random: Random) -> str:
-    """Return a word with one mistake behind its first three letters."""
+    """Return a word with one typing mistake after its first three letters."""
     place = random.randrange(3, len(word)) if len(word) > 3 else 0
     mistakes = [
         word[:place] + word[place + 1 :],
@@ -49,7 +49,7 @@ def misspelled(word: str, random: Random) -> str:
 
 
 def mutated(random: Random) -> list[str]:
-    """Return the words of a training with one mistake, or now and then none."""
+    """Return the words of a training with one mistake, or occasionally none."""
     flags = flags_of(LINE)
     if random.random() < 0.4:
         flags += flags_of(random.choice(MORE))

@@ -1,6 +1,6 @@
-"""Makes torch look like its CUDA build on a machine without a driver, whatever build is installed.
+"""Makes any torch build look like the CUDA build on a machine without a driver.
 
-It names CUDA as its accelerator, and everything that it asks of the accelerator itself fails.
+torch then names CUDA as its accelerator, and every call that uses the accelerator fails.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _ASKED = (
 
 
 def is_real() -> bool:
-    """Tell whether the installed torch is such a build, and this such a machine."""
+    """Return whether the installed torch is such a build on such a machine."""
     return torch.version.cuda is not None and torch.cuda.device_count() == 0
 
 
 def pretend() -> None:
-    """Make this process's torch answer as that build does, where it is another; for good."""
+    """Make this process's torch answer as that build does, permanently."""
     if is_real():
         return
     bindings: Any = torch._C
     bindings._accelerator_getAccelerator = lambda: torch.device("cuda")
     bindings._get_accelerator = lambda *_checked: torch.device("cuda")
     for name in _ASKED:
-        if hasattr(bindings, f"_accelerator_{name}"):  # some are younger than torch 2.7
+        if hasattr(bindings, f"_accelerator_{name}"):  # some were added after torch 2.7
             setattr(bindings, f"_accelerator_{name}", _refuse)
 
 

@@ -1,4 +1,4 @@
-"""Runs the example scripts and takes their commands apart."""
+"""Runs the example scripts and parses the commands that they print."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def dry_run(script: str, *flags: str, **env: str | None) -> list[str]:
 
 
 def value_of(words: list[str], flag: str) -> str:
-    """Return the value that counts: the last."""
+    """Return the last value of a flag, which takes precedence."""
     positions = [position for position, word in enumerate(words) if word == flag]
     return words[positions[-1] + 1]
 
 
 def megatron_flags(words: list[str]) -> list[str]:
-    """Return what stands behind the training script."""
+    """Return the words after the training script."""
     [position] = (i for i, word in enumerate(words) if word.startswith("pretrain_"))
     return words[position + 1 :]
 
 
 def make_data(*kinds: str) -> None:
-    """Make the training data of the tiny sizes, as the first run of a script does."""
+    """Create the training data for the tiny sizes, as a script's first run does."""
     for kind in kinds:
         script = f'PYTHON={shlex.quote(sys.executable)}; {kind} "$REPO/examples/data/out/{kind}"'
         done = bash("-c", f"set -euo pipefail; source examples/common.sh; {script}")

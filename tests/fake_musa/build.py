@@ -1,4 +1,4 @@
-"""Builds the emulated device, once for each version of sources and of torch, outside the tree."""
+"""Builds the emulated device outside the tree, once per version of its sources and of torch."""
 
 import contextlib
 import fcntl
@@ -17,15 +17,15 @@ _TORCH = Path(torch.__file__).parent
 
 
 class NoCompiler(Exception):
-    """There is no C++ compiler to build the emulated device with."""
+    """No C++ compiler was found to build the emulated device."""
 
 
 def library(cache: Path | None = None) -> Path:
-    """Return the compiled backend; processes that ask at the same time build it once.
+    """Return the compiled backend; concurrent processes build it only once.
 
     Args:
-        cache: Directory to keep builds in; one of this user in the system's temporary directory if
-            left out.
+        cache: Directory for builds; default: a directory of this user in the system's temporary
+            directory.
 
     Raises:
         NoCompiler: No C++ compiler is on PATH (or in CXX).
@@ -44,9 +44,9 @@ def library(cache: Path | None = None) -> Path:
 
 
 def environment(*, devices: int = 8, cache: Path | None = None) -> dict[str, str]:
-    """Return what a process has to find in its environment to see `devices` emulated devices.
+    """Return the environment variables with which a process sees `devices` emulated devices.
 
-    Builds the backend if that was not done yet; raises what `library` raises.
+    Builds the backend if necessary; raises the same errors as `library`.
     """
     path = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
     return {
@@ -85,7 +85,7 @@ def _compile(target: Path) -> None:
     part = target.with_suffix(".part")
     command = [
         _compiler(),
-        "-std=c++20",  # torch's headers need it since 2.13
+        "-std=c++20",  # required by torch's headers since 2.13
         "-O1",
         "-fPIC",
         "-shared",
@@ -99,7 +99,7 @@ def _compile(target: Path) -> None:
         f"-L{_TORCH / 'lib'}",
         "-ltorch_cpu",
         "-lc10",
-        "-Wl,-soname,libmusart.so",  # who opens the runtime's library then gets this one
+        "-Wl,-soname,libmusart.so",  # so that opening the runtime's library finds this one
         f"-Wl,-rpath,{_TORCH / 'lib'}",
         "-o",
         str(part),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def queued(*, connections: int = 8, stuck_s: float = 10, **costs: float) -> dict[str, str]:
-    """Return what to add to the environment of a rank.
+    """Return the variables to add to a rank's environment.
 
     Args:
-        connections: Hardware queues of a device.
-        stuck_s: How long nothing may move in any rank.
-        costs: What things take, by the names of `csrc/mode.h`: `kernel_us`, `copy_us`, ...
+        connections: Number of hardware queues per device.
+        stuck_s: Time without progress on any rank after which a standstill is reported.
+        costs: Costs of operations, by the names in `csrc/mode.h`: `kernel_us`, `copy_us`, ...
     """
     return {
         "FAKE_MUSA_ASYNC": "1",

@@ -1,8 +1,8 @@
 """Runs a function of a test module as several ranks that share the first GPU, or its stand-in.
 
-Every rank is a fresh process: a GPU cannot be used after a fork. Ranks rendezvous in the directory
-of the run, where each leaves its result and its log; collectives are gloo's, because NCCL refuses
-two ranks on one GPU.
+Every rank is a fresh process, because a GPU cannot be used after a fork. Ranks rendezvous in the
+directory of the run, where each leaves its result and its log. Collectives use gloo, because NCCL
+rejects two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ CHECKS = "MEGATRON_EXT_GPU_CHECKS"
 EMULATED = os.environ.get(CHECKS) == "emulated"
 
 TRANSFORMER_ENGINE = not EMULATED and find_spec("transformer_engine") is not None
-"""Its kernels can run."""
+"""Whether Transformer Engine's kernels can run."""
 
 _ENVIRONMENT = {
     "MEGATRON_EXT_DEVICE": "musa" if EMULATED else "cuda",
-    "LOCAL_RANK": "0",  # which is the number of the GPU
+    "LOCAL_RANK": "0",  # the index of the GPU
     "GLOO_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",  # not used: the store is a file
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that come out the same each time
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # and so does Transformer Engine's attention
-    "NVTE_CPU_OFFLOAD_V1": "1",  # demanded by Megatron where it offloads activations
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic matrix products
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # deterministic attention in Transformer Engine
+    "NVTE_CPU_OFFLOAD_V1": "1",  # required by Megatron for offloading activations
     "PYTHONWARNINGS": "ignore",
 }
 
 
 def runtime() -> Any:
-    """Return `torch.cuda`, or the module of the emulated device that has the same names."""
+    """Return `torch.cuda`, or the emulated device's module with the same names."""
     return torch.musa if EMULATED else torch.cuda  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,8 @@ def why_no_gpu() -> str | None:
         return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    # Not `torch.cuda.is_available`: without a GPU the package lets it say yes to Megatron.
+    # Not `torch.cuda.is_available`, which this package makes return True for Megatron even without
+    # a GPU.
     if torch._C._cuda_getDeviceCount() < 1:
         return "torch sees no NVIDIA GPU"
     return None
@@ -79,18 +80,19 @@ def run(
     timeout_s: float = 240.0 if EMULATED else 90.0,
     **environment: str,
 ) -> list[Any]:
-    """Call a function of a module in new processes; return what it returned, by rank.
+    """Call a function of a module in new processes; return its results by rank.
 
     Args:
-        num_ranks: How many.
-        function: Found by its module and name.
-        arguments: Of the function; pickled, as is what it returns.
-        directory: For the files of this run; new.
-        timeout_s: After that all processes are killed. The emulated device takes longer than a GPU.
-        environment: Further variables.
+        num_ranks: Number of processes.
+        function: The function, which ranks look up by module and name.
+        arguments: Arguments of the function, pickled like its results.
+        directory: New directory for the files of this run.
+        timeout_s: Time after which all processes are killed. The emulated device takes longer than
+            a GPU.
+        environment: Additional environment variables.
 
     Raises:
-        AssertionError: A process failed or did not end; with the end of each log.
+        AssertionError: A process failed or did not end; the message has the end of each log.
     """
     directory.mkdir(parents=True)
     (directory / "call").write_bytes(
@@ -112,7 +114,7 @@ def run(
 
 
 def _stand_in(path: str) -> dict[str, str]:
-    """Return what the emulated device needs, with jitter, so that a missing wait shows."""
+    """Return the emulated device's variables, with jitter to expose missing waits."""
     if not EMULATED:
         return {}
     found = {**build.environment(devices=1), **queued(connections=1, jitter_us=100, seed=1)}
@@ -129,7 +131,7 @@ def _start(directory: Path, rank: int, environment: dict[str, str]) -> subproces
 
 
 def _codes(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
-    """Wait for all until one fails or the time is over; then kill the others."""
+    """Wait for all until one fails or the time is up; then kill the others."""
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
@@ -150,18 +152,18 @@ def _tail(path: Path) -> str:
 
 @functools.cache
 def store() -> torch.distributed.FileStore:
-    """Return the store of this rank's run: one, since torch removes its file with the last one."""
+    """Return the store of this rank's run; only one, since torch deletes its file with the last."""
     return torch.distributed.FileStore("store", int(os.environ["WORLD_SIZE"]))
 
 
 def join() -> None:
-    """Make the default process group, with gloo; the emulated MCCL takes ranks of one device."""
+    """Create the default process group with gloo; the emulated MCCL accepts ranks of one device."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "mccl" if EMULATED else "gloo"
     torch.distributed.init_process_group(backend, store=store(), rank=rank, world_size=size)
     if not EMULATED:
         torch.distributed.ProcessGroup.allreduce = _allreduce
-        # Gloo reduces one tensor of a GPU, but not several in one call, as Megatron does.
+        # Gloo reduces a single GPU tensor, but not several in one call, which Megatron needs.
         torch.distributed.ProcessGroup.allreduce_coalesced = _allreduce_one_by_one
 
 
@@ -169,7 +171,7 @@ _of_gloo = torch.distributed.ProcessGroup.allreduce
 
 
 class _Done:
-    """Work of a group of one rank, which has nothing to do; gloo's makes the host wait for it."""
+    """Work of a group of one rank, which has nothing to do; gloo's work makes the host wait."""
 
     def wait(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A kernel that runs until the host sets a word, as a receive runs until its peer sends."""
+"""A kernel that runs until the host sets a flag, as a receive runs until its peer sends."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ again:
     ret;
 }
 """
-"""The driver compiles it, so it needs no compiler."""
+"""PTX, which the driver compiles, so no compiler is needed."""
 
 
 @contextmanager
 def spinning(at_most_s: float) -> Iterator[Any]:
-    """Let a kernel spin on a stream of its own, to the end of the context.
+    """Run a spinning kernel on a separate stream until the end of the context.
 
-    It ends after `at_most_s` anyway: what runs in the context may wait for it.
+    It ends after `at_most_s` in any case, because work inside the context may wait for it.
 
     Yields:
-        An event behind the kernel.
+        An event recorded after the kernel.
     """
     runtime = processes.runtime()
     stream, behind = runtime.Stream(), runtime.Event()
@@ -73,7 +73,7 @@ def _launch(flag: torch.Tensor) -> None:
 
 @functools.cache
 def _kernel() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """Load the kernel into the context that torch has made."""
+    """Load the kernel into the context created by torch."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     driver = ctypes.CDLL("libcuda.so.1")

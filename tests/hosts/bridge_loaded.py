@@ -1,4 +1,4 @@
-"""Imports Megatron-Bridge, once for all ranks that are forked from here."""
+"""Imports Megatron-Bridge once for all ranks forked from this process."""
 
 from tests.hosts import stand_ins
 

@@ -1,4 +1,4 @@
-"""Ranks that train with Megatron-Bridge: the recipe of the example, varied."""
+"""Trains ranks with Megatron-Bridge, using variations of the example's recipe."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Trained:
     """Of each step, as hexadecimal numbers; where Bridge has none, `none`."""
     evaluated: list[str] = field(default_factory=list)
     schedule: str | None = None
-    """Schedule in force at the last step; None: Bridge's own."""
+    """Schedule in force in the last step; None: Bridge's own."""
     transport: str | None = None
     reordered: int = 0
     steps: int = 0
-    """Steps that our runtime ran."""
+    """Number of steps run by our runtime."""
 
 
 def example() -> ModuleType:
@@ -59,9 +59,9 @@ def _same_embedding(weight: torch.Tensor) -> None:
 
 
 def _fill(chunks: list[Any]) -> list[Any]:
-    """Give each weight values that follow from its place in the whole model, not from its rank.
+    """Set each weight to values that depend on its place in the model, not on its rank.
 
-    A tied copy of the embedding is left as it is: somebody else has to fill it.
+    A tied copy of the embedding is left unchanged, because the code under test must fill it.
     """
     for chunk in chunks:
         for prefix, module in chunk.named_modules():
@@ -76,17 +76,17 @@ def _fill(chunks: list[Any]) -> list[Any]:
 
 
 def short_data() -> None:
-    """Make Megatron's mock data as small as a test needs it."""
+    """Make Megatron's mock data small enough for a test."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 1000
 
 
 def recipe(changes: Mapping[str, Any], *, builder: bool = False) -> Any:
-    """Return the example's configuration with changes, and weights that ranks agree on.
+    """Return the example's configuration with changes, and with weights equal on all ranks.
 
     Args:
-        changes: By dotted name.
+        changes: Changed settings, by dotted name.
         builder: Whether the model is a `GPTModelConfig`, the newer form, with the same settings.
     """
     short_data()
@@ -122,7 +122,7 @@ def _as_builder(provider: Any) -> Any:
 
 
 def pretrain(config: Any, *callbacks: Any) -> Trained:
-    """Train on this rank, and tell what was seen."""
+    """Train on this rank, and return the observations."""
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
@@ -161,7 +161,7 @@ def _note(trained: Trained) -> None:
 
 
 Sizes = tuple[int, int, int] | None
-"""Pipeline ranks, micro-batches and layers for `configure`; None: they are left out."""
+"""Pipeline ranks, micro-batches and layers for `configure`; None: not passed."""
 
 
 def configure(settings: Mapping[str, Any] | None, sizes: Sizes = None) -> None:
@@ -182,10 +182,10 @@ def train(
     """Train the example's recipe on this rank.
 
     Args:
-        changes: Of the recipe, by dotted name.
-        settings: Of a `PipelineConfig` for `configure`; None: it is not called.
+        changes: Changes to the recipe, by dotted name.
+        settings: Settings of a `PipelineConfig` for `configure`; None: it is not called.
         builder: See `recipe`.
-        sizes: What else `configure` is given.
+        sizes: Sizes passed to `configure`.
     """
     stand_ins.install()
     config = recipe(changes, builder=builder)
@@ -211,7 +211,7 @@ def filled_from_hugging_face() -> list[str | None]:
         def on_train_start(self, context: Any) -> None:
             with torch.no_grad():
                 for weight in (w for chunk in context.model for w in chunk.parameters()):
-                    if weight.shape[0] == 512:  # the vocabulary's
+                    if weight.shape[0] == 512:  # weights with the vocabulary's size
                         weight.random_()
             told.append(differing_copies(context.model))
             OfNoModel()._broadcast_shared_embeddings(context.model)
@@ -226,7 +226,7 @@ def filled_from_hugging_face() -> list[str | None]:
 def refused(
     changes: Mapping[str, Any], settings: Mapping[str, Any] | None, sizes: Sizes = None
 ) -> str:
-    """Return why a training is refused, after seeing that it can be tried again."""
+    """Return why a training is rejected, after checking that it can be tried again."""
     stand_ins.install()
     config = recipe(changes)
     model = config.model
@@ -236,7 +236,7 @@ def refused(
         pretrain(config)
     after = {f.name: getattr(model, f.name) for f in fields(model)}
     assert {name for name in before if before[name] is not after[name]} <= {"params_dtype"}
-    assert (active.active() is None) == (settings is None)  # the request is still in force
+    assert (active.active() is None) == (settings is None)  # the request must still be in force
     return str(caught.value)
 
 
@@ -263,7 +263,7 @@ def train_twice() -> list[Trained]:
 
 
 def undone() -> list[str]:
-    """Return which targets of rows are not what they were before this package was active."""
+    """Return the patch targets that differ from before this package was active."""
     stand_ins.install()
     import megatron.bridge.training.pretrain  # noqa: F401
 
@@ -287,7 +287,7 @@ def undone() -> list[str]:
 
 
 def train_without_hook() -> str:
-    """Train under zb-v while nobody fills the copy of the tied embedding."""
+    """Train under zb-v without filling the copy of the tied embedding; return the error."""
     stand_ins.install()
     import megatron.bridge.training.pretrain  # noqa: F401
 
@@ -304,7 +304,7 @@ def train_without_hook() -> str:
 
 
 def run_example(*words: str) -> None:
-    """Run the example's file as its command does."""
+    """Run the example's file as its documented command does."""
     stand_ins.install()
     short_data()
     sys.argv = ["tiny_gpt.py", *words]

@@ -1,4 +1,4 @@
-"""Ranks that move the weights of a tiny model between Hugging Face and Megatron-Bridge."""
+"""Moves the weights of a tiny model between Hugging Face and Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _DEEPSEEK_V3 = {
     "v_head_dim": 16,
 }
 
-# Kernels for NVIDIA GPUs that Bridge chooses for its models.
+# Turns off NVIDIA kernels that Bridge chooses for its models.
 _NO_KERNELS = {
     "transformer_impl": "local",
     "masked_softmax_fusion": False,
@@ -68,7 +68,7 @@ _NO_KERNELS = {
 
 @dataclass
 class Moved:
-    """Weights that one rank exported, as digests by their names at Hugging Face."""
+    """Weights exported by one rank, as digests by their Hugging Face names."""
 
     losses: list[str] = field(default_factory=list)
     """Of each step, as hexadecimal numbers; where Bridge has none, `none`."""
@@ -77,11 +77,11 @@ class Moved:
     trained: dict[str, str] = field(default_factory=dict)
     """After the last step."""
     reloaded: dict[str, str] = field(default_factory=dict)
-    """After the trained model has loaded the file again."""
+    """After the trained model has reloaded the file."""
     copies: list[str | None] = field(default_factory=list)
-    """How the copies of the embedding differed each time."""
+    """How the copies of the embedding differed at each of these points."""
     streamed: list[str] = field(default_factory=list)
-    """Parameters, with their chunks, that keep other values than a stream of the file has."""
+    """Parameters, with their chunks, whose values differ from a stream of the file."""
 
 
 def _hf_config(kind: str) -> Any:
@@ -93,7 +93,7 @@ def _hf_config(kind: str) -> Any:
 
 
 def _suit(provider: Any, kind: str, changes: Mapping[str, Any]) -> Any:
-    """Make Bridge's model trainable on a CPU, and in float32."""
+    """Make Bridge's model trainable on a CPU in float32."""
     from megatron.bridge.models import gpt_provider
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -106,7 +106,7 @@ def _suit(provider: Any, kind: str, changes: Mapping[str, Any]) -> Any:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
 
-    # Bridge builds these layers with Transformer Engine, whatever the other ones are built with.
+    # Bridge always builds these layers with Transformer Engine.
     gpt_provider.mtp_block_spec = local_mtp_spec
     for name, value in {**_NO_KERNELS, **changes}.items():
         if hasattr(provider, name):
@@ -129,7 +129,7 @@ def _value_of(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def save_model(folder: Path, kind: str) -> dict[str, str]:
-    """Write a model's files with weights that follow from their names; return the digests."""
+    """Write a model's files with weights derived from their names; return the digests."""
     stand_ins.install()
     from megatron.bridge import AutoBridge
     from safetensors.torch import save_file
@@ -163,14 +163,15 @@ def train(
     settings: Mapping[str, Any] | None,
     checkpoints: Path | None = None,
 ) -> Moved:
-    """Train a model from files of Hugging Face, and export it before and after.
+    """Train a model from Hugging Face files, exporting it before and after.
 
     Args:
-        folder: Of the files.
+        folder: Folder with the files.
         kind: Of the model.
-        changes: Of the model's configuration, by name.
+        changes: Changes to the model's configuration, by name.
         settings: Of a `PipelineConfig` for `configure`; None: it is not called.
-        checkpoints: Folder for Megatron's own checkpoint of the trained model; None: none is saved.
+        checkpoints: Folder for Megatron's checkpoint of the trained model; None: no checkpoint is
+            saved.
     """
     stand_ins.install()
     from megatron.bridge import AutoBridge
@@ -192,7 +193,7 @@ def train(
         def on_train_end(self, context: Any) -> None:
             moved.trained = exported(context.model)
             _stream(bridge, context.model, moved)
-            if checkpoints is not None:  # it is saved after this
+            if checkpoints is not None:  # the checkpoint is saved after this
                 return
             with torch.no_grad():
                 for weight in (w for chunk in context.model for w in chunk.parameters()):
@@ -216,7 +217,7 @@ def train(
 
 
 def _stream(bridge: Any, model: list[Any], moved: Moved) -> None:
-    """Note which copies of the embedding a stream of weights leaves out."""
+    """Record which copies of the embedding a stream of weights leaves out."""
     streamed = {
         (item.vp_stage, item.param_name)
         for item in bridge._model_bridge.stream_weights_hf_to_megatron(bridge.hf_pretrained, model)
@@ -232,9 +233,9 @@ def export_checkpoint(folder: Path, kind: str, checkpoints: Path) -> dict[str, s
     """Load the newest checkpoint into one process and export it; return the digests.
 
     Args:
-        folder: Of the files that the training began with.
+        folder: Folder with the files that the training started from.
         kind: Of the model.
-        checkpoints: Of the training.
+        checkpoints: Folder with the training's checkpoints.
     """
     stand_ins.install()
     from megatron.bridge import AutoBridge

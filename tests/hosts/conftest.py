@@ -1,4 +1,4 @@
-"""What tests of Megatron-Bridge share."""
+"""Fixtures for the tests of Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def bridge_loaded() -> Iterator[None]:
-    """Import Bridge once, not in each rank: that takes a minute."""
+    """Import Bridge once and not in each rank, because importing takes a minute."""
     before = os.environ.get(PRELOAD)
     os.environ[PRELOAD] = "tests.hosts.bridge_loaded"
     yield

@@ -1,4 +1,4 @@
-"""Ranks that run the training step of an RL framework, of its own code, on a tiny GPT."""
+"""Runs the training steps of RL frameworks, with their own code, on a tiny GPT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 64
 
 
 def _configure(schedule: str | None, **settings: Any) -> None:
-    """Do what docs/rl.md says; without a schedule, nothing."""
+    """Configure as described in docs/rl.md; without a schedule, do nothing."""
     if schedule is None:
         return
     megatron_ext.configure(
@@ -41,7 +41,7 @@ def _init(weight: torch.Tensor) -> None:
 
 
 def _chunks(**settings: Any) -> list[Any]:
-    """Build this rank's part of the model, as the frameworks do: groups first, then the model.
+    """Build this rank's part of the model as the frameworks do: first groups, then the model.
 
     Args:
         **more: Of its `TransformerConfig`.
@@ -97,7 +97,7 @@ def _weights(chunks: list[Any]) -> str:
 
 
 class _Sgd:
-    """The few calls that a step makes to an optimizer, for plain gradient descent."""
+    """Plain gradient descent with the few optimizer methods that a step calls."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.parameters = list(chunks[0].parameters())
@@ -112,7 +112,7 @@ class _Sgd:
 
 
 def _ran() -> int:
-    """Return how many steps our runtime has run."""
+    """Return the number of steps run by our runtime."""
     from megatron_ext.config import active
     from megatron_ext.runtime import runtime
 
@@ -128,7 +128,7 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     from slime.backends.megatron_utils.model import train_one_step
     from slime.utils.accelerator.torch_accelerator import TorchAccelerator
 
-    TorchAccelerator.current_device = lambda self: 0  # it wants a number, and the host has none
+    TorchAccelerator.current_device = lambda self: 0  # it requires a number, and the host has none
     _configure(schedule)
     chunks = _chunks()
     args = Namespace(
@@ -171,7 +171,7 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
 def slime_loss(
     _args: Any, batch: dict[str, Any], logits: torch.Tensor, mean: Callable[..., Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of predicting a response; slime loads it by its path."""
+    """Return the loss of predicting a response; slime loads this function by its path."""
     tokens, length = batch["unconcat_tokens"][0], batch["response_lengths"][0]
     predicted = logits[0, LENGTH - length - 1 : -1].float()
     losses = torch.nn.functional.cross_entropy(predicted, tokens[-length:], reduction="none")
@@ -182,7 +182,7 @@ def slime_loss(
 def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     """Run `megatron_forward_backward` of NeMo-RL, with its loss for fine-tuning, three times."""
     sys.path.insert(0, path)
-    stand_ins.install(mlflow=(), swanlab=(), matplotlib=("pyplot",))  # where it logs to
+    stand_ins.install(mlflow=(), swanlab=(), matplotlib=("pyplot",))  # loggers that it imports
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron.data import ProcessedMicrobatch
@@ -229,7 +229,7 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     from verl.utils import tensordict_utils
     from verl.workers.engine.megatron import transformer_impl
 
-    transformer_impl.get_device_id = lambda: "cpu"  # it wants a number, and the host has none
+    transformer_impl.get_device_id = lambda: "cpu"  # it requires a number, and the host has none
     _configure(schedule, variable_seq_lengths=True)
     chunks = _chunks(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     engine = object.__new__(transformer_impl.MegatronEngineWithLMHead)
@@ -265,6 +265,6 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
 def verl_loss(
     model_output: dict[str, Any], data: Any, dp_group: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss of a micro-batch's tokens."""
+    """Return the mean loss of a micro-batch's tokens."""
     loss = -model_output["log_probs"].values().sum() / data["batch_num_tokens"]
     return loss, {}

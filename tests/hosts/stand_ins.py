@@ -1,7 +1,7 @@
-"""Stands in for what Megatron-Bridge imports and a machine without a GPU cannot have.
+"""Stands in for packages that Megatron-Bridge imports but a machine without a GPU cannot have.
 
-Nothing here is ever called by a training with layers of Megatron's own (`transformer_impl` local);
-a name that is used after all says so.
+Trainings with Megatron's own layers (`transformer_impl` local) never call any of this; a name that
+is used anyway raises an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Anything(type):
-    """Classes that may be inherited from and have every attribute."""
+    """Metaclass of classes that have every attribute and can be inherited from."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -32,13 +32,13 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _StandIn(ModuleType):
-    """A package whose names, and modules, are all there."""
+    """A package in which every name and module exists."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
         self.__path__: list[str] = []
-        self.__version__ = "0.0.0"  # too old for every check of a version
+        self.__version__ = "0.0.0"  # too old for every version check
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
 
 
 def install(**more: tuple[str, ...]) -> list[str]:
-    """Stand in for what is not installed; return the names of the packages.
+    """Install stand-ins for missing packages; return their names.
 
     Args:
         **more: Other packages, and the modules in them.
@@ -77,7 +77,7 @@ _MODULES = {
     "transformer_engine": ("pytorch",),
     "nvidia_resiliency_ext": ("inprocess",),
 }
-"""Packages, and the modules in them."""
+"""Packages and their modules."""
 
 _BEFORE = (
     "megatron.core.distributed",
@@ -88,4 +88,4 @@ _BEFORE = (
     "megatron.core.full_cuda_graph",
     "megatron.core.rerun_state_machine",
 )
-"""Modules that look for these packages themselves, and do without."""
+"""Modules that check for these packages themselves and work without them."""

@@ -1,4 +1,4 @@
-"""Faults that only a device shows that runs behind its host; on a GPU each hangs or lies."""
+"""Faults that show only on a device behind its host; on a GPU each hangs or corrupts results."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.mutations.located [WORDS OF A NAME]
 
-All faults of a world of ranks run in the same processes, one after the other; a fault that ends
-them is counted as an error, and the others go on in new ones.
+All faults for the same world of ranks run in the same processes, one after the other. A fault that
+ends them counts as an error, and the others continue in new processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_FAULT = "no fault, "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault."""
+    """The outcome of planting a fault."""
 
     fault: Fault
     difference: Difference | None
@@ -33,12 +33,12 @@ class Outcome:
 
     @property
     def is_detected(self) -> bool:
-        """Whether the numbers were seen to differ."""
+        """Whether a difference in the numbers was detected."""
         return self.difference is not None
 
     @property
     def is_located(self) -> bool:
-        """Whether the first difference is where the fault is."""
+        """Whether the first difference was found where the fault is."""
         fault, difference = self.fault, self.difference
         if difference is None or difference.candidate is None:
             return False
@@ -50,14 +50,14 @@ class Outcome:
         )
 
     def line(self) -> str:
-        """Return the outcome for people."""
+        """Return the outcome as a readable line."""
         verdict = "located" if self.is_located else "detected" if self.is_detected else "MISSED"
         what = self.error or (self.difference.sentence() if self.difference else "no difference")
         return f"{verdict:9}{self.fault.name} ({self.fault.setting}): {what}"
 
 
 def no_fault(setting: str) -> Fault:
-    """Return a fault that changes nothing: whatever it is detected by is a false alarm."""
+    """Return a fault that changes nothing, so that any detection is a false alarm."""
     return Fault(_NO_FAULT + setting, setting, unchanged, "forward")
 
 
@@ -81,7 +81,7 @@ def _training(setting: Setting, schedule: str | None, folder: Path) -> Training:
 
 
 def _train_all(folder: str, names: Sequence[str], done: str) -> None:
-    """Train references and faults as one rank; a file says which is under way."""
+    """Train references and faults as one rank; a file says which one is running."""
     trained: set[tuple[str, Any]] = set()
     for name in names:
         fault = _named(name)
@@ -101,7 +101,7 @@ def _reference_of(fault: Fault, folder: Path) -> Path:
 
 
 def run(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
-    """Plant faults, in as few worlds of ranks as possible; return what became of each."""
+    """Plant faults, in as few worlds of ranks as possible; return the outcome of each."""
     outcomes = []
     for size in sorted({SETTINGS[fault.setting].world_size for fault in faults}):
         waiting = [fault for fault in faults if SETTINGS[fault.setting].world_size == size]
@@ -129,14 +129,14 @@ def run(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return the counts in one line."""
+    """Return the counts on one line."""
     num_detected = sum(outcome.is_detected for outcome in outcomes)
     num_located = sum(outcome.is_located for outcome in outcomes)
     return f"{len(outcomes)} faults: {num_detected} detected, {num_located} located"
 
 
 def main() -> int:
-    """Run the faults whose names have all the words of the command line."""
+    """Run the faults whose names contain all words of the command line."""
     faults = [fault for fault in FAULTS if all(word in fault.name for word in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(faults, Path(folder))

@@ -1,6 +1,6 @@
-"""Faults of the runtime, each of which the quick tests have to find.
+"""Faults in the runtime, each of which the quick tests must find.
 
-A mutant replaces one piece of a module's text, which has to occur exactly once.
+A mutant replaces one piece of a module's text, which must occur exactly once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COMMUNICATION_TESTS = "tests/schedules/table/test_communication.py"
 
 
 class Mutant(NamedTuple):
-    """A fault, and the tests that find it."""
+    """A fault, with the tests that find it."""
 
     name: str
     module: str

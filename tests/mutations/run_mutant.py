@@ -2,8 +2,8 @@
 
     python -m tests.mutations.run_mutant NUMBER
 
-The exit status is that of pytest: 1 says that a test has failed. It is 2 if nothing was changed.
-Ranks that tests start (`tests.ranks`) have the change as well.
+The exit status is pytest's: 1 means that a test has failed. It is 2 if nothing was changed. Ranks
+that tests start (`tests.ranks`) also run the changed code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Loader(SourceFileLoader):
         self._changed = path.read_text(encoding="utf-8").replace(mutant.text, mutant.instead)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile it; nothing is cached."""
+        """Compile the changed text, without caching."""
         return compile(self._changed, self.path, "exec", dont_inherit=True)
 
 
@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder):
 
 
 def install_from_environment() -> None:
-    """Change the package in a process that tests of a mutant start, and nothing in others."""
+    """Change the package in processes started by a mutant's tests; do nothing in others."""
     number = os.environ.get(_VARIABLE)
     if number is not None:
         sys.meta_path.insert(0, _Finder(ALL_MUTANTS[int(number)]))

@@ -1,7 +1,7 @@
-"""Faults that change numbers and raise nothing, each with the place where it must be located.
+"""Faults that change numbers without an error, each with the place where it must be located.
 
-Some are texts of `mutants.py`; the others stand for bugs that were reported of pipelines. All run
-in trainings of `tests/tracing/recorded.py`, several in one world of ranks.
+Some are from `mutants.py`; the others represent bugs reported in pipelines. All run in the
+trainings of `tests/tracing/recorded.py`, several in one world of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORDED = "tests.tracing.recorded"
 
 @dataclass(frozen=True)
 class Setting:
-    """A training that a fault is planted in."""
+    """A training in which a fault is planted."""
 
     schedule: str
     world_size: int = 2
@@ -55,7 +55,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and where it must be located."""
+    """A fault, with the place where it must be located."""
 
     name: str
     setting: str
@@ -63,12 +63,12 @@ class Fault:
     kind: str
     layer: int | None = None
     module: str = ""
-    """How the name of the module or parameter begins."""
+    """Start of the module's or parameter's name."""
     action: str = ""
-    """Of the candidate; empty between actions."""
+    """Action of the candidate; empty between actions."""
     iteration: int = 1
     reference: Change = unchanged
-    """What the run has that it is held against."""
+    """Change to plant in the reference run."""
 
 
 # -- how faults are planted ------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def layer_of(chunks: list[Any], number: int) -> Any:
 def at_output(
     number: int, path: str, change: Callable[[Any], Any], microbatch: int | None = None
 ) -> Change:
-    """Change the output of a layer, or of a part of it, of one micro-batch or of all."""
+    """Change the output of a layer or a part of it, for one micro-batch or all."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -109,7 +109,7 @@ def at_output(
 
 
 def at_gradient(number: int, path: str, microbatch: int) -> Change:
-    """Change the gradient of the input of a layer, or of a part of it, by a last bit."""
+    """Change the last bit of the input gradient of a layer or a part of it."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -129,7 +129,7 @@ def at_gradient(number: int, path: str, microbatch: int) -> Change:
 
 
 def last_bit(tensor: Any) -> Any:
-    """Change one element by about a unit in its last place."""
+    """Change one element by about one unit in the last place."""
     import torch
 
     factors = torch.ones_like(tensor)
@@ -138,7 +138,7 @@ def last_bit(tensor: Any) -> Any:
 
 
 def replaced(target: str, make: Callable[[Any], Any]) -> Change:
-    """Replace an attribute of a module or class by what is made of it."""
+    """Replace an attribute of a module or class with the result of `make`."""
 
     def plant(_chunks: list[Any]) -> AbstractContextManager[Any]:
         path, _, name = target.rpartition(".")
@@ -153,7 +153,7 @@ def replaced(target: str, make: Callable[[Any], Any]) -> Change:
 
 
 def together(*changes: Change) -> Change:
-    """Make several changes."""
+    """Apply several changes."""
 
     @contextmanager
     def plant(chunks: list[Any]) -> Iterator[None]:
@@ -214,7 +214,7 @@ def _live(module: Any) -> list[FunctionType]:
 
 
 def swapped(kind: str, stage: int) -> Change:
-    """Send what two micro-batches have for a stage under each other's name."""
+    """Send two micro-batches' messages to a stage under each other's names."""
 
     def make(deliver: Any) -> Any:
         def delivering(executor: Any, exchange: Any, tensors: Any) -> None:
@@ -232,7 +232,7 @@ def swapped(kind: str, stage: int) -> Change:
 
 
 def sent(kind: str, stage: int, change: Callable[[Any, list[Any]], Any], *numbers: int) -> Change:
-    """Change what is sent to a stage; the function also gets what was sent to it before."""
+    """Change a message to a stage; the function also gets the earlier messages to it."""
 
     def make(deliver: Any) -> Any:
         before: list[Any] = []
@@ -282,7 +282,7 @@ def parameter_of(chunks: list[Any], number: int | None, name: str) -> Any:
 
 
 def not_updated(number: int | None, name: str, factor: float) -> Change:
-    """Update a weight by a part of its gradient only, in the first step."""
+    """Update a weight with only a fraction of its gradient, in the first step."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         stale = parameter_of(chunks, number, name)
@@ -300,7 +300,7 @@ def not_updated(number: int | None, name: str, factor: float) -> Change:
 
 
 def begun_with(number: int, name: str) -> Change:
-    """Begin with another weight."""
+    """Start with a different weight."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         parameter = parameter_of(chunks, number, name)
@@ -312,7 +312,7 @@ def begun_with(number: int, name: str) -> Change:
 
 
 def stale_in_forward(number: int, name: str) -> Change:
-    """Compute forwards of the second step with the weight of the first."""
+    """Compute the second step's forwards with the first step's weight."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -347,7 +347,7 @@ def with_hook(number: int, name: str, hook: Callable[[Any], Any]) -> Change:
 
 
 def with_other_use(number: int, name: str) -> Change:
-    """Let the output of a layer depend on one of its weights once more."""
+    """Make the output of a layer depend on one of its weights a second time."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -360,7 +360,7 @@ def with_other_use(number: int, name: str) -> Change:
 
 
 def at_w(stage: int, microbatch: int, change: Callable[[Any, Any], Any]) -> Change:
-    """Change a W: the function gets the gradients that wait, by weight, and what computes them."""
+    """Change a W: the function gets the waiting gradients, by weight, and what computes them."""
 
     def make(run: Any) -> Any:
         def running(splits: Any, *key: int) -> None:
@@ -473,7 +473,7 @@ def _with_other_positions(model: Any) -> Any:
 
 
 def unmasked(number: int, microbatch: int | None = None) -> Change:
-    """Let a layer attend to later tokens."""
+    """Make a layer attend to later tokens."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -493,7 +493,7 @@ def unmasked(number: int, microbatch: int | None = None) -> Change:
 
 
 def drawing_for(stage: int, microbatch: int, instead: int) -> Change:
-    """Draw the random numbers of another micro-batch."""
+    """Draw another micro-batch's random numbers."""
 
     def make(rng: Any) -> Any:
         def drawing(of_stage: int, number: int) -> Any:
@@ -516,7 +516,7 @@ def _recomputing_with_other_numbers(set_states: Any) -> Any:
 
 
 def norm_with(number: int, eps: float) -> Change:
-    """Give the first norm of a layer another epsilon."""
+    """Give the first norm of a layer a different epsilon."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
@@ -528,7 +528,7 @@ def norm_with(number: int, eps: float) -> Change:
 
 
 def overwritten_input(number: int, microbatch: int, stage: int) -> Change:
-    """Overwrite the kept input of a layer's MLP after the forward."""
+    """Overwrite the saved input of a layer's MLP after the forward."""
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)

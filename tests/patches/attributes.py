@@ -1,4 +1,4 @@
-"""The attributes of torch and Megatron in this process, to be compared before and after."""
+"""Captures the attributes of torch and Megatron in this process, to compare before and after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-# What torch itself changes when more of it is imported.
+# Changes that torch makes itself when more of it is imported.
 _OWN_CHANGES_BECAUSE = {
     "torch.distributions.distribution:Distribution._validate_args": "torch.compile ends the checks",
     "torch._C._distributed:Placement": "torch.distributed.tensor puts another class there",
@@ -41,9 +41,9 @@ def held() -> dict[str, Any]:
 
 
 def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the attributes that are not the same objects, or that only modules of before gained.
+    """Return the attributes that are different objects, or that existing modules have gained.
 
-    Left out is what imports add: submodules, and entries of lists in which torch notes them.
+    Additions by imports are left out: submodules, and entries in lists where torch records them.
     """
     missing = object()
     changed = [place for place, one in before.items() if after.get(place, missing) is not one]
@@ -59,7 +59,7 @@ def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def described() -> dict[str, str]:
-    """Return what every attribute is, in words that are the same in another process."""
+    """Return a description of every attribute that is the same in another process."""
     return {place: _words(value) for place, value in held().items() if not place.endswith("]")}
 
 

@@ -1,4 +1,4 @@
-"""Common to the tests of the registry."""
+"""Fixtures for the tests of the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of the tests of single patches: everything here runs inside a rank (see `tests.ranks`)."""
+"""Helpers for the tests of single patches; everything here runs inside a rank (`tests.ranks`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def remove(registry: Registry, ids: Iterable[str]) -> None:
-    """Undo patches and take their rows out of a registry."""
+    """Undo patches and remove their rows from a registry."""
     doomed = set(ids)
     sites = [s for s in registry._sites.values() if any(p.id in doomed for p in s.patches)]
     registry._uninstall(sites)
@@ -27,7 +27,7 @@ def remove(registry: Registry, ids: Iterable[str]) -> None:
 
 @contextmanager
 def without(*ids: str) -> Iterator[None]:
-    """Run a block as upstream is without these patches."""
+    """Run the context with upstream as it is without these patches."""
     from megatron_ext.patches import REGISTRY, rows
 
     taken = [patch for patch in rows() if patch.id in ids]

@@ -1,6 +1,6 @@
-"""Stages drawn at random: what they take, make, publish and hand on, from a seed.
+"""Random stages: a seed determines what they take, compute, publish and output.
 
-Run one after the other they are a model without a pipeline, whose gradients are the right ones.
+Run in sequence, they form a model without a pipeline, whose gradients are the reference.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class RandomStage(torch.nn.Module):
 
     Args:
         config: Megatron's.
-        seed: Of the model.
-        number: Of the stage.
+        seed: xber: Of the stage.
         num_stages: Of the model.
     Whether micro-batches differ in lengths, trees and what is None (`varies`), and whether layers
     are computed again in the backward (`recomputes`), follows from the seed too.
@@ -66,10 +65,10 @@ class RandomStage(torch.nn.Module):
         handed_on = len(pool)
         recomputes = self.recomputes and any(tensor.requires_grad for tensor in pool)
         if self.config is None:
-            # Without a pipeline a gradient reaches its publisher through what it was taken for,
-            # and a recomputed layer hides what it takes.
+            # Without a pipeline, a gradient reaches the publisher through the tensor's uses, and a
+            # recomputed layer hides what it takes.
             pool += self._taken()
-        if recomputes:  # which is another order of sums, so it has to be the same everywhere
+        if recomputes:  # changes the order of sums, so it must be the same everywhere
             outputs = checkpoint(
                 self._layers, microbatch, *pool, use_reentrant=self.number % 2 == 0
             )
@@ -79,12 +78,12 @@ class RandomStage(torch.nn.Module):
         if self.number == self.num_stages - 1:
             return sum(tensor.square().mean() for tensor in pool)
         handed = draw.sample(pool, draw.randint(0 if draw.random() < 0.2 else 1, min(4, len(pool))))
-        if self.recomputes:  # what is published in a recomputed layer has to lead to the loss
+        if self.recomputes:  # a tensor published in a recomputed layer must lead to the loss
             handed.append(sum(tensor.mean(0, keepdim=True) for tensor in pool))
         return _tree(draw, list({id(tensor): tensor for tensor in handed}.values()), outputs)
 
     def _layers(self, microbatch: int, *pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the weights make of what is here and of what is taken; publish some of it."""
+        """Apply the weights to the given and the taken tensors; publish some of the results."""
         draw = self._draw(microbatch, "layers")
         inputs = [*pool, *(self._taken() if self.config is not None else ())]
         outputs = []
@@ -107,7 +106,7 @@ class RandomStage(torch.nn.Module):
         elif choice < 0.5:
             routes.publish(name, outputs[index] > 0)
         elif choice < 0.7 and not self.recomputes:
-            routes.publish(name, outputs[index].double())  # which only takers use
+            routes.publish(name, outputs[index].double())  # only takers use it
         else:
             published = routes.publish(name, outputs[index])
             assert published is not None
@@ -119,7 +118,7 @@ class RandomStage(torch.nn.Module):
 
 
 def _tree(draw: random.Random, handed: list[Any], outputs: tuple[torch.Tensor, ...]) -> Any:
-    """Return a tree of tensors, each once, with some that have no gradient."""
+    """Return a tree of distinct tensors, some of which have no gradient."""
     leaves: list[Any] = [tensor.double() if draw.random() < 0.2 else tensor for tensor in handed]
     leaves += draw.sample([None, outputs[0] > 0, torch.arange(3), outputs[0].detach()], 1)
     shape = draw.randrange(4)
@@ -133,7 +132,7 @@ def _tree(draw: random.Random, handed: list[Any], outputs: tuple[torch.Tensor, .
 
 
 def floats(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a tree that are numbers to compute with."""
+    """Yield the floating-point tensors of a tree."""
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point():
             yield tree.float()
@@ -143,7 +142,7 @@ def floats(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def names_of(seed: int, number: int, num_stages: int) -> tuple[list[str], list[str]]:
-    """Return what a stage publishes and takes."""
+    """Return the names that a stage publishes and takes."""
     draw = random.Random(f"routes of {seed}")
     publishes: list[str] = []
     takes: list[str] = []
@@ -160,7 +159,7 @@ def names_of(seed: int, number: int, num_stages: int) -> tuple[list[str], list[s
 
 
 def alone(seed: int, num_stages: int, num_microbatches: int) -> tuple[Any, Any]:
-    """Return losses, and gradients by stage, of one process without a pipeline."""
+    """Return the losses, and the gradients by stage, of one process without a pipeline."""
     stages = [RandomStage(None, seed, s, num_stages) for s in range(num_stages)]
     losses = []
     for microbatch in range(num_microbatches):

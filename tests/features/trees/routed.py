@@ -1,4 +1,4 @@
-"""Strategy of hypothesis: schedules of models with routes."""
+"""A hypothesis strategy: schedules of models with routes."""
 
 from __future__ import annotations
 

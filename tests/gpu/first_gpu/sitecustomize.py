@@ -1,4 +1,4 @@
-"""On PYTHONPATH: gives every rank of this machine the first GPU, whose number LOCAL_RANK is."""
+"""On PYTHONPATH, this gives every rank of this machine the first GPU, whose index LOCAL_RANK is."""
 
 import os
 

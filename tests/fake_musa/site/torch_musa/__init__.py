@@ -1,8 +1,8 @@
 """Stand-in for torch_musa 2.7.1 on the emulated device. Only tests put this on `sys.path`.
 
-It has the names and habits of the real package that a user of torch can notice, and lacks what the
-real one lacks (`nvtx`, `CUDAGraph`, `cudart`, `random`, `utilization`, ...): code that would fail
-on Moore Threads hardware should fail here. Like the real one it is loaded by `import torch` itself,
+It has the names and behaviour of the real package that a user of torch can notice, and lacks what
+the real one lacks (`nvtx`, `CUDAGraph`, `cudart`, `random`, `utilization`, ...), so that code that
+would fail on Moore Threads hardware fails here. Like the real one, it is loaded by `import torch`,
 through the entry point group `torch.backends`.
 
 Environment: FAKE_MUSA_LIBRARY is the compiled backend, FAKE_MUSA_DEVICES the number of devices.

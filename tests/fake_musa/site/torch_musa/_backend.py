@@ -1,4 +1,4 @@
-"""Loads the compiled backend and gives it its name; everything else here needs that first."""
+"""Loads the compiled backend and names it; must be imported before all other modules here."""
 
 import os
 import sys

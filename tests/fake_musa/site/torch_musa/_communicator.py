@@ -1,9 +1,9 @@
 """Communicators of a device that runs behind the host.
 
-What they stand for is NCCL: the operations of a communicator run one after the other, in a stream
-of its own, and each occupies the device until the other ranks have come to theirs. Nothing matches
-by name. The bytes go through gloo, by a thread for each communicator, when the device has come to
-the operation.
+They emulate NCCL: the operations of a communicator run one after the other in a separate stream,
+and each occupies the device until the other ranks have reached theirs. Nothing is matched by name.
+The bytes go through gloo, in one thread per communicator, once the device has reached the
+operation.
 """
 
 import atexit
@@ -30,18 +30,18 @@ class Operation:
 
     name: str
     start: Callable
-    """Begins it, on the bytes; returns works of gloo."""
+    """Starts the operation on the bytes; returns gloo's works."""
     tensors: list
-    """Tensors that it reads and writes."""
+    """Tensors that the operation reads and writes."""
     finish: Callable | None = None
     meet: Callable | None = None
-    """Tells the other rank when this one came to the operation; returns works and their stamp."""
+    """Tells the other rank when this one reached the operation; returns works and their stamp."""
 
 
 class Communicator:
-    """Ranks that have met, and a stream for what they do together.
+    """A group of ranks that have connected, with a stream for their operations.
 
-    To make one waits for all its ranks, as `ncclCommInitRank` does.
+    The constructor waits for all ranks, as `ncclCommInitRank` does.
     """
 
     def __init__(self, name, store, rank, ranks, key, timeout):
@@ -57,7 +57,7 @@ class Communicator:
         threading.Thread(target=self._work, name=f"mccl {name}", daemon=True).start()
 
     def submit(self, operations):
-        """Have the device carry operations out together, after what its stream was given."""
+        """Have the device run operations together, after the earlier work in its stream."""
         self._count += 1
         current = torch_musa.current_stream()
         self._stream.wait_stream(current)
@@ -80,14 +80,14 @@ class Communicator:
             try:
                 if not _given_up:
                     end_s = _carry_out(operations, turn_s)
-            except Exception as raised:  # whatever it is, the device reports it
+            except Exception as raised:  # the device reports any error
                 error = f"{type(raised).__name__}: {raised}"
             torch.ops.fake_musa.message_end(number, end_s, error)
             del operations
 
 
 def _carry_out(operations, turn_s):
-    """Begin all, then wait for all; return when all ranks had come, by their devices' clocks."""
+    """Start all, then wait for all; return when all ranks had arrived, by their devices' clocks."""
     works = [work for start, _, _ in operations for work in start()]
     meetings = [meet(turn_s) for _, _, meet in operations if meet is not None]
     for work in works + [work for their_works, _ in meetings for work in their_works]:
@@ -96,12 +96,12 @@ def _carry_out(operations, turn_s):
         if finish is not None:
             finish()
     if len(meetings) < len(operations):
-        return time.monotonic()  # a collective, whose other ranks do not tell
+        return time.monotonic()  # a collective, whose other ranks do not report their times
     return max(turn_s, *(stamp.item() for _, stamp in meetings))
 
 
 class QueuedWork(dist.Work):
-    """An operation that the device was given."""
+    """An operation queued on the device."""
 
     def __init__(self, event, name):
         super().__init__()
@@ -109,7 +109,7 @@ class QueuedWork(dist.Work):
         self._name = name
 
     def wait(self, timeout=None):
-        """Make the current stream wait; with a time-out the host polls besides, as NCCL's does."""
+        """Make the current stream wait; with a time-out the host also polls, as with NCCL."""
         torch_musa.current_stream().wait_event(self._event)
         if timeout is not None and timeout.total_seconds() > 0:
             self.block_host(timeout.total_seconds())
@@ -132,7 +132,7 @@ class QueuedWork(dist.Work):
 
 @contextlib.contextmanager
 def host_waits_for(what):
-    """Let a report of a standstill say what the host waits for."""
+    """Let standstill reports say what the host is waiting for."""
     if not torch.ops.fake_musa.is_async():
         yield
         return
@@ -144,7 +144,7 @@ def host_waits_for(what):
 
 
 def join_board(store, rank, size):
-    """Let the ranks of the first group see where each of them stands."""
+    """Let the ranks of the first group see each other's progress."""
     global _joined
     if _joined:
         return
@@ -159,13 +159,13 @@ def join_board(store, rank, size):
 
 
 def _give_up():
-    """Compute nothing while the process ends around the device's threads."""
+    """Stop computing while the process exits with the device's threads still running."""
     global _given_up
     _given_up = True
     torch.ops.fake_musa.give_up("the process ends")
 
 
 def forget():
-    """A forked process has a device of its own."""
+    """Drop the device's state, because a forked process gets a separate device."""
     global _joined
     _joined = False

@@ -1,4 +1,4 @@
-"""Devices: choosing one, asking about it, and initialising the runtime on first use."""
+"""Selects and describes devices, and initialises the runtime on first use."""
 
 import os
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def _lazy_call(call, **kwargs):
 
 
 def device_index(device, optional=False):
-    """Turn what a caller names a device with into its number; refuse other kinds of devices."""
+    """Convert any way to name a device into its index; reject other kinds of devices."""
     if device is None:
         return current_device()
     if isinstance(device, int):
@@ -210,7 +210,7 @@ def is_tf32_supported():
 
 
 class _Musart:
-    """Binding of the runtime library: names start with `musa`, so CUDA's names are missing."""
+    """Binding of the runtime library; names start with `musa`, so CUDA's names are missing."""
 
     @staticmethod
     def musaMemGetInfo(index):

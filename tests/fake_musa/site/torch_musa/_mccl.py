@@ -1,9 +1,9 @@
 """`mccl`: collectives for device tensors, carried by gloo on the same bytes.
 
-As strict as the real one where gloo is not: only dense tensors of this device, and send and receive
-match by order, whatever their tags say. On a device that computes at once, an operation begins when
-it is called and the host waits for it; on one that runs behind the host it is a task of a stream
-(`_communicator.py`).
+It is as strict as the real one where gloo is not: it accepts only dense tensors of this device, and
+matches sends and receives by order, whatever their tags. On a device that computes at once, an
+operation starts when it is called and the host waits for it; on a device that runs behind the host,
+it is a task in a stream (`_communicator.py`).
 """
 
 import os
@@ -16,13 +16,13 @@ from torch.distributed import ReduceOp
 from . import _communicator
 from ._communicator import Communicator, Operation
 
-# From 2.15 on torch records collectives under the name of their group, and C++ knows none of one
-# that is written in Python.
+# From 2.15 on torch records collectives under their group's name, but C++ knows no name for a group
+# written in Python.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 class _Together(dist.Work):
-    """Several operations as one. They are of one communicator, so they end in their order."""
+    """Several operations as one. They use the same communicator, so they end in order."""
 
     def __init__(self, works):
         super().__init__()
@@ -44,7 +44,7 @@ class _Together(dist.Work):
 
 
 class _Work(_Together):
-    """The gloo operations under way, and what remains to be done when they have ended."""
+    """The running gloo operations, and the work to do when they have ended."""
 
     def __init__(self, operation):
         super().__init__(operation.start())
@@ -80,7 +80,7 @@ def _flat(tensor):
 
 
 def _kept(opts, kind):
-    """Return options of our own: the operation may begin when the caller's are gone."""
+    """Return a copy of options, because the operation may start after the caller's are freed."""
     own = kind()
     for name in ("reduceOp", "rootRank", "rootTensor", "timeout"):
         if opts is not None and hasattr(opts, name):
@@ -89,7 +89,7 @@ def _kept(opts, kind):
 
 
 class ProcessGroupMCCL(dist.ProcessGroup):
-    """A process group whose name is mccl and whose work is done by a gloo group of its own."""
+    """A process group named mccl, whose work is done by an internal gloo group."""
 
     def __init__(self, store, rank, size, timeout, name):
         super().__init__(rank, size)
@@ -116,11 +116,11 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return [torch.device("musa")]
 
     def _get_backend(self, device):
-        """From 2.14 on, torch asks this of groups written in Python as well, to batch sends."""
+        """Return itself; from 2.14 on, torch also calls this on groups in Python to batch sends."""
         return self if device.type == "musa" else super()._get_backend(device)
 
     def _run(self, name, start, tensors, finish=None):
-        """Begin an operation of all ranks, or have the device begin it."""
+        """Start an operation of all ranks, or have the device start it."""
         operation = Operation(f"{name} of {self._name}", start, tensors, finish)
         if not _is_async():
             return _Work(operation)
@@ -143,7 +143,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     # -- reductions --------------------------------------------------------------------------------
 
     def _reducing(self, name, start, opts, outputs, tensors):
-        """A reduction; gloo has no average, so that is a sum and a division."""
+        """Run a reduction; gloo has no average, so use a sum and a division."""
         if opts.reduceOp != ReduceOp.AVG:
             return self._run(name, lambda: [start(opts)], tensors)
         opts.reduceOp = ReduceOp.SUM
@@ -249,7 +249,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
             works = self._gloo.send([ours], peer, told), self._gloo.recv([theirs], peer, heard)
             return works, theirs
 
-        # One of a batch is none of those between its two ranks alone.
+        # An operation in a batch does not use the communicator of its two ranks.
         operation = Operation(
             f"{name} of {self._name}",
             lambda: [start(aliases, peer, int(batched))],
@@ -264,7 +264,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return None
 
     def transfer_together(self, post):
-        """Have the device begin all that `post` sends and receives at once."""
+        """Have the device start all sends and receives of `post` at once."""
         self._batch = []
         try:
             post()
@@ -276,7 +276,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     def _together(self, works):
         return works[0] if len(works) == 1 else _Together(works)
 
-    # The names of these before torch 2.13.
+    # Names of these functions before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -291,7 +291,7 @@ def _create(options, _own_options):
 
 
 def _batch_isend_irecv(p2p_op_list):
-    """As torch's own: it groups the operations of backends that are written in C++ only."""
+    """Replaces torch's function, which groups operations only for backends written in C++."""
     group = p2p_op_list[0].group or dist.group.WORLD
     if not isinstance(group, ProcessGroupMCCL) or not _is_async():
         return _torchs_batch_isend_irecv(p2p_op_list)

@@ -85,7 +85,7 @@ def fork_rng(
     _devices_kw="devices",
     device_type="musa",
 ):
-    """As torch's own, but for `musa` unless told otherwise."""
+    """Like torch's `fork_rng`, but for `musa` by default."""
     if not enabled:
         yield
         return

@@ -1,9 +1,9 @@
-"""Events that several processes know, in shared memory: two counts, and whether it failed.
+"""Events shared by several processes, in shared memory: two counts, and a failure flag.
 
-On a device that computes at once, a copy behind such an event is done a little later by a thread of
-the process that recorded it, as a device would: another process can only wait for it, and sees
-unwritten memory if it does not. A device that runs behind the host has its streams record the event
-and wait for it (`csrc/shared_events.h`).
+On a device that computes at once, a copy before such an event is done slightly later by a thread of
+the recording process, as on a real device: another process must wait for the event, or else it sees
+unwritten memory. On a device that runs behind the host, streams record the event and wait for it
+(`csrc/shared_events.h`).
 """
 
 import functools
@@ -24,7 +24,7 @@ _HANDLE = struct.Struct("<ii56x")
 
 
 class SharedEvent:
-    """An event of this process (`file` None), or one that another process made."""
+    """An event of this process (`file` is None), or one created by another process."""
 
     def __init__(self, pid=None, file=None):
         self.pid = pid
@@ -72,7 +72,7 @@ class SharedEvent:
         self._words[_DONE] = max(number, self._words[_DONE])
 
     def wait(self, stream):
-        """Hold a stream up until what was recorded by now is done."""
+        """Make a stream wait until everything recorded so far is done."""
         if self._number is None:
             self.synchronize()
             return
@@ -85,7 +85,7 @@ class SharedEvent:
         return self._words[_DONE] >= self._words[_RECORDED]
 
     def synchronize(self):
-        """Wait for what was recorded by now."""
+        """Wait for everything recorded so far."""
         if self._number is not None:
             self._synchronize_queued()
             return
@@ -107,7 +107,7 @@ class SharedEvent:
 
 @functools.cache
 def _device():
-    """Work for the thread that stands for the device."""
+    """Run the thread that emulates the device."""
     jobs = queue.SimpleQueue()
     threading.Thread(target=_run, args=(jobs,), daemon=True).start()
     return jobs

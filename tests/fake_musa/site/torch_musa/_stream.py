@@ -1,9 +1,9 @@
 """Streams and events.
 
-On a device that computes at once, what is computed is done when it is submitted, and so is all of
-the default stream; copies that need not block are done by other streams as late as they may: when
-somebody waits for them. On one that runs behind the host all streams do what they were given in
-their own time, and events are points in them.
+On a device that computes at once, computation is done as soon as it is submitted, and so is all
+work in the default stream. Other streams do non-blocking copies as late as allowed: when something
+waits for them. On a device that runs behind the host, all streams work asynchronously, and events
+are points in them.
 """
 
 import time
@@ -68,7 +68,7 @@ class _PointAtOnce:
         self._count = torch.ops.fake_musa.stream_submitted(self._stream)
 
     def wait(self, stream):
-        self.synchronize("")  # nothing that waits on a device could tell the difference
+        self.synchronize("")  # waits on a device cannot tell the difference
 
     def query(self):
         return torch.ops.fake_musa.stream_done(self._stream, self._count)

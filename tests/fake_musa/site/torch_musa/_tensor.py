@@ -19,7 +19,7 @@ _TYPES = {
 
 
 class _TypedTensor(type):
-    """Type of `torch.musa.FloatTensor` and the others: callable, and answers isinstance()."""
+    """Type of `torch.musa.FloatTensor` and similar: callable, and supports isinstance()."""
 
     def __instancecheck__(cls, value):
         return isinstance(value, torch.Tensor) and value.is_musa and value.dtype == cls.dtype
@@ -43,7 +43,7 @@ def _to_musa(self, device=None, non_blocking=False, **kwargs):
 
 
 def _with_int_device(method):
-    """A plain number as device means this kind of device."""
+    """Make an int as device mean this kind of device."""
 
     def to(self, *args, **kwargs):
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
@@ -62,7 +62,7 @@ def extend_torch():
     torch.nn.Module.musa = lambda self, device=None: self._apply(lambda t: t.musa(device))
     is_musa_storage = property(lambda self: self.device.type == "musa")
     torch.UntypedStorage.is_musa = is_musa_storage
-    torch.UntypedStorage.is_cuda = is_musa_storage  # true also for the real one
+    torch.UntypedStorage.is_cuda = is_musa_storage  # as in the real package
     _extend_serialization()
 
 

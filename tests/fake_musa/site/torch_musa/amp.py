@@ -31,7 +31,7 @@ def get_amp_supported_dtype():
     return [torch.float16, *([torch.bfloat16] if is_bf16_supported() else [])]
 
 
-# Without arguments these ask about, and switch, this device rather than CUDA.
+# Without arguments these query and switch this device, not CUDA.
 _is_enabled = torch.is_autocast_enabled
 _set_enabled = torch.set_autocast_enabled
 

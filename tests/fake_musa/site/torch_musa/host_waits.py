@@ -1,6 +1,6 @@
-"""Counts how often the host waits for a device that runs behind it, by the line that made it wait.
+"""Counts, by line of code, how often the host waits for a device that runs behind it.
 
-Not part of the real package: tests ask it.
+This is not part of the real package; tests use it.
 """
 
 import collections
@@ -19,24 +19,24 @@ _OUTSIDE_OF = tuple(
     f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parent)
 )
 
-# Of this package: calls that name a CUDA device go through these.
+# Files of this package through which calls that name a CUDA device go.
 _TRANSLATIONS = tuple(
     f"/megatron_ext/{part}" for part in ("devices/translate.py", "devices/musa.py", "patches/")
 )
 
 
 def by_line():
-    """Return a count for each (what the host waits for, line, name of the thread)."""
+    """Return a count per (what the host waits for, line, name of the thread)."""
     return dict(_counts)
 
 
 def reset():
-    """Count from now on."""
+    """Reset the counts."""
     _counts.clear()
 
 
 def _line():
-    """Return the innermost line that is neither torch's nor of what stands in front of it."""
+    """Return the innermost line outside torch and outside the layers in front of it."""
     frame = sys._getframe(2)
     while frame is not None and _is_outside(frame.f_code.co_filename):
         frame = frame.f_back
@@ -58,5 +58,5 @@ _callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_count)
 
 
 def begin():
-    """Have the backend tell of each wait."""
+    """Make the backend report each wait."""
     ctypes.CDLL(os.environ["FAKE_MUSA_LIBRARY"]).fake_musa_on_host_wait(_callback)

@@ -1,4 +1,4 @@
-"""Memory counters. They are the emulated allocator's own, and exact."""
+"""Memory counters, which are exact because they come from the emulated allocator."""
 
 import collections
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def empty_cache():
-    """Nothing is cached, or it is kept for late readers (`csrc/pool.h`)."""
+    """Do nothing: memory is either not cached, or kept for late readers (`csrc/pool.h`)."""
 
 
 def memory_stats(device=None):
