@@ -1,9 +1,9 @@
-"""A process that has torch and Megatron imported already and forks ranks of tests from there.
+"""A process that has already imported torch and Megatron, and forks ranks for tests.
 
-Importing them takes ten seconds for each rank; forking takes milliseconds. Started by
-`tests.ranks`, one server for each device. Requests and answers are pickles, length first, on stdin
-and stdout; the ranks' own output goes to log files. The server stays single-threaded, so forking it
-is safe. When its stdin closes it kills what it started and ends; a rank dies with the server.
+Importing them takes ten seconds per rank; forking takes milliseconds. `tests.ranks` starts one
+server per device. Requests and answers are length-prefixed pickles on stdin and stdout; the ranks'
+output goes to log files. The server stays single-threaded, so forking it is safe. When its stdin
+closes, it kills everything it started and exits; a rank dies with the server.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
 _FINALIZING_S = 30.0
-"""As long as torchrun waits: on a busy machine the interpreter's exit takes seconds."""
+"""The same as in torchrun, because on a busy machine the interpreter's exit takes seconds."""
 _LATER = (
-    "torch._dynamo",  # by the first step of any optimizer
+    "torch._dynamo",  # imported in the first step of any optimizer
     "megatron.core.datasets.helpers",
     "megatron.core.tokenizers.text",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -54,14 +54,14 @@ _LATER = (
     "tests.pipelines",
     "tests.runtime.capture",
 )
-"""Modules that ranks import in the course of a training: most of the time of a short one."""
+"""Modules that ranks would import during a training, which takes most of a short one's time."""
 PRELOAD = "MEGATRON_EXT_TESTS_PRELOAD"
-"""Variable with more modules that every rank needs, comma between them."""
+"""Environment variable with more modules that every rank needs, separated by commas."""
 
 
 @dataclass
 class Request:
-    """One run: a module-level function, called on every rank."""
+    """One run: a module-level function to call on every rank."""
 
     module: str
     function: str
@@ -71,18 +71,18 @@ class Request:
     directory: str
     env: dict[str, str] = field(default_factory=dict)
     finalizes: bool = False
-    """Whether ranks end as a program does, by the interpreter's exit with its hooks."""
+    """Whether ranks end like a program, through the interpreter's exit with its hooks."""
 
 
 @dataclass
 class Answer:
-    """How a run ended, by rank; -n is death by signal n, None a rank that had to be stopped."""
+    """How a run ended, by rank; -n: killed by signal n; None: the rank had to be stopped."""
 
     exit_codes: list[int | None]
     first_failed: int | None
     timed_out: bool
     num_orphans: int = 0
-    """Processes that ranks left behind."""
+    """Number of processes that ranks left behind."""
 
 
 def send(stream: BinaryIO, message: object) -> None:
@@ -93,7 +93,7 @@ def send(stream: BinaryIO, message: object) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Read one length-prefixed pickle; EOFError where the other side is gone."""
+    """Read one length-prefixed pickle; raise EOFError if the other side has closed."""
     header = stream.read(8)
     if len(header) < 8:
         raise EOFError
@@ -101,7 +101,7 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def preload() -> None:
-    """Import what every rank needs."""
+    """Import the modules that every rank needs."""
     from tests.mutations.run_mutant import install_from_environment
 
     install_from_environment()
@@ -127,7 +127,7 @@ def preload() -> None:
 
 
 def _remember_help() -> None:
-    """Read the texts of `--help` once: Megatron parses the source of 28 classes for them."""
+    """Cache the texts of `--help`, for which Megatron parses the source of 28 classes."""
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -139,7 +139,7 @@ def _remember_help() -> None:
 
 
 def _shrink_mock_data() -> None:
-    """Let mock data have few documents: each rank takes seconds to shuffle 100 000 of them."""
+    """Reduce mock data to few documents, because each rank takes seconds to shuffle 100 000."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 1000
@@ -152,10 +152,10 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _kill_orphans() -> int:
-    """End what ranks left behind (checkpoint writers, their managers); it became ours by adoption.
+    """Kill orphans of ranks (checkpoint writers and their managers), which this process adopted.
 
     Returns:
-        How many processes that was.
+        The number of killed processes.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     count = 0
@@ -168,10 +168,10 @@ def _kill_orphans() -> int:
 
 
 def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
-    """Serve `env://` rendezvous from files: no ports, so nothing to collide with."""
+    """Serve `env://` rendezvous from files, which cannot collide as ports do."""
     from torch.distributed import FileStore
 
-    # The package binds the function `rendezvous` over its submodule of the same name.
+    # In torch.distributed, the function `rendezvous` shadows its submodule of the same name.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     count = 0
 
@@ -187,7 +187,7 @@ def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
 
 
 def _rank_main(request: Request, rank: int, parent: int) -> None:
-    """Become one rank: never returns, but by SystemExit where the request says so."""
+    """Become one rank; never return, except by SystemExit if the request says so."""
     _die_with_parent(parent)
     directory = Path(request.directory)
     log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -196,17 +196,17 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
         os.dup2(source, destination)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    # Hangs are told by their stacks: the server sends SIGUSR1 before it kills.
+    # The server sends SIGUSR1 before it kills a rank, so that the stacks explain a hang.
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     n = str(request.num_ranks)
-    failure = directory / "failures" / str(rank) / "error.json"  # laid out as torchrun has it
+    failure = directory / "failures" / str(rank) / "error.json"  # the same layout as torchrun's
     failure.parent.mkdir(parents=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
         TORCHELASTIC_ERROR_FILE=str(failure),
-        TMPDIR=request.directory,  # helpers of a rank leave nothing in /tmp
+        TMPDIR=request.directory,  # helpers of a rank must leave nothing in /tmp
     )  # fmt: skip
     tempfile.tempdir = None
     os.environ.update(request.env)
@@ -232,12 +232,12 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if request.finalizes:
-        raise SystemExit(code)  # through the server's frames, to the end of the interpreter
+        raise SystemExit(code)  # unwinds the server's frames and ends the interpreter
     os._exit(code)
 
 
 class _Run:
-    """The ranks of one request while they run."""
+    """The running ranks of one request."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -295,13 +295,13 @@ class _Run:
 
 def main() -> None:
     """Serve requests until stdin closes."""
-    # Requests come on a private descriptor, so that nothing the ranks print can spoil the protocol.
+    # Requests use a private descriptor, so that output of the ranks cannot corrupt the protocol.
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     preload()
-    gc.freeze()  # a rank's collections would copy every page of what it shares with the server
+    gc.freeze()  # a rank's collections would copy all pages shared with the server
     send(answers, "ready")
     try:
         while True:
@@ -311,4 +311,4 @@ def main() -> None:
                 return
             send(answers, _Run(request).wait(requests.fileno()))
     finally:
-        gc.unfreeze()  # what is still frozen when the interpreter ends, nanobind reports as leaked
+        gc.unfreeze()  # nanobind reports objects still frozen at exit as leaked

@@ -1,12 +1,13 @@
 """Runs a function, or a training script, on several real ranks (processes, gloo) of this machine.
 
-    def add(x):                      # module level: ranks find it by name
+    def add(x):                      # module level, so that ranks find it by name
         ...torch.distributed...
     assert run_ranks(4, add, 1) == [10, 10, 10, 10]
 
-Ranks are forked from a server that has torch and Megatron imported (`tests.rank_server`), so a run
-costs as little as a unit test. A rank that fails ends the run: the error shows the first failing
-rank and the end of its log. A run that lasts too long is killed and shows where each rank stood.
+Ranks are forked from a server that has already imported torch and Megatron (`tests.rank_server`),
+so a run is as cheap as a unit test. A rank that fails ends the run: the error shows the first
+failing rank and the end of its log. A run that lasts too long is killed, and the error shows where
+each rank was.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BASE_ENV = {
 
 
 class RanksFailed(AssertionError):
-    """A run whose ranks did not all end well."""
+    """A run in which not all ranks succeeded."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class RankRun:
     """Processes that ranks left behind."""
 
     def describe(self) -> str:
-        """Say which rank failed first, and how its log ends."""
+        """Return which rank failed first, and the end of its log."""
         if self.timed_out:
             tails = (f"rank {r}:\n{_tail(log)}" for r, log in enumerate(self.logs))
             return "the ranks did not end in time\n" + "\n".join(tails)
@@ -99,7 +100,7 @@ class _Server:
             return receive(self.process.stdout)
         except EOFError:
             raise RanksFailed("the rank server died; see stderr") from None
-        except BaseException:  # the test's time-out: the answer would be taken for the next one's
+        except BaseException:  # a test's time-out: the answer would be mistaken for the next one's
             self.process.kill()
             self.process.wait()
             raise
@@ -142,7 +143,8 @@ def start_ranks(
 ) -> RankRun:
     """Run `fn(*args)` on every rank and return how it ended, failed or not.
 
-    With `finalizes` each rank ends by the interpreter's exit; else at once, which is quicker.
+    With `finalizes` each rank ends through the interpreter's exit; otherwise it ends at once, which
+    is faster.
     """
     with tempfile.TemporaryDirectory(prefix="megatron_ext_ranks_") as directory:
         request = Request(
@@ -170,9 +172,9 @@ def start_ranks(
 
 @contextmanager
 def _waiting_for_others() -> Iterator[None]:
-    """Leave out the time that other tests compute from this test's time-out.
+    """Exclude the time that other tests use from this test's time-out.
 
-    pytest-timeout keeps it in this timer. The others have time-outs of their own.
+    pytest-timeout uses this timer. The other tests have separate time-outs.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if left_s > 0:
@@ -186,15 +188,15 @@ def _waiting_for_others() -> Iterator[None]:
 
 @contextmanager
 def _turn(num_ranks: int, file: Path = Path(__file__)) -> Iterator[None]:
-    """Wait until this machine has a core for each rank, or all its cores for more ranks than cores.
+    """Wait for one free core per rank, or for all cores if there are more ranks than cores.
 
-    Runs of one checkout, also of several test sessions at once, would slow each other down into
-    their time-outs otherwise. Each core is a byte of this file, which a run locks. A run that finds
-    no core free waits for one of them, even if another is free before it.
+    Otherwise runs of the same checkout, even in several test sessions, would slow each other down
+    until they time out. Each core is represented by a byte of this file, which a run locks. A run
+    that finds no free core waits for one particular core, even if another becomes free earlier.
     """
     num_cores = os.cpu_count() or 1
     with file.open("rb+") as cores, file.open() as queue:
-        fcntl.flock(queue, fcntl.LOCK_EX)  # so many ranks are not overtaken by few for ever
+        fcntl.flock(queue, fcntl.LOCK_EX)  # few ranks must not starve many
         wanted_cores = min(num_ranks, num_cores)
         free = [core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)]
         for core in free[wanted_cores:]:
@@ -227,7 +229,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     device: str = "cpu",
 ) -> list[Any]:
-    """Run `fn(*args)` on every rank and return what it returned, by rank.
+    """Run `fn(*args)` on every rank and return the results by rank.
 
     Raises:
         RanksFailed: A rank failed or the run lasted longer than `timeout_s`.
@@ -239,8 +241,8 @@ def run_ranks(
 
 
 def require_training(script: str = "pretrain_gpt.py") -> None:
-    """Skip a test where no script of this name can train: upstream's own, or the wheel's loop."""
-    import pytest  # not where a benchmark takes this module
+    """Skip a test if no script of this name can train: neither upstream's nor the wheel's loop."""
+    import pytest  # not needed by benchmarks that use this module
 
     tree = os.environ.get("MEGATRON_LM_PATH")
     if tree and not Path(tree, script).is_file():
@@ -259,7 +261,7 @@ def _run_script(script: str, argv: Sequence[str]) -> None:
 
 
 def train_here(model: str, argv: Sequence[str]) -> None:
-    """Train in this process as `_run_script` does, but let errors through."""
+    """Train in this process as `_run_script` does, but let errors propagate."""
     from megatron_ext import devices
     from megatron_ext.training import runner
 
@@ -311,7 +313,7 @@ def start_script(
 
 
 def run_script(num_ranks: int, script: str, argv: Sequence[str], **options: Any) -> list[str]:
-    """Run a training script on every rank and return what each printed.
+    """Run a training script on every rank and return the output of each.
 
     Raises:
         RanksFailed: A rank failed or the run lasted too long.
@@ -323,8 +325,7 @@ def run_script(num_ranks: int, script: str, argv: Sequence[str], **options: Any)
 
 
 def losses(logs: Sequence[str] | str, name: str = "lm loss") -> list[float]:
-    """Return the training losses that a run logged, in order (they stand in the last rank's
-    log)."""
+    """Return the training losses that a run logged, in order (the last rank logs them)."""
     text = logs if isinstance(logs, str) else "\n".join(logs)
     return [
         float(value)

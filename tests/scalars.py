@@ -1,4 +1,4 @@
-"""Reads what a run wrote for TensorBoard."""
+"""Reads the TensorBoard files of a run."""
 
 from __future__ import annotations
 

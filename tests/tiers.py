@@ -1,8 +1,8 @@
-"""The short tier: of each test, as many cases as fit into the seconds that a test may take.
+"""The short tier: as many cases of each test as fit into the seconds that a test may take.
 
 `durations.json` holds the seconds of each case that takes half a second or more on two idle
 cores; `bash tests/run.sh --all --measure` writes it. A case that is not in it is quick, or new.
-What a mutant names (`tests.mutations`) always stays, as a guard.
+Tests named by a mutant (`tests.mutations`) always stay, as a guard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DURATIONS = Path(__file__).with_name("durations.json")
 KNOWN_FROM_S = 0.5
 SHORT_S = 2.5
-"""For the cases of one test together, unless it has a mark `short_s`."""
+"""Seconds for all cases of one test together, unless it is marked with `short_s`."""
 
 
 def durations() -> dict[str, float]:
@@ -28,7 +28,7 @@ def durations() -> dict[str, float]:
 
 
 def write(measured: Mapping[str, float]) -> None:
-    """Renew the measured seconds of the tests that ran; others keep theirs."""
+    """Update the measured seconds of the tests that ran; keep those of other tests."""
     tests = {_test(case) for case in measured}
     known_times_s = {
         case: time_s for case, time_s in durations().items() if _test(case) not in tests
@@ -38,7 +38,7 @@ def write(measured: Mapping[str, float]) -> None:
 
 
 def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pytest.Item]:
-    """Return what the short tier leaves out, in order; a test without a mark has `short_s`."""
+    """Return the tests that the short tier leaves out, in order; `short_s` is the default limit."""
     from tests.mutations.run_mutant import ALL_MUTANTS
 
     guards = {test for mutant in ALL_MUTANTS for test in mutant.tests}
@@ -58,7 +58,7 @@ def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pyt
 
 
 def summary(left_out_by_room: Mapping[str, int], all_cases: int) -> str:
-    """Return the line that tells what was left out, by folder of the tests."""
+    """Return a line about the tests that were left out, by folder."""
     places = ", ".join(
         f"{place} {count}" for place, count in Counter(left_out_by_room).most_common(6)
     )

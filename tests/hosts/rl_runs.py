@@ -51,7 +51,7 @@ def _chunks(**settings: Any) -> list[Any]:
     from megatron.core.transformer import TransformerConfig
 
     class Unpacked(GPTModel):
-        """Takes one sequence of a packed micro-batch, which attention on a CPU cannot take."""
+        """Unpacks a packed micro-batch's only sequence, because CPU attention rejects packing."""
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             for name in ("packed_seq_params", "loss_mask"):

@@ -27,7 +27,7 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def held() -> dict[str, Any]:
-    """Return every attribute of every loaded module, of its classes, and what its lists hold."""
+    """Return every attribute of all loaded modules and their classes, and contents of lists."""
     found: dict[str, Any] = {}
     for module, names in _modules():
         for name, value in list(names.items()):

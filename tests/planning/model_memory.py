@@ -1,4 +1,4 @@
-"""Memory of the ranks of real trainings, beside the planner's forecast and what tables say."""
+"""Measures the memory of ranks in real trainings, next to the forecasts of planner and tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MODELS = {
     "latent attention": _LLAMA
     + "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 96 --qk-head-dim 48 "
     "--qk-pos-emb-head-dim 16 --v-head-dim 48 --qk-layernorm ",
-    # Every expert gets every token, so none more than its share.
+    # Every expert gets every token, so the load is balanced.
     "experts": _LLAMA + "--num-experts 2 --moe-router-topk 2 --moe-ffn-hidden-size 320 "
     "--expert-tensor-parallel-size 1 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none ",
@@ -64,7 +64,7 @@ _PARALLELISM = {
 
 
 _SCHEDULES = [name for name in registered() if name != "gpipe"]
-"""All that the planner plans with."""
+"""The schedules that the planner uses."""
 
 
 _SLICED = (
@@ -72,13 +72,13 @@ _SLICED = (
     "--untie-embeddings-and-output-weights --recompute-granularity selective --micro-batch-size 1 "
     "--no-create-attention-mask-in-dataloader --pipeline-transport shm "
 )
-"""Keeps little but what its table says: attention is recomputed."""
+"""A model that keeps little more than its table says, because attention is recomputed."""
 HIDDEN = 64
-"""Width of that model, which has a layer on each rank."""
+"""Width of that model, which has one layer per rank."""
 
 
 class Case(NamedTuple):
-    """A model on ranks under a schedule."""
+    """A model, its ranks and its schedule."""
 
     model: str
     parallelism: str
@@ -86,32 +86,32 @@ class Case(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes on a rank: in a forecast, or measured."""
+    """Bytes on a rank, forecast or measured."""
 
     static: float
-    """Weights, buffers of gradients and states of the optimizer."""
+    """Weights, gradient buffers and optimizer states."""
     kept: float
-    """Most that autograd and weight gradients that wait keep."""
+    """Peak of what autograd and waiting weight gradients keep."""
 
 
 class Rank(NamedTuple):
-    """What a rank of a training holds, and what it is."""
+    """Memory of a rank in a training, and its place."""
 
     held: Held
     keys_bytes: int
-    """Most keys, values and their gradients that layers keep between slices."""
+    """Peak of keys, values and their gradients that layers keep between slices."""
     planned: float
-    """Activations of its table, in micro-batches."""
+    """Activations according to the rank's table, in micro-batches."""
     planned_keys: float
-    """Keys and values of its table, in micro-batches."""
+    """Keys and values according to the rank's table, in micro-batches."""
     layers: list[int]
-    """Of each chunk."""
+    """Layers in each chunk."""
     number: int
-    """In the pipeline."""
+    """Rank in the pipeline."""
 
 
 def cases() -> Iterator[Case]:
-    """Yield every model under every schedule, the parallelisms in turn."""
+    """Yield every model under every schedule, alternating the kinds of parallelism."""
     for number, model in enumerate(_MODELS):
         parallelisms = [
             "PP 4",
@@ -119,9 +119,7 @@ def cases() -> Iterator[Case]:
             "EP 2, PP 2" if model == "experts" else "DP 2, PP 2",
         ]
         if model == "latent attention":
-            parallelisms.remove(
-                "TP 2, SP, PP 2"
-            )  # without Transformer Engine it divides the latents
+            parallelisms.remove("TP 2, SP, PP 2")  # divides the latents without Transformer Engine
         for turn, schedule in enumerate(_SCHEDULES):
             chosen = (
                 "PP 4"
@@ -132,7 +130,7 @@ def cases() -> Iterator[Case]:
 
 
 def compared(case: Case) -> list[tuple[Held, Held]]:
-    """Train one step; return forecast and measurement of each rank of a pipeline."""
+    """Train one step; return the forecast and the measurement for each rank of a pipeline."""
     ranks, sizes = _PARALLELISM[case.parallelism]
     generator, pp = get(case.schedule), sizes["pp"]
     batch = _MICRO_BATCH * _NUM_MICROBATCHES * ranks // (sizes["tp"] * pp)
@@ -174,13 +172,13 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
 def sliced(
     schedule: str, pp: int, num_microbatches: int, slices: int, length: int, flags_besides: str = ""
 ) -> list[Rank]:
-    """Train one step of a GPT with a layer on each of `pp` ranks.
+    """Train one step of a GPT with one layer on each of `pp` ranks.
 
     Args:
         schedule: A registered schedule with one stage on each rank.
         pp: Ranks of the pipeline.
-        num_microbatches: Of one sample each.
-        slices: Of each micro-batch.
+        num_microbatches: Micro-batches, of one sample each.
+        slices: Slices of each micro-batch.
         length: Tokens of a sample.
         more: Further flags.
     """
@@ -193,8 +191,8 @@ def sliced(
 
 
 def measure(argv: list[str]) -> Rank:
-    """Train as one rank; return what it held."""
-    devices.current()  # before Megatron is imported
+    """Train as one rank; return its memory."""
+    devices.current()  # must come before Megatron is imported
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
     from megatron.training import training
@@ -211,7 +209,7 @@ def measure(argv: list[str]) -> Rank:
         required().observers.append(found["counter"])
         return set_up_model
 
-    training.setup_model_and_optimizer = counting  # this process is a rank, and ends
+    training.setup_model_and_optimizer = counting  # never restored: this process is a rank and ends
     train_here("gpt", argv)
     counter, (chunks, optimizer, _) = found["counter"], found["made"]
     tensors = [weight for chunk in chunks for weight in chunk.parameters()]
@@ -235,7 +233,7 @@ def measure(argv: list[str]) -> Rank:
 
 
 class _Counting(Observer):
-    """Counts after each action what the rank keeps."""
+    """Counts, after each action, the memory that the rank keeps."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.saved, self.kept = model, 0, 0
@@ -269,6 +267,6 @@ class _Counting(Observer):
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the memory of tensors, each counted once."""
+    """Return the total bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -1,1 +1,1 @@
-"""Virtual machines with an RDMA device made of software, and the tests that run in them."""
+"""Virtual machines with a software RDMA device, and the tests that run in them."""

@@ -1,6 +1,6 @@
-"""Tried in one virtual machine: the probe, and two to eight processes over its RDMA device.
+"""Runs in one virtual machine: the probe, and two to eight processes over its RDMA device.
 
-Writes what it saw to /mnt/results.json, for the tests on the host to judge.
+Writes the results to /mnt/results.json, for the tests on the host to judge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.transport.native import probe_rdma
 result = probe_rdma(*sys.argv[1:])
 print(json.dumps([result.usable, result.why_not or result.finding, witness.differences()]))
 """
-# A root without capabilities, whose memory may be locked in small amounts only.
+# A root without capabilities, which may lock only little memory.
 WEAK_ROOT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "prlimit", "--memlock=65536"]
 
 
@@ -47,14 +47,14 @@ def end(process: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def exchange(port: int, num_ranks: int, num_messages: int) -> list[dict[str, object]]:
-    """Let each rank send so many messages to each other one."""
+    """Let each rank send this many messages to every other rank."""
     more = str(num_messages), str(num_ranks)
     processes = [start("messages", rank, port, *more) for rank in range(num_ranks)]
     return [end(process) for process in processes]
 
 
 def kill(victim: str, port: int) -> dict[str, object]:
-    """Kill one of two processes in the middle of a stream; what the other one says."""
+    """Kill one of two processes in the middle of a stream; return the other's report."""
     processes = {"receive": start("receive", 0, port), "send": start("send", 1, port)}
     [survivor] = [process for name, process in processes.items() if name != victim]
     for line in survivor.stderr:

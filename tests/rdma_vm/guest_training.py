@@ -2,8 +2,8 @@
 
     python guest_training.py FLAGS...
 
-The flags are those that all runs share. Node N writes /mnt/RUN.N.log. An emulated processor takes
-minutes to import what training needs, so that is done once, and each training is a fork.
+All runs share the FLAGS. Node N writes /mnt/RUN.N.log. On an emulated processor, the imports for a
+training take minutes, so they are done once, and each training runs in a fork.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNS = {
     "disaggregated-tcp": f"{_TWO_ROLES} --pipeline-transport tcp",
     "disaggregated-rdma": f"{_TWO_ROLES} --pipeline-transport rdma",
 }
-"""Additions to the flags."""
+"""Additional flags, by run."""
 NODE = os.environ.get("NODE", "")
 FIRST_PORT = 29500
 

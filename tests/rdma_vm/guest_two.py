@@ -1,6 +1,6 @@
-"""Tried between two virtual machines: messages, with packets that get lost, and no cable.
+"""Runs between two virtual machines: messages, lost packets, and a disconnected cable.
 
-Runs on both; the results of node N are in /mnt/resultsN.json.
+It runs on both; the results of node N are in /mnt/resultsN.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(what: str, port: int, *, unplug: bool = False) -> dict[str, object]:
 
 
 def meet(name: str) -> None:
-    """Wait until the other node is here as well."""
+    """Wait until the other node has reached the same point."""
     Path(f"/mnt/{name}.{NODE}").touch()
     deadline = time.monotonic() + 60
     while not Path(f"/mnt/{name}.{1 - NODE}").exists():

@@ -1,10 +1,10 @@
-"""One of the processes that links over RDMA join. Runs in a virtual machine; knows no torch.
+"""One of the processes connected over RDMA. It runs in a virtual machine, without torch.
 
     python peer.py messages RANK ADDRESS_OF_RANK_0 PORT [MESSAGES_TO_EACH [NUMBER_OF_RANKS]]
     python peer.py send|receive RANK ADDRESS_OF_RANK_0 PORT
 
-Each pair of ranks meets at a port of its own, counted from PORT; those of more than two run on one
-machine. Prints one line of JSON: what it did, or how the other one ended.
+Each pair of ranks meets at a separate port, counted from PORT; more than two ranks must run on one
+machine. It prints one line of JSON: what it did, or how the other process ended.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_ext.transport.native import require_native
 
 SLOTS, SLOT_BYTES = 8, 64 * 1024
 NUM_MESSAGES = 500
-"""Of each to each other, unless said otherwise."""
+"""Messages from each rank to each other rank, by default."""
 STREAM_BYTES = 32 * 1024
 TIMEOUT_S = 60.0
 SILENCE_S = 3.0
 UINT8 = 1 << 8 | 8
 DTYPES = {UINT8: 1, 0 << 8 | 64: 8, 2 << 8 | 32: 4, 4 << 8 | 16: 2}
-"""Codes of unsigned bytes, int64, float32 and bfloat16, with their bytes."""
+"""Codes of uint8, int64, float32 and bfloat16, with their sizes in bytes."""
 
 
 def tcp_connection(address: str, port: int, *, listens: bool) -> socket.socket:
-    """The first process of a pair listens, the second calls until it is heard."""
+    """Connect a pair of processes: the first one listens, the second retries until accepted."""
     if listens:
         with socket.create_server((address, port)) as listener:
             listener.settimeout(TIMEOUT_S)
@@ -52,7 +52,7 @@ def open_endpoint(rank: int, num_ranks: int, address: str, port: int):
     native = require_native()
     endpoint = native.Endpoint(rank, SLOTS, SLOT_BYTES, checksums=True)
     links = {}
-    for number, pair in enumerate(combinations(range(num_ranks), 2)):  # in one order everywhere
+    for number, pair in enumerate(combinations(range(num_ranks), 2)):  # same order on all ranks
         if rank in pair:
             with tcp_connection(address, port + number, listens=rank == pair[0]) as connection:
                 connection.setblocking(True)
@@ -65,14 +65,14 @@ def open_endpoint(rank: int, num_ranks: int, address: str, port: int):
 
 
 def send(endpoint, peer: int, tag: int, data: bytearray, code: int = UINT8) -> None:
-    """Send bytes, which stay where they are until the core has them."""
+    """Send bytes, keeping them alive until the core has sent them."""
     buffer = (ctypes.c_char * len(data)).from_buffer(data) if data else None
     address = ctypes.addressof(buffer) if buffer is not None else 0
     endpoint.send(peer, tag, code, (len(data) // DTYPES[code],), address, (data, buffer))
 
 
 def content(*names: int) -> tuple[int, bytearray]:
-    """A dtype and bytes; some messages are empty, some need several slots."""
+    """Return a dtype and bytes; some messages are empty, others need several slots."""
     generator = random.Random(repr(names))
     code = generator.choice(list(DTYPES))
     longest = generator.choice([0, 5000, 5000, 5000, 5000, 5000, 3 * SLOT_BYTES])
@@ -82,7 +82,7 @@ def content(*names: int) -> tuple[int, bytearray]:
 def exchange_messages(
     rank: int, endpoint, peers: list[int], num_messages: int
 ) -> dict[str, object]:
-    """All send to all, and take in an order of their own."""
+    """Send to all ranks, and receive in a rank-specific order."""
     begin = time.monotonic()
     for tag in range(num_messages):
         for peer in peers:
@@ -92,7 +92,7 @@ def exchange_messages(
     random.Random(rank).shuffle(order)
     bad = []
     num_bytes = 0
-    patience_s = TIMEOUT_S + len(order) / 50  # the first one taken may be the last one sent
+    patience_s = TIMEOUT_S + len(order) / 50  # the first message received may be the last one sent
     for tag, peer in order:
         message = endpoint.take(peer, tag, patience_s)
         code, expected = content(tag, peer, rank)
@@ -110,7 +110,7 @@ def exchange_messages(
 
 
 def stream(endpoint, peer: int, *, sends: bool) -> dict[str, object]:
-    """Go on until the peer is gone, and tell how that was noticed."""
+    """Send or receive until the peer is gone; return how that was noticed."""
     data = bytearray(random.Random(1).randbytes(STREAM_BYTES))
     checksum = zlib.crc32(data)
     num_messages = 0

@@ -1,7 +1,7 @@
-"""Boots one or two virtual machines that have an RDMA device made of software (rxe).
+"""Boots one or two virtual machines with a software RDMA device (rxe).
 
 QEMU emulates the processor, so neither hardware virtualisation nor root is needed. The guest sees
-the files of the host, read-only, and so runs its Python and this repository as they are; the folder
+the host's files, read-only, so it runs the host's Python and this repository unchanged. The folder
 /mnt is shared by the host and all guests.
 """
 
@@ -35,7 +35,7 @@ _PROGRAMS = {
     "modprobe": "kmod",
     "rdma": "iproute2",
 }
-"""Programs that are needed, and the Debian package of each."""
+"""Required programs, each with its Debian package."""
 _SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -44,7 +44,7 @@ class Guest:
     """Output of a virtual machine."""
 
     status: int | None
-    """Exit status of its script; None if it did not come to an end."""
+    """Exit status of its script; None if the script did not finish."""
     log: str
     """Output of the script."""
     console: str
@@ -52,7 +52,7 @@ class Guest:
 
 
 def missing() -> str | None:
-    """Why no machine can be booted here; None if one can."""
+    """Return why no machine can be booted here, or None."""
     packages = [
         package
         for program, package in _PROGRAMS.items()
@@ -94,7 +94,7 @@ def build_initrd(path: Path) -> None:
 
 
 def _modules_in_order(version: str) -> list[Path]:
-    """Files of the modules, each after those that it needs."""
+    """Return the files of the modules, each after the modules that it needs."""
     found: dict[Path, None] = {}
     for module in _MODULES:
         listed = subprocess.run(
@@ -117,17 +117,17 @@ def boot(
     memory_mb: int = 1024,
     environment: dict[str, str] | None = None,
 ) -> list[Guest]:
-    """Run a command in one machine, or in two that a cable joins.
+    """Run a command in one machine, or in two that are connected by a virtual cable.
 
     Args:
-        initrd: As `build_initrd` wrote it.
+        initrd: File written by `build_initrd`.
         share: An empty folder, which becomes /mnt in the guests.
-        command: What to run, by paths of the host. Its environment has NODE, 0 or 1; node n has the
-            address 10.77.0.n+1 and the RDMA device rxe0.
-        nodes: Machines, 1 or 2.
-        timeout_s: For all of it; machines that still run are ended.
-        memory_mb: Of each machine.
-        environment: More variables.
+        command: Command to run, with paths of the host. Its environment has NODE, 0 or 1; node n
+            has the address 10.77.0.n+1 and the RDMA device rxe0.
+        nodes: Number of machines, 1 or 2.
+        timeout_s: Total time-out, after which machines are stopped.
+        memory_mb: Memory of each machine.
+        environment: Additional environment variables.
     """
     variables = {
         "HOME": "/root",
@@ -150,7 +150,7 @@ def boot(
         for machine in machines:
             machine.wait(max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        pass  # told by the missing status
+        pass  # shown by the missing status
     finally:
         for machine in machines:
             machine.kill()
@@ -174,7 +174,7 @@ def _start(
         "-smp", "1",  # emulated processors that wait for each other starve on a busy host
         "-m", str(memory_mb), "-nographic", "-no-reboot",
         "-kernel", str(KERNEL / "vmlinuz"), "-initrd", str(initrd),
-        # The kernel's check of its timer fails on a host that is slow at the wrong moment.
+        # The kernel's timer check fails if the host is slow at the wrong moment.
         "-append", f"console=ttyS0 quiet panic=-1 no_timer_check node={node}",
         "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
         "-virtfs", f"local,path={share},mount_tag=share,security_model=none",

@@ -1,4 +1,4 @@
-"""The list of RDMA devices by pyverbs, rdma-core's own binding, beside that of the native core."""
+"""Compares pyverbs' list of RDMA devices (rdma-core's own binding) with the native core's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def differences(sysfs: str = "/sys") -> list[str] | None:
 
 
 def from_pyverbs() -> dict[str, str] | None:
-    """Return the list of pyverbs, from this Python or the system's; None if neither has it."""
+    """Return the list from pyverbs in this Python or the system's; None if neither has it."""
     script = Path(__file__).with_name("pyverbs_listing.py")
     for python in (sys.executable, "/usr/bin/python3"):
         try:

@@ -1,4 +1,4 @@
-"""Trains a small model and captures every loss, gradient and parameter, to compare bit for bit.
+"""Trains a small model, capturing every loss, gradient and parameter for bitwise comparison.
 
 Weights are drawn by name, so they do not depend on which rank builds which layer.
 """
@@ -26,7 +26,7 @@ PP4 = "--pipeline-model-parallel-size 4 "
 
 @dataclass
 class Captured:
-    """Results of one rank, or of all together."""
+    """Results of one rank, or of all ranks combined."""
 
     losses: list[dict[str, float]] = field(default_factory=list)
     """By step, on the ranks that have the loss."""
@@ -37,11 +37,11 @@ class Captured:
     tables: list[str] = field(default_factory=list)
     """Labels of the tables that the executor ran, in the order of first use."""
     transports: list[str] = field(default_factory=list)
-    """Classes of the transports that it opened."""
+    """Class names of the transports that were opened."""
     orders: list[str] = field(default_factory=list)
-    """Origin of the orders of its steps, without repetitions: table, or a policy's name."""
+    """Origins of the orders of steps, without duplicates: "table", or a policy's name."""
     pairs: int = 0
-    """Forwards and backwards that ran together."""
+    """Number of forwards and backwards that ran as pairs."""
 
 
 def train(
@@ -55,9 +55,9 @@ def train(
     env: Mapping[str, str] | None = None,
     run: Callable[..., Captured] | None = None,
 ) -> Captured:
-    """Train on some ranks, by `run` or `run_here`, and put together what they computed.
+    """Train on `num_ranks` ranks, with `run` or `run_here`, and combine their results.
 
-    Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
+    Replicas of a parameter must agree. With a delay, actions in our schedules take random times.
     """
     require_training(f"pretrain_{model}.py")
     by_rank = run_ranks(
@@ -93,7 +93,7 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
     from megatron_ext.runtime import megatron_messages, runtime
 
     fix_vocabulary_order()
-    captured = Captured()  # what is replaced below stays so: this process is a rank and ends
+    captured = Captured()  # replacements below are never undone: this process is a rank and ends
     make_table = runtime.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
     _capture_loop(captured)
     try:
         train_here(model, argv)
-    except SystemExit as ended:  # how upstream's loop ends by --exit-interval
+    except SystemExit as ended:  # upstream's loop ends this way with --exit-interval
         if ended.code:
             raise
     return captured
@@ -159,7 +159,7 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
 
 
 def _capture_loop(captured: Captured) -> None:
-    """Have `megatron.training` record what it computes."""
+    """Make `megatron.training` record what it computes."""
     from megatron_ext import devices
 
     devices.current()  # before Megatron is imported
@@ -172,7 +172,7 @@ def _capture_loop(captured: Captured) -> None:
         chunks, optimizer, scheduler = set_up(*args, **kwargs)
         if not get_args().load:
             _fill_by_name(chunks, optimizer)
-        # Only now: the patches of this job are in place, and those of a step run inside.
+        # Wrap only now, when this job's patches are in place, so that patches of a step run inside.
         training.train_step = _capturing_step(training.train_step, captured, chunks, optimizer)
         train = training.train
 
@@ -210,13 +210,13 @@ def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer:
 
 
 def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
-    """Digests by name; the distributed optimizer leaves each rank a shard of them, so none."""
+    """Return digests by name; empty with the distributed optimizer, which shards gradients."""
     shards = args.use_distributed_optimizer
     return {name: _digest(p.main_grad) for name, p in _named(chunks) if not shards}
 
 
 def _named(chunks: list[Any]) -> list[tuple[str, Any]]:
-    """Parameters under names that hold whichever rank has them."""
+    """Return parameters under names that do not depend on the rank that holds them."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 

@@ -1,4 +1,4 @@
-"""A computation without a model and a transport in memory, around the real executor."""
+"""A computation without a model, and a transport in memory, for the real executor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPE = torch.float64
 
 
 class Compute:
-    """Gives each action a number that depends on its inputs, its name and nothing else."""
+    """Gives each action a number that depends only on its inputs and its name."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class Compute:
     ) -> None:
         self.log: list[str] = [] if log is None else log
         self.start = start
-        """Data of the first stage."""
+        """Data for the first stage."""
         self.num_parts = num_parts
         self.fail_at = fail_at
         self.inputs: dict[Action, list[float]] = {}
         self.kept: dict[tuple[int, int], list[float]] = {}
         self.stashed: dict[tuple[int, int], list[float]] = {}
         self.gradients: dict[int, list[tuple[int, float]]] = {}
-        """By stage: micro-batch and number of each weight gradient, as they are added up."""
+        """By stage: micro-batch and number of each weight gradient, in the order of summation."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         stage, kind, microbatch, _ = action
@@ -68,7 +68,7 @@ class Compute:
         return self.run(forward, inputs), self.run(backward, gradients)
 
     def _parts(self, value: float) -> Tensors:
-        """The tensors of a hand-over differ by 1 each; in a backward that of the first is used."""
+        """Return the tensors of a hand-over, which differ by 1 each; a backward uses the first."""
         return [torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)]
 
     def saved_tensors(self, action: Action) -> object:
@@ -99,13 +99,13 @@ class _Saved:
 
 
 def result(action: Action, value: float) -> float:
-    """Return what an action makes of an input."""
+    """Return an action's result for an input."""
     kind = "F" if action.kind == "F" else "B"
     return value / 2 + 1 + 10 * action.stage + 100 * action.microbatch + 5000 * (kind == "B")
 
 
 class Wire:
-    """The transport of one rank; `mail` holds what arrived, by sender and message."""
+    """The transport of one rank; `mail` holds arrived messages, by sender and message."""
 
     def __init__(self, rank: int, log: list[str] | None = None, *, absent: bool = True) -> None:
         self.rank = rank
@@ -114,7 +114,7 @@ class Wire:
         self.mail: dict[tuple[int, Message], torch.Tensor] = {}
         self.expected: dict[tuple[int, Message], Expected] = {}
         self.absent = absent
-        """Whether what nobody sent is made up here: there are no other ranks."""
+        """Whether missing messages are made up, because there are no other ranks."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         self.expected = {(item.source, item.message): item for item in expected}
@@ -162,7 +162,7 @@ def _named(message: Message) -> str:
 
 
 class Sync:
-    """Notes where gathers and reductions may start."""
+    """Records where gathers and reductions may start."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -183,7 +183,7 @@ def table_of(schedule: Schedule, rank: int) -> Table:
 
 
 def program_of(table: Table, peers: Peers | None = None, num_parts: int = 1) -> Program:
-    """Return the program of a rank; by default a global rank is that in the pipeline."""
+    """Return the program of a rank; by default global ranks equal pipeline ranks."""
     if peers is None:
         num_ranks = len(table.schedule.rows)
         peers = Peers(range(num_ranks), range(num_ranks, 2 * num_ranks))
@@ -202,7 +202,7 @@ def executor(
     peers: Peers | None = None,
     num_parts: int = 1,
 ) -> Executor:
-    """Return the executor of one rank, by default with a global rank as in the pipeline."""
+    """Return the executor of one rank; by default global ranks equal pipeline ranks."""
     return Executor(
         table=table,
         program=program_of(table, peers, num_parts),

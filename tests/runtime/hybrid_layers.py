@@ -1,6 +1,6 @@
 """Layers of a hybrid model for a CPU: Megatron's own, and a recurrence in place of Mamba's kernels.
 
-Named by `--spec`, so this is imported while Megatron builds the model.
+`--spec` names this module, so it is imported while Megatron builds the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ setattr(hybrid_block, "TENorm", WrappedTorchNorm)  # noqa: B010  a rank, which e
 
 
 class Recurrence(MegatronModule):
-    """A layer whose tokens see the mean of those before."""
+    """A layer in which each token sees the mean of the tokens before it."""
 
     def __init__(self, config: Any, layer_number: int, pg_collection: Any, **_names: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Steps of one long kernel for each action, from device to device, on an emulated device."""
+"""Runs steps with one long kernel per action, from device to device, on an emulated device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = (64, 32)
 
 
 class OneKernel:
-    """A computation of one long kernel for each action; keeps the input until the backward."""
+    """A computation with one long kernel per action; keeps the input until the backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._data = torch.ones(SHAPE, device=device)
@@ -70,7 +70,7 @@ def this_rank() -> tuple[int, Device, torch.device]:
 
 
 def notes_to_neighbours(me: int, num_ranks: int, slots: int) -> NativeTransport:
-    """Open the transport of the host, which carries the notes on what lies in device memory."""
+    """Open the host's transport, which carries notes about tensors in device memory."""
     neighbours = [rank for rank in (me - 1, me + 1) if 0 <= rank < num_ranks]
     return NativeTransport(
         store(), me, neighbours, run_id="ahead", wire="shm",

@@ -1,4 +1,4 @@
-"""A small GPT stage under DDP, run by hand: backward as it is, or split. Runs inside a rank."""
+"""A small GPT stage under DDP, run by hand with whole or split backwards, inside a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(
     rotary: bool = True,
     **settings: Any,
 ) -> Any:
-    """Return a model, the same for the same arguments."""
+    """Return a model; equal arguments give equal models."""
     torch.manual_seed(11)
     model_parallel_cuda_manual_seed(11)
     if mla:
@@ -72,7 +72,7 @@ def build(
 
 
 def forward(model: Any, microbatch: int) -> torch.Tensor:
-    """Return the loss of a micro-batch, which differs from rank to rank of data parallelism."""
+    """Return the loss of a micro-batch, which differs between data-parallel ranks."""
     from megatron.core import parallel_state
 
     seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
@@ -96,7 +96,7 @@ def fused_step(model: DistributedDataParallel) -> None:
 
 
 def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
-    """Run a step with I and W apart: each W after the I of the next micro-batch."""
+    """Run a step with separate I and W: each W runs after the I of the next micro-batch."""
     model.zero_grad_buffer()
     model_parallel_cuda_manual_seed(7)
     splits().register_modules(stage, model)
@@ -110,13 +110,13 @@ def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
                 splits().run(stage, microbatch - 1)
         splits().run(stage, NUM_MICROBATCHES - 1)
     assert splits().pending() == []
-    if model.ddp_config.overlap_grad_reduce:  # else finish_grad_sync starts it
+    if model.ddp_config.overlap_grad_reduce:  # otherwise finish_grad_sync starts it
         model.start_grad_sync()
     model.finish_grad_sync()
 
 
 def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return a copy of what each parameter has gathered."""
+    """Return a copy of each parameter's accumulated gradient."""
     return {
         name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()
     }

@@ -1,8 +1,8 @@
-"""A stand-in for Transformer Engine, over which Megatron's own wrapper of its attention runs.
+"""A stand-in for Transformer Engine that Megatron's wrapper of its attention can use.
 
-Only attention computes something: it has the arguments and the masks of Transformer Engine's
-`DotProductAttention`. All other classes exist, so that Megatron can be imported. Install it in a
-process that has not imported Megatron.
+Only attention computes something, with the arguments and masks of Transformer Engine's
+`DotProductAttention`. All other classes merely exist, so that Megatron can be imported. Install it
+in a process that has not imported Megatron yet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DotProductAttention(torch.nn.Module):
         self.attn_mask_type, self.scale = attn_mask_type, softmax_scale
         self.unfused_attention = SimpleNamespace(attention_type="self")
         self.masks: list[str] = []
-        """Kinds of masks that were asked for."""
+        """Kinds of masks that were requested."""
 
     def forward(
         self,
@@ -61,17 +61,17 @@ class DotProductAttention(torch.nn.Module):
         query, key, value = _as_read(query, key, value)
         if qkv_format == "sbhd":
             assert cu_seqlens_q is None
-            mask = _later(len(query), len(key), attn_mask_type)  # causal: no other mask is read
+            mask = _later(len(query), len(key), attn_mask_type)  # causal, so no other mask is read
             return self._attend(query, key, value, mask)
         assert qkv_format == "thd"
         assert cu_seqlens_q is not None
         assert cu_seqlens_kv is not None
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert cu_seqlens_q.shape == cu_seqlens_kv.shape
-        assert max_seqlen_q == cu_seqlens_q.diff().max()  # kernels read no more than these
+        assert max_seqlen_q == cu_seqlens_q.diff().max()  # kernels read only this far
         assert max_seqlen_kv == cu_seqlens_kv.diff().max()
         assert attn_mask_type.startswith("padding")
-        if self.unfused_attention.attention_type == "self":  # then it reads `cu_seqlens_q` alone
+        if self.unfused_attention.attention_type == "self":  # it then reads only `cu_seqlens_q`
             assert cu_seqlens_q.equal(cu_seqlens_kv)
         parts = []
         queries, keys = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist())
@@ -106,7 +106,7 @@ def _as_read(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         query, *pair = (x.contiguous() for x in tensors)
         if any(x.storage_offset() for x in pair):
             raise RuntimeError("The provided qkv memory layout is not supported!")
-    # Three memories: they get the addresses alone.
+    # With three separate memories, kernels get only the addresses.
     strides = query.new_empty(query.shape).stride()
     return [query.as_strided(query.shape, strides, query.storage_offset()), *pair]
 
@@ -131,7 +131,7 @@ def _rotate(
     if tensor_format == "thd":
         assert cu_seqlens is not None
         lengths = cu_seqlens.diff().tolist()
-        rows = torch.cat([freqs[:length, 0] for length in lengths])  # each begins with the first
+        rows = torch.cat([freqs[:length, 0] for length in lengths])  # each restarts at position 0
         assert len(rows) == len(t)
     else:
         rows = freqs[: len(t)]
@@ -140,7 +140,7 @@ def _rotate(
 
 
 def _norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return torch's norm as Megatron makes one: its last layer takes Transformer Engine's."""
+    """Return torch's norm with the arguments that Megatron passes to Transformer Engine's."""
 
     def init(self: torch.nn.Module, *sizes: int, eps: float = 1e-5, **settings: Any) -> None:
         named = (settings.get("normalized_shape"), settings.get("hidden_size"))
@@ -159,7 +159,7 @@ _REAL: dict[str, Any] = {
 
 
 class _Anything(type):
-    """Classes that have any attribute, and accept any arguments."""
+    """Metaclass of classes that have any attribute and accept any arguments."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -168,7 +168,7 @@ class _Anything(type):
 
 
 class _Module(ModuleType):
-    """A module whose every name is a module or a class."""
+    """A module in which every name is a module or a class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -204,7 +204,7 @@ class _Finder:
         return _made(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names appear when they are asked for."""
+        """Do nothing: names are created when they are looked up."""
 
 
 def install() -> None:

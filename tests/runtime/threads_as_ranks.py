@@ -1,7 +1,7 @@
-"""Ranks that are threads, on wires in memory, with a computation that has no model.
+"""Runs ranks as threads, with wires in memory and a computation without a model.
 
-What an action makes is a number that tells from which inputs it was made. So the numbers of all
-ranks together say whether each action got what the model's chain of stages has for it.
+An action's result is a number that identifies its inputs. So the numbers of all ranks show whether
+each action got the inputs that the model's chain of stages prescribes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Make = Callable[[float], fake.Compute]
 
 
 class Network:
-    """The wires of all ranks, which are threads; notices when all of them wait."""
+    """The wires of all ranks, which are threads; detects when all of them wait."""
 
     def __init__(self, num_ranks: int) -> None:
         self.changed = threading.Condition()
@@ -47,7 +47,7 @@ class Network:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether every rank that still runs waits for what is not there."""
+        """Whether every running rank waits for a message that does not exist."""
         return all(
             rank in self.blocked and self.blocked[rank] not in self.wires[rank].mail
             for rank in self.running
@@ -64,7 +64,7 @@ class Network:
 
 
 class SharedWire(fake.Wire):
-    """The wire of a rank: a receive sleeps until the message is there, or nobody can send it."""
+    """The wire of a rank: a receive sleeps until the message arrives, or no rank can send it."""
 
     def __init__(self, rank: int, network: Network) -> None:
         super().__init__(rank, absent=False)
@@ -89,13 +89,12 @@ class SharedWire(fake.Wire):
 
 
 def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> list[fake.Compute]:
-    """Run every rank of a table, of both twins; return what each computed.
+    """Run every rank of a table, for both twins; return each rank's computation.
 
     Args:
         schedule: The table.
-        num_parts: Tensors of one hand-over.
-        make: Makes the computation of a rank from the data of its twin; its tensors may have any
-            length.
+        num_parts: Number of tensors per hand-over.
+        make: Creates a rank's computation from its twin's data; tensors may have any length.
     """
     num_ranks, twins = len(schedule.rows), schedule.placement.twins
     network = Network(num_ranks * twins)
@@ -127,12 +126,12 @@ def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) ->
 
 
 def start_of(twin: int) -> float:
-    """Return the data of a twin, by which its micro-batches can be told apart."""
+    """Return the data of a twin, which identifies its micro-batches."""
     return 64.0 * twin
 
 
 def chain(schedule: Schedule, start: float = 0.0) -> dict[Action, list[float]]:
-    """Return the inputs that each action of a model has, whatever the schedule: stage by stage."""
+    """Return the correct inputs of each action under any schedule, computed stage by stage."""
     inputs: dict[Action, list[float]] = {}
     stages = range(schedule.num_stages)
     for microbatch in range(schedule.num_microbatches):
@@ -161,17 +160,17 @@ def sized(draw: st.DrawFn) -> Schedule:
             try:
                 chunks = 2 if registered()[name].free_chunks else None
                 return generate(name, ranks, number, chunks, **in_use(pairs=pairs))
-            except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
+            except ScheduleError:  # noqa: PERF203 - bad sizes raise
                 continue
     raise AssertionError(f"{name} takes no size near pp {pp}, m {count}")
 
 
 Rank = tuple[Row, fake.Compute, Callable[[Action], list[float]]]
-"""Row of a rank, its results, and the inputs that a model has for an action of it."""
+"""A rank's row, its results, and a function that returns the correct inputs of an action."""
 
 
 def by_rank(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> Iterator[Rank]:
-    """Run a schedule; yield what is known of each rank."""
+    """Run a schedule; yield each rank's row, results and correct inputs."""
     chains = [chain(schedule, start_of(twin)) for twin in range(schedule.placement.twins)]
     num_ranks = len(schedule.rows)
     for number, compute in enumerate(run_all(schedule, num_parts, make)):
@@ -186,5 +185,5 @@ def by_rank(schedule: Schedule, num_parts: int = 1, make: Make | None = None) ->
 
 
 def whole(action: Action) -> Action:
-    """Return an action as a model without split backwards has it."""
+    """Return the corresponding action without split backwards."""
     return action if action.kind == "F" else action._replace(kind="B")

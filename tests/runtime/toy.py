@@ -25,24 +25,24 @@ class Stage(torch.nn.Module):
         )
         self.input: Any = None
         self.firsts = 0
-        """Forwards that were said to be the first of a step."""
+        """Number of forwards announced as the first of a step."""
 
     def set_is_first_microbatch(self) -> None:
-        """Take note, where Transformer Engine's layers convert their weights."""
+        """Count the call, in which Transformer Engine's layers would convert their weights."""
         self.firsts += 1
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """Take what the stage before sent."""
+        """Set the tensors received from the previous stage."""
         self.input = tensors[0]
 
     def forward(self, data: torch.Tensor | None) -> torch.Tensor:
-        """Apply the layer to the data or to what was sent; residual, as transformers are."""
+        """Apply the layer, with a residual connection, to the data or to the received tensor."""
         x = data if self.input is None else self.input
         return x + torch.tanh(x) @ self.weight
 
 
 def start(num_pipeline_ranks: int, chunks_per_rank: int | None = None) -> None:
-    """Join the job and make Megatron's groups."""
+    """Join the job and create Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -56,7 +56,7 @@ def start(num_pipeline_ranks: int, chunks_per_rank: int | None = None) -> None:
 
 
 def config(**changes: Any) -> Any:
-    """Return a configuration with what Megatron's training sets."""
+    """Return a configuration with the settings of Megatron's training."""
     from megatron.core.transformer import TransformerConfig
 
     fields: dict[str, Any] = {
@@ -75,7 +75,7 @@ def chunks(made: Any, stages: list[int]) -> list[Stage]:
 
 
 def samples(num_microbatches: int, longer_by: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the data of each micro-batch, each longer than the one before."""
+    """Yield the data of each micro-batch, each longer than the previous one."""
     for i in range(num_microbatches):
         shape = LENGTH + longer_by * i, BATCH, WIDTH
         yield torch.randn(shape, generator=torch.Generator().manual_seed(1000 + i))
@@ -84,7 +84,7 @@ def samples(num_microbatches: int, longer_by: int = 0) -> Iterator[torch.Tensor]
 def forward_step(
     data_iterator: Iterator[torch.Tensor] | None, model: Stage
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Take data on the first stage only, as GPT does; report the loss on the last."""
+    """Read data only on the first stage, as GPT does; report the loss on the last stage."""
     data = next(data_iterator) if model.number == 0 and data_iterator is not None else None
     return model(data), _loss
 

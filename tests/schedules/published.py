@@ -1,4 +1,4 @@
-"""The published bubble and peak of activations of each schedule, which hold for every table."""
+"""The published bubble and activation peak of each schedule, which hold for every table."""
 
 from __future__ import annotations
 

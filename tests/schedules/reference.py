@@ -1,4 +1,4 @@
-"""A second, slow and simple implementation of what validator and simulator compute; programs."""
+"""A slow, simple reference implementation of validator and simulator, and of programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.schedules.table.communication import Transfer, exchanges
 
 
 def needs(schedule: Schedule, action: Action) -> list[list[Action]]:
-    """Actions that come before an action: one of each list."""
+    """Return lists of actions: one of each list must come before this action."""
     stage, kind, *number = action
     microbatch, part = number
     if kind == "W":
@@ -49,7 +49,7 @@ def is_cover(schedule: Schedule) -> bool:
 
 
 def end_times(schedule: Schedule, costs: Costs) -> dict[Action, float] | None:
-    """When each action ends, or None if the ranks wait for each other for ever."""
+    """Return when each action ends, or None if the ranks deadlock."""
     durations = costs.durations(schedule)
     hops = schedule.placement.hops
     ends: dict[Action, float] = {}
@@ -84,7 +84,7 @@ def end_times(schedule: Schedule, costs: Costs) -> dict[Action, float] | None:
 
 
 def ends_with_slots(schedule: Schedule, slots: int) -> bool:
-    """Whether all ranks finish if each link holds at most so many messages nobody has used yet."""
+    """Whether all ranks finish if each link holds at most `slots` unused messages."""
     hops, rank_of = schedule.placement.hops, schedule.placement.rank_of
 
     def link(source: int, target: int, kind: str) -> tuple[int, int, str] | None:
@@ -110,7 +110,7 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
                     for action in both
                     for options in needs(schedule, action)
                 )
-                # Both slots of a pair are needed at once, because it hands on when both have ended.
+                # A pair needs both slots at once, because it sends when both actions have ended.
                 if not has_inputs or any(to and unused[to] >= slots for to in leaving):
                     break
                 coming = [link(a.stage - step, a.stage, a.kind) for step, a in steps]
@@ -123,12 +123,12 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
 
 
 def is_correct(schedule: Schedule) -> bool:
-    """Whether the table computes each gradient once and ends."""
+    """Whether the table computes each gradient once and completes."""
     return is_cover(schedule) and end_times(schedule, Costs()) is not None
 
 
 def lower(schedule: Schedule) -> list[list[Action | Transfer]]:
-    """The program of each rank: its actions in the table's order with all messages."""
+    """Return the program of each rank: its actions in the table's order, with all messages."""
     programs: list[list[Action | Transfer]] = [[] for _ in schedule.rows]
     for rank, program in enumerate(programs):
         for exchange in exchanges(schedule, rank):
@@ -139,7 +139,7 @@ def lower(schedule: Schedule) -> list[list[Action | Transfer]]:
 
 
 def text(step: Action | Transfer) -> str:
-    """The form of torch.distributed.pipelining, where a SEND names the sending stage."""
+    """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
     if isinstance(step, Action):
         return str(step)
     kind, stage, microbatch, part = step.message[:4]
@@ -149,6 +149,6 @@ def text(step: Action | Transfer) -> str:
 
 
 def span(timeline: Timeline) -> float:
-    """The longest time from first start to last end of one rank."""
+    """Return the longest time between the first start and the last end of a rank."""
     rows = zip(timeline.starts, timeline.ends, strict=True)
     return max(ends[-1] - starts[0] for starts, ends in rows if starts)

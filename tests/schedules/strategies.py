@@ -1,4 +1,4 @@
-"""Strategies of hypothesis: sizes, schedules of every registered generator, costs."""
+"""Hypothesis strategies: sizes, schedules of every registered generator, costs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COSTS = EQUAL | UNEQUAL
 def schedules(
     draw: st.DrawFn, name: str | None = None, largest: int = 24, *, slices: bool = True
 ) -> Schedule:
-    """A schedule of any size that its generator takes (by default of any generator).
+    """A schedule of any size that its generator accepts (by default, any generator).
 
-    Some have slices, and then fewer micro-batches.
+    Some schedules have slices, and then fewer micro-batches.
     """
     generator = registered()[name or draw(st.sampled_from(list(registered())))]
     pp = draw(st.integers(1, 9))
@@ -36,7 +36,7 @@ def schedules(
     num_slices = draw(st.sampled_from([1, 1, 1, 2, 3])) if has_slices else 1
     costs = Costs(attention=draw(st.sampled_from([0.0, 0.4]))) if num_slices > 1 else Costs()
     count = -(-count // num_slices)
-    # From there the next sizes that the generator takes.
+    # Starting there, use the next sizes that the generator accepts.
     for ranks in (pp, pp + 1, 4):
         for number in range(count, count + 2 * ranks + 2):
             try:
@@ -49,7 +49,7 @@ def schedules(
 
 @st.composite
 def bypassed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
-    """A schedule with messages past stages: tensors, and their gradients in the opposite way."""
+    """A schedule with messages past stages: tensors, and their gradients in the other direction."""
     table = draw(schedules(largest=largest))
     assume(table.num_stages > 1 and not table.disaggregated)
     placement = table.placement
@@ -63,6 +63,6 @@ def bypassed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
         to_twin = places[source][1] != places[taker][1]
         bypasses.append(Bypass("P", source, taker, (f"t{index}",), to_twin))
         bypasses.append(Bypass("G", taker, source, (f"t{index}",), to_twin))
-    # A stage sends one message of a kind to a place.
+    # A stage sends at most one message of a kind to each place.
     by_place = {(b.kind, b.stage, places[b.taker]): b for b in bypasses}
     return replace(table, bypasses=tuple(by_place.values()))

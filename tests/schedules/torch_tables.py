@@ -2,8 +2,8 @@
 
     python torch_tables.py FOLDER
 
-Written are NAME.csv (computation) and NAME-comms.csv (with communication). `ours-*.csv`, if there,
-is loaded by torch's own loader, which validates it, and written again as `back-*.csv`.
+It writes NAME.csv (computation) and NAME-comms.csv (with communication). If there are `ours-*.csv`,
+torch's own loader loads and validates them, and they are written again as `back-*.csv`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 PP, NUM_MICROBATCHES = 4, 8
-LOOP, V = (0, 4), (0, 7)  # stages of rank 0
+LOOP, V = (0, 4), (0, 7)  # stages on rank 0
 MADE = {
     "Interleaved1F1B": LOOP,
     "LoopedBFS": LOOP,
@@ -36,7 +36,7 @@ def _schedule(name: str, stages: tuple[int, ...]) -> torch_schedules.PipelineSch
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    # One process stands for all: tables are calculated for every rank, and nothing is sent.
+    # One process stands for all ranks: it calculates every rank's table and sends nothing.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PP)
     for name, stages in MADE.items():
         schedule = _schedule(f"Schedule{name}", stages)

@@ -1,7 +1,7 @@
-"""Trainings of a tiny GPT that record digests, many in one world of ranks.
+"""Runs trainings of a tiny GPT that record digests, many in one world of ranks.
 
-A program with a loop of its own, which calls `configure`; its weights are drawn by name, so that
-every cut begins with the same ones.
+It is a program with a custom loop that calls `configure`. Weights are drawn by name, so that every
+cut starts with the same ones.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Training:
     """None: Megatron's own."""
     pipeline_ranks: int = 2
     num_microbatches: int = 4
-    """Of one pipeline, both mirrored ones together."""
+    """Micro-batches per pipeline; for mirrored pipelines, of both together."""
     num_layers: int = 4
     hidden_size: int = 32
     num_steps: int = 2
     world_size: int = 2
     tensor_ranks: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of `PipelineConfig`."""
+    """Additional fields of `PipelineConfig`."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of `TransformerConfig`."""
+    """Additional fields of `TransformerConfig`."""
     reduction: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `DistributedDataParallelConfig`."""
     seed: int | None = None
 
 
 Change = Callable[[list[Any]], AbstractContextManager[Any]]
-"""Changes a rank's chunks, or the package, while the context lasts."""
+"""Changes a rank's chunks, or the package, for the duration of the context."""
 
 
 def unchanged(_chunks: list[Any]) -> AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ def step(training: Training, build: Any, chunks: list[Any], number: int) -> list
     total = build.num_microbatches * num_replicas
     first = number * total + parallel_state.get_data_parallel_rank()
     samples = range(first, (number + 1) * total, num_replicas)
-    megatron_ext.begin_iteration(number)  # for random numbers by micro-batch
+    megatron_ext.begin_iteration(number)  # needed for random numbers by micro-batch
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(

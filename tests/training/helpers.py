@@ -48,8 +48,8 @@ def run_script_reproducibly(script: str, argv: Sequence[str]) -> None:
 def fix_vocabulary_order() -> None:
     """Sort HuggingFace vocabularies in this process.
 
-    BERT replaces masked tokens by entries of the vocabulary, whose order HuggingFace draws anew in
-    each process: upstream does not even agree with itself.
+    BERT replaces masked tokens with entries of the vocabulary, whose order HuggingFace randomizes
+    in each process, so even two upstream runs differ.
     """
     from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 
@@ -58,7 +58,7 @@ def fix_vocabulary_order() -> None:
 
 
 def report(run: RankRun) -> list[str]:
-    """Return the lines about training and validation, without the times in them."""
+    """Return the log lines about training and validation, without times."""
     assert not any(run.exit_codes), run.describe()
     lines = [
         re.sub(r"^ \[.*?\]| elapsed time per iteration \(ms\): [\d.]+ \|", "", line)
@@ -71,9 +71,9 @@ def report(run: RankRun) -> list[str]:
 
 
 def errors(run: RankRun) -> list[str]:
-    """Return the error lines of a run that must have failed on all ranks, without a traceback.
+    """Return the error lines of a run that must have failed on all ranks without a traceback.
 
-    Any rank may be the one that reports an error of all, and one that is late repeats the line.
+    Any rank may report an error common to all, and a late rank repeats the line.
     """
     text = "\n".join(run.logs)
     assert run.exit_codes == [2] * len(run.exit_codes), run.describe()

@@ -1,4 +1,4 @@
-"""Builds packages offline, with cmake and its companions from next to a Python not on PATH."""
+"""Builds packages offline, with cmake and related tools next to a Python that is not on PATH."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_cmake = pytest.mark.skipif(
 
 
 def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs pip on a directory or an sdist, offline, with the build tools installed here."""
+    """Run pip on a directory or sdist, offline, with the build tools installed here."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
     command += ["--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source)]
     inherited = {k: v for k, v in ENVIRONMENT.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}

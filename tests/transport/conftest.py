@@ -1,4 +1,4 @@
-"""The native core, for its tests."""
+"""Provides the native core to its tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.transport.native import require_native
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    """The native module; where it had to be built, its absence is a failure and not a skip."""
+    """The native module; if it should have been built, its absence is a failure and not a skip."""
     try:
         return require_native()
     except TransportError as error:

@@ -11,11 +11,11 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 NET_DEVICES = {0: "eth0", 1: "eth0", 3: "eth0", 4: "docker0"}
-"""By index in the table of GIDs of its one port."""
+"""Network device by index in the GID table of its only port."""
 
 
 def build_fake_verbs(folder: Path) -> Path:
-    """Compile it; skips the test where there is no compiler."""
+    """Compile the fake libibverbs; skip the test if there is no compiler."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not there to build the fake libibverbs")
@@ -27,7 +27,7 @@ def build_fake_verbs(folder: Path) -> Path:
 
 
 def make_sysfs(folder: Path) -> Path:
-    """The files of /sys that belong to its device, fake0."""
+    """Create the files in /sys for its device, fake0."""
     attributes = folder / "class" / "infiniband" / "fake0" / "ports" / "1" / "gid_attrs"
     for kind in ("types", "ndevs"):
         (attributes / kind).mkdir(parents=True)

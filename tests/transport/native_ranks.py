@@ -1,4 +1,4 @@
-"""Ranks that talk over the native transport, on every wire that one host has."""
+"""Ranks that communicate over the native transport, on every wire available on one host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIRES: tuple[Wire, ...] = ("shm", "tcp")
 
 
 def on_each_wire(body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a body on a rank, once for each wire: starting ranks costs more than most bodies."""
+    """Run a function on a rank, once per wire: starting ranks costs more than most tests."""
     return [body(wire, *args) for wire in WIRES]
 
 
@@ -39,10 +39,10 @@ def rank() -> int:
 
 @functools.cache
 def store() -> FileStore:
-    """The ranks of a run share their working directory.
+    """Return a store for the ranks of a run, which share their working directory.
 
-    One store for all transports of a process: when the stores of all processes are gone torch
-    removes the file, which a store that opens it just then waits in for ever.
+    A process uses one store for all transports: when the stores of all processes are gone, torch
+    deletes the file, and a store that opens it at that moment would wait forever.
     """
     return FileStore("addresses", int(os.environ["WORLD_SIZE"]))
 
@@ -55,9 +55,9 @@ def open_transport(
     checksums: bool = True,
     for_device: bool = False,
 ) -> NativeTransport:
-    """Connect every rank to every other, with slots so small that long messages are quick.
+    """Connect every rank to every other; slots are small, so that long messages test quickly.
 
-    A run has one transport for each wire; what the one published is not the other's.
+    A run has one transport per wire, and they must not see each other's published addresses.
     """
     return NativeTransport(
         store(), rank(), range(int(os.environ["WORLD_SIZE"])), run_id=f"{run_id}/{wire}",
@@ -67,7 +67,7 @@ def open_transport(
 
 
 def tensor_of(key: Message, source: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Random bytes that both sides can make."""
+    """Return random bytes that both sides can generate."""
     seed = hash((key.kind == "B", key.stage, key.microbatch, source)) % 2**31
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype == torch.bool else 256
@@ -77,7 +77,7 @@ def tensor_of(key: Message, source: int, shape: Sequence[int], dtype: torch.dtyp
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit by bit: random bytes can be NaN."""
+    """Compare bit by bit, because random bytes can be NaN."""
     same = (left.shape, left.dtype) == (right.shape, right.dtype)
     bits = [t.reshape(-1).view(torch.uint8) for t in (left, right) if t.numel()]
     return same and (not bits or torch.equal(*bits))
@@ -89,7 +89,7 @@ def _shape(chooser: random.Random) -> tuple[int, ...]:
 
 
 def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
-    """One step: all send everything to all, then take it in an order of their own."""
+    """Run one step: send everything to all ranks, then receive in a rank-specific order."""
     me, size = rank(), int(os.environ["WORLD_SIZE"])
     chooser = random.Random(seed)
     plan = [
@@ -107,10 +107,10 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
         assert shape is not None
         tensor = tensor_of(key, me, shape, dtype)
         transport.isend(tensor, key.stage, key)
-        tensor.data = torch.empty(0, dtype=dtype)  # what freeing an output does
+        tensor.data = torch.empty(0, dtype=dtype)  # the effect of freeing an output
     inbound = [item for item in plan if item.message.stage == me]
     own_order.shuffle(inbound)
-    kept = []  # held to the end, so slots run out
+    kept = []  # kept to the end, so that slots run out
     for source, key, shape, dtype, _ in inbound:
         assert shape is not None
         received = transport.recv(source, key, LONG_S)

@@ -1,4 +1,4 @@
-"""The unit tests of upstream that do not run on CPU ranks, and all reasons why tests do not."""
+"""Upstream's unit tests that do not run on CPU ranks, and all reasons for leaving out tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells which of upstream's tests run, as text and as docs/reference/upstream-tests.md."""
+"""Lists which of upstream's tests run, as text and as docs/reference/upstream-tests.md."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Runs upstream's own unit tests on CPU ranks and compares how many pass with what is expected.
+"""Runs upstream's unit tests on CPU ranks and compares the results with the expected counts.
 
     python -m tests.upstream.runner [PATTERN...]   # all, or the files whose path holds a pattern
     python -m tests.upstream.runner --list         # what runs, and what does not and why
     python -m tests.upstream.runner --markdown     # the same, for docs/reference/upstream-tests.md
 
-The tests come from the Megatron-LM tree that MEGATRON_LM_PATH names. At the pinned tag any
-difference from `selection.py` is a failure: a test that fails, one that passes though it is left
-out, one that skips itself, one that is gone. With a later release only a test that fails is one.
+The tests come from the Megatron-LM tree in MEGATRON_LM_PATH. At the pinned tag any difference from
+`selection.py` is a failure: a test that fails, that passes although it is left out, that skips
+itself, or that is missing. With a later release, only a failing test is a failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every count is what it should be."""
+        """Whether every count is as expected."""
         return not self.complaints
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def run_suite(suite: Suite, tree: Path) -> Result:
 
 
 def _read(directory: Path, rank: int) -> dict[str, tuple[str, str]]:
-    """Return outcome and reason by test; a test that is noted twice counts as its worse end."""
+    """Return outcome and reason by test; for a test recorded twice, the worse outcome counts."""
     path = session.report_file(directory, rank)
     found: dict[str, tuple[str, str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -102,7 +102,7 @@ def _read(directory: Path, rank: int) -> dict[str, tuple[str, str]]:
 def _merge(
     reports: Sequence[dict[str, tuple[str, str]]],
 ) -> tuple[dict[str, str], list[str]]:
-    """Join the ranks' reports: a test passes where it passes on each rank that does not skip it."""
+    """Merge the ranks' reports: a test passes if it passes on every rank that does not skip it."""
     outcomes: dict[str, str] = {}
     complaints = []
     for test in dict.fromkeys(test for report in reports for test in report):
@@ -126,7 +126,7 @@ def _tree() -> Path:
 
 
 def is_pinned(tree: Path) -> bool:
-    """Return whether a tree is of the release whose tests are counted, the oldest."""
+    """Return whether a tree is the oldest release, whose tests are counted."""
     return written_version(tree / "megatron" / "core") == REFERENCES[min(REFERENCES)].version
 
 
@@ -156,7 +156,7 @@ def _run_all(patterns: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, or list, upstream's tests; returns the exit code."""
+    """Run or list upstream's tests; return the exit code."""
     parser = argparse.ArgumentParser(description="run upstream's own unit tests on CPU ranks")
     parser.add_argument("patterns", nargs="*", help="parts of file paths; none means all files")
     parser.add_argument("--list", action="store_true", help="show what runs, and what does not")

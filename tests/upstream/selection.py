@@ -1,6 +1,6 @@
-"""The unit tests of upstream that run on CPU ranks, on how many, and how they end.
+"""Upstream's unit tests that run on CPU ranks, with the number of ranks and expected outcomes.
 
-Measured with the pinned tag. When a count changes, find out why before changing it here.
+The counts were measured with the pinned tag. If one changes, find out why before changing it here.
 """
 
 from __future__ import annotations
@@ -343,13 +343,14 @@ _LATER = {
     ),
     "test_parallel_state.py": LeftOut("gloo_race", 1, ("test_expert_all_gather_group",)),
 }
-"""Tests that later releases add to these files and that cannot pass on CPU ranks, as of 0.19.0."""
+"""Tests that later releases added to these files and that cannot pass on CPU ranks, as of
+0.19.0."""
 
 
 def suites_for(pinned: bool) -> tuple[Suite, ...]:
-    """Return the files to run, of the pinned tag's tree or of a later release's.
+    """Return the files to run, for the tree of the pinned tag or of a later release.
 
-    A later release has other numbers of tests: there, only a test that fails is a failure.
+    A later release has different numbers of tests, so there only failing tests count as failures.
     """
     if pinned:
         return SUITES
@@ -357,7 +358,7 @@ def suites_for(pinned: bool) -> tuple[Suite, ...]:
         replace(
             suite,
             counted=False,
-            # From 0.17 on one of its tests has eight tensor-parallel ranks.
+            # From 0.17 on one of its tests needs eight tensor-parallel ranks.
             ranks=8 if suite.file == "inference/contexts/test_dynamic_context.py" else suite.ranks,
             left_out=suite.left_out + ((_LATER[suite.file],) if suite.file in _LATER else ()),
         )

@@ -1,9 +1,9 @@
-"""One pytest session of upstream's own tests, as it runs on every rank.
+"""One pytest session of upstream's tests, as run on every rank.
 
-`run` is called in a process forked from the rank server, where the patches are armed. Upstream's
-tests import each other as `tests.unit_tests...`, so our package of that name makes room for theirs,
-in this process only. Their `conftest.py` files stay out: the first downloads data to `/opt/data`.
-What the tests need of them is in `_Fixtures`.
+`run` is called in a process forked from the rank server, in which the patches are already active.
+Upstream's tests import each other as `tests.unit_tests...`, so in this process their `tests`
+package replaces ours. Their `conftest.py` files are not used, because the first one downloads data
+to `/opt/data`. `_Fixtures` provides the fixtures that the tests need from them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import pytest
 
 _COLLECTIVE_TIMEOUT_S = 60
-"""A rank that waits longer for a failed one fails its test, so that the next can run."""
+"""A rank that waits longer for a failed rank fails its test, so that the next test can run."""
 
 _REASON_CHARACTERS = 2000
 
 
 def report_file(directory: Path, rank: int) -> Path:
-    """Return where a rank writes one JSON line for each test, as it ends."""
+    """Return the file in which a rank writes a JSON line for each finished test."""
     return directory / f"rank{rank}.jsonl"
 
 
@@ -41,10 +41,10 @@ def run(tree: str, file: str, left_out: Mapping[str, Sequence[str]], directory: 
         tree: A Megatron-LM tree; it is only read.
         file: The file, relative to `tests/unit_tests` of the tree.
         left_out: Regular expressions on test names (without the file), by the name of the reason.
-        directory: For the report, and for what the tests write; all ranks share it.
+        directory: Directory for the report and for files of the tests; all ranks share it.
 
     Returns:
-        The processor time that it took, in seconds.
+        The processor time used, in seconds.
     """
     rank = int(os.environ["RANK"])
     _make_room(tree)
@@ -56,13 +56,13 @@ def run(tree: str, file: str, left_out: Mapping[str, Sequence[str]], directory: 
     sys.dont_write_bytecode = True
     os.environ.setdefault("NVIDIA_PYTORCH_VERSION", "26.01")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    # Unset it stands for the oldest of NVIDIA's containers, for which upstream skips tests.
+    # If unset, upstream assumes the oldest NVIDIA container, for which it skips tests.
     os.environ["NVIDIA_PYTORCH_VERSION"] = "26.01"
     base = Path(directory)
     options = [
         "--noconftest", "-c", f"{tree}/pyproject.toml", "--rootdir", tree,
         "-o", "addopts=", "-p", "pytest_mock", "-p", "no:cacheprovider",
-        "-p", "no:unraisableexception",  # its collections of garbage take longer than most tests
+        "-p", "no:unraisableexception",  # its garbage collections take longer than most tests
         "--basetemp", f"{base}/rank{rank}", "-v", "-s", "--tb=short",
     ]  # fmt: skip
     with report_file(base, rank).open("w", buffering=1) as report:
@@ -72,22 +72,22 @@ def run(tree: str, file: str, left_out: Mapping[str, Sequence[str]], directory: 
 
 
 def _make_room(tree: str) -> None:
-    """Let `tests` be upstream's package; the import hooks keep `megatron.core` the installed."""
+    """Make `tests` upstream's package; the import hooks keep the installed `megatron.core`."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     sys.path.insert(0, tree)
 
 
 def _arm_spawned_processes() -> None:
-    """Let a spawned process import this package, as it does where a training script is spawned.
+    """Make a spawned process import this package, as when a training script is spawned.
 
-    It imports the main module of its parent, which is none here. The one named is as good as any.
+    A spawned process imports its parent's main module, which does not exist here, so name this one.
     """
     sys.modules["__main__"].__spec__ = find_spec("megatron_ext.version")
 
 
 def _serve_tcp_rendezvous() -> None:
-    """Serve `tcp://`, which upstream's tests ask for, from files, as `env://` is: no ports."""
+    """Serve `tcp://`, which upstream's tests use, from files like `env://`, to avoid ports."""
     import torch.distributed  # noqa: F401
 
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
@@ -101,10 +101,9 @@ def _limit_collectives() -> None:
 
 
 def _answer_te_version() -> None:
-    """Answer "is Transformer Engine at least of version ..." with no where there is none.
+    """Make upstream's check of Transformer Engine's version return False if it is missing.
 
-    Upstream's function compares None then; its tests ask it for their skips while they are
-    imported.
+    Upstream's function would compare with None, and its tests call it at import for their skips.
     """
     from megatron.core import utils
 
@@ -113,7 +112,7 @@ def _answer_te_version() -> None:
 
 
 def _allow_no_learning_rate() -> None:
-    """Let torch's Adam take `lr=None` as TE's and Apex's do: many of upstream's tests set none."""
+    """Make torch's Adam accept `lr=None`, as TE's and Apex's do: many upstream tests pass it."""
     import torch
 
     for adam in (torch.optim.Adam, torch.optim.AdamW):
@@ -166,7 +165,7 @@ class _Fixtures:
 
         MultiStorageClientFeature.disable()
         if find_spec("megatron.core.dist_checkpointing.strategies.base") is None:
-            yield  # later releases save so by default
+            yield  # the default in later releases
             return
         from megatron.core.dist_checkpointing.strategies.base import (
             StrategyAction,
@@ -189,7 +188,7 @@ class _Fixtures:
 
 
 class _Report:
-    """Takes out the tests that are left out, and notes how every other one ends."""
+    """Deselects the left-out tests, and records the outcome of all others."""
 
     def __init__(self, stream: Any, left_out: Mapping[str, Sequence[str]]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The shape of the selection: which of upstream's tests run, and which do not and why."""
+"""The classes of the selection: which of upstream's tests run, and why others do not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ AREAS = (
     "dist_checkpointing",
     "transformer",
 )
-"""Directories of upstream's `tests/unit_tests` that this package is most concerned with."""
+"""Directories in upstream's `tests/unit_tests` that are most relevant to this package."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tests of a file that runs which cannot pass on CPU ranks.
+    """Tests that cannot pass on CPU ranks, in a file that is run.
 
     Attributes:
         reason: A key of `excluded.REASONS`.
-        count: How many tests these are, with their parameters.
+        count: Number of these tests, counting parameters.
         tests: Regular expressions that match their names in full.
     """
 
@@ -32,17 +32,17 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Suite:
-    """A file of upstream's tests, run on a number of ranks; all others must pass.
+    """A file of upstream's tests; all tests that are not left out must pass.
 
     Attributes:
         file: Relative to `tests/unit_tests` of the tree.
         ranks: Processes.
         passed: How many tests pass.
         skipped: How many skip themselves.
-        left_out: What is not run.
-        timeout_s: When the run is killed.
-        quick: Whether our own test suite runs it, too.
-        counted: Whether the numbers above are those of the tree; otherwise only failures count.
+        left_out: Tests that are not run.
+        timeout_s: Time after which the run is killed.
+        quick: Whether our test suite also runs it.
+        counted: Whether the numbers above apply to the tree; otherwise only failures count.
     """
 
     file: str
@@ -55,7 +55,7 @@ class Suite:
     counted: bool = True
 
     def expected(self) -> Counter[str]:
-        """Return how many tests end how."""
+        """Return the expected number of tests per outcome."""
         counts = Counter(passed=self.passed, skipped=self.skipped)
         counts["left out"] = sum(group.count for group in self.left_out)
         return +counts
@@ -63,12 +63,12 @@ class Suite:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A file of upstream's tests that is not run at all.
+    """A file of upstream's tests that is not run.
 
     Attributes:
         file: Relative to `tests/unit_tests` of the tree.
         reason: A key of `excluded.REASONS`.
-        functions: How many test functions it has (most cannot even be imported, so that their
+        functions: Number of test functions in it (most files cannot even be imported, so their
             parameters are unknown).
     """
 
@@ -78,12 +78,12 @@ class Excluded:
 
 
 def area(file: str) -> str:
-    """Return the directory below `tests/unit_tests` that a file is in, or `top level`."""
+    """Return the directory under `tests/unit_tests` that contains a file, or `top level`."""
     return file.partition("/")[0] if "/" in file else "top level"
 
 
 def problems(expected: Counter[str], actual: Counter[str]) -> list[str]:
-    """Say how the counts of a run differ from what they should be."""
+    """Describe how the counts of a run differ from the expected ones."""
     return [
         f"{expected[outcome]} {outcome} expected, {actual[outcome]} found"
         for outcome in sorted(expected | actual)

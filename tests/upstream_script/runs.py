@@ -1,8 +1,8 @@
-"""Runs of upstream's unmodified scripts on the CPU, small enough for a test, and their losses.
+"""Runs upstream's unmodified scripts on the CPU, at the size of a test, and reads their losses.
 
-Initial weights depend on the pipeline rank that draws them (upstream seeds stage by stage), so runs
-that have to agree start from one checkpoint, saved by one process: `torch_dist` loads at any
-parallelism.
+Initial weights depend on the pipeline rank that draws them (upstream seeds each stage), so runs
+that must agree start from one checkpoint saved by a single process, because `torch_dist` loads
+under any parallelism.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def train(num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py") -> lis
 def step_losses(logged: list[float]) -> list[float]:
     """Undo upstream's first average.
 
-    The sums behind a log line are not reset after a run's first step, so that the second line is
-    the mean of both steps.
+    The sums behind a log line are not reset after a run's first step, so the second line is the
+    mean of both steps.
     """
     if len(logged) < 2:
         return logged

@@ -1,1 +1,1 @@
-"""Every feature on every release of the range; see `run.sh`."""
+"""Tests every feature on every supported release; see `run.sh`."""

@@ -4,9 +4,10 @@
     python tests/versions/compare.py TREE_OR_WHEEL --accept TARGET...  # reviewed
     python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT     # take a release in
 
-It reads source alone: every function that is patched, every name that is called or imported (found
-in this package's own source) and every setting of Megatron's parser. What is known lies in
-`patches/fingerprints/` (patched: the guard compares it at run time too) and in `relied_on.json`.
+It only reads source: every patched function, every name that is called or imported (found in this
+package's source) and every setting of Megatron's parser. The known state is in
+`patches/fingerprints/` (for patched functions, which the guard also compares at run time) and in
+`relied_on.json`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RELIED_ON = Path(__file__).with_name("relied_on.json")
 
 
 class Definition(NamedTuple):
-    """Meaning of a name in a tree."""
+    """Definition of a name in a tree."""
 
     file: Path
     node: ast.stmt
@@ -58,7 +59,7 @@ class Tree:
     """The source of one Megatron.
 
     Args:
-        root: Folder with `megatron/core`: a checkout, or where a wheel is installed.
+        root: Folder with `megatron/core`: a checkout, or the place where a wheel is installed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -122,7 +123,7 @@ class Tree:
         return Definition(file, node, "".join(lines[first - 1 : node.end_lineno]))
 
     def fingerprint(self, definition: Definition) -> dict[str, Any]:
-        """Return the fingerprint of a definition; of a class, that of how it is made."""
+        """Return the fingerprint of a definition; for a class, that of its constructor."""
         if not isinstance(definition.node, ast.ClassDef):
             return drift.fingerprint_of_source(definition.source)
         module = self._module_of(definition.file)
@@ -154,12 +155,12 @@ class Tree:
 
     @cached_property
     def settings(self) -> set[str]:
-        """Flags of Megatron's parser, and the fields of configurations that it makes flags of."""
+        """Return the flags of Megatron's parser, and configuration fields that become flags."""
         arguments = self.file_of("megatron.training.arguments")
         if arguments is None:
             return set()
         nodes = list(ast.walk(self._parsed(arguments)))
-        places = {  # imports inside of functions too
+        places = {  # includes imports inside functions
             alias.name: f"{node.module}:{alias.name}"
             for node in nodes
             if isinstance(node, ast.ImportFrom)
@@ -227,7 +228,7 @@ def _absolute(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
 
 
 def patched(release: releases.Release) -> dict[str, str]:
-    """Return the targets of all rows for a release, each with the ids of its rows."""
+    """Return the targets of all patches for a release, each with the ids of its patches."""
     ids_by_target: dict[str, list[str]] = {}
     for row in patches.rows():
         if row.is_for(release) and row.module.startswith("megatron."):
@@ -248,7 +249,7 @@ def called() -> set[str]:
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         }
-        aliases = dict(constants)  # a module by the name that it has in this file
+        aliases = dict(constants)  # modules by their names in this file
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
                 for alias in node.names:
@@ -267,7 +268,7 @@ def called() -> set[str]:
 
 
 def _text(node: ast.expr, constants: dict[str, str]) -> str:
-    """Return a string, with the constants of the file that are put into it."""
+    """Return the value of a string expression, with the file's constants filled in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.FormattedValue):
@@ -302,7 +303,7 @@ def read(tree: Tree) -> dict[str, Any]:
 
 
 def known() -> dict[str, Any]:
-    """Return the same of the newest known release."""
+    """Return the same for the newest known release."""
     newest = releases.REFERENCES[max(releases.REFERENCES)].version
     return {
         **json.loads(RELIED_ON.read_text()),
@@ -319,7 +320,7 @@ def differences(tree: Tree, reference: dict[str, Any]) -> list[Difference]:
     for name, pin in sorted({**reference["called"], **reference["targets"]}.items()):
         definition = tree.find(name)
         if definition is None and name in reference["targets"] and name not in names:
-            continue  # its rows end before this release
+            continue  # its patches end before this release
         if definition is None:
             place = tree.moved_to(name)
             change = f"moved to {place}" if place else "gone"
@@ -343,7 +344,7 @@ def differences(tree: Tree, reference: dict[str, Any]) -> list[Difference]:
 
 
 def _change(pin: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return how a definition differs from what is known or reviewed, in words."""
+    """Describe how a definition differs from the known or reviewed one."""
     if now["sha256"] in (pin["sha256"], *pin.get("reviewed", ())):
         return ""
     if now["signature"] == pin["signature"]:
@@ -380,7 +381,7 @@ def table(differences: list[Difference]) -> str:
 
 
 def accept(tree: Tree, names: list[str]) -> None:
-    """Add the hashes of definitions in this tree to the reviewed ones, or what the record lacks."""
+    """Add hashes of definitions in this tree to the reviewed ones, or entries missing so far."""
     release = releases.parse_release(tree.version or "")
     assert release is not None
     by_patches = patched(release)
@@ -405,7 +406,7 @@ def accept(tree: Tree, names: list[str]) -> None:
 
 
 def record(tree: Tree, commit: str) -> None:
-    """Write what a release has; the newest known one also with what is called, and settings."""
+    """Write a release's fingerprints; for the newest known one, also called names and settings."""
     content = read(tree)
     about = {"version": tree.version, "commit": commit}
     modules = sorted({name.partition(":")[0] for name in content["targets"]})
@@ -427,7 +428,7 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Compare, accept or record; 1 where something differs that nobody has reviewed."""
+    """Compare, accept or record; return 1 if an unreviewed difference exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, metavar="TREE_OR_WHEEL")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""Trains under each feature in the environment that runs it, against Megatron's own schedule there.
+"""Trains with each feature in this environment, and compares with Megatron's own schedule.
 
     python -m tests.versions.matrix RESULTS.json [NAME...]
 
-Both start from one checkpoint and have to log the same losses and norms, digit by digit. `run.sh`
-runs this for each release and `table.py` prints what came out.
+Both start from one checkpoint and must log the same losses and norms, digit by digit. `run.sh` runs
+this for each release, and `table.py` prints the results.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 EXCHANGE = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 STREAMS = "--enable-mhc-connections --spec tests.upstream_script.streams LAYER "
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel "
-"""A single process cannot take these; its checkpoint is the same without them."""
+"""A single process cannot use these flags; its checkpoint is the same without them."""
 
-# The norm that clips is added up rank by rank: in another order for another placement.
+# The clipping norm is summed rank by rank, so its order depends on the placement.
 SAME = "--clip-grad 0 --train-iters 4 --eval-iters 1 --eval-interval 2 --lr-warmup-iters 0 "
 
 
 @dataclass(frozen=True)
 class Case:
-    """A feature: what it is compared on, and the flags of either side."""
+    """A feature: the model to compare with, and the flags of both sides."""
 
     name: str
     flags: str
@@ -105,7 +105,7 @@ def has_script(name: str) -> bool:
 
 
 def told(ended: RankRun) -> list[str]:
-    """Return what was logged of each step and each evaluation, without times."""
+    """Return the log lines of each step and evaluation, without times."""
     if any(ended.exit_codes):
         raise RanksFailed(ended.describe())
     times = re.compile(r"^ \[.*?\]| elapsed time per iteration \(ms\): [\d.]+ \|")
@@ -120,14 +120,14 @@ def told(ended: RankRun) -> list[str]:
 
 
 class Absent(Exception):
-    """Missing in this release, which is not a fault."""
+    """Something is missing in this release, which is not an error."""
 
 
 class Comparisons:
-    """Runs that are compared. Where cases start alike or share Megatron's side, it runs once.
+    """Runs and compares cases; starts and Megatron runs common to several cases run only once.
 
     Args:
-        folder: For checkpoints and data.
+        folder: Folder for checkpoints and data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,10 +137,10 @@ class Comparisons:
         self._base = cache(self._make_base)
 
     def of(self, case: Case) -> tuple[list[str], list[str]]:
-        """Return what our side and theirs logged.
+        """Return the log lines of our side and of Megatron's.
 
         Raises:
-            Absent: Neither this release nor anything that stands in for it has the script.
+            Absent: Neither this release nor a substitute for it has the script.
         """
         if not has_script(case.script):
             raise Absent(case.script)
@@ -153,7 +153,7 @@ class Comparisons:
         return told(run(case.ranks, start + case.flags, script=case.script)), reference
 
     def of_checkpoints(self) -> tuple[list[str], list[str]]:
-        """Train under zb-v, go on under 1F1B, and the other way round; both have to meet zb-v."""
+        """Train under zb-v, continue under 1F1B, and the reverse; both must match plain zb-v."""
         resharded = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
         flags = self._base("pretrain_gpt.py") + resharded
         resumed_logs, whole_logs = [], []
@@ -165,7 +165,7 @@ class Comparisons:
         return resumed_logs, whole_logs
 
     def of_boundaries(self) -> tuple[list[str], list[str]]:
-        """Train models whose stages hand on trees and routes, and the same in one stage."""
+        """Train models whose stages exchange trees and routes, and the same models in one stage."""
         return _boundaries(2, "zb-v", transport="shm"), _boundaries(1, None)
 
     def _run_theirs(self, script: str, model: str, flags: str, ranks: int) -> list[str]:
@@ -182,8 +182,8 @@ class Comparisons:
         if script == "pretrain_gpt.py":
             return GPT + SAME
         data = self._new_folder()
-        # The fast tokenizer, which 0.16 takes only if asked, lists its words in another order in
-        # each process, and masks are drawn by that order.
+        # The fast tokenizer, which 0.16 uses only on request, lists its words in a different order
+        # in each process, and the masks depend on that order.
         slow = "--tokenizer-hf-no-use-fast " if releases.has_training() else ""
         return f"{bert_flags(data)}{slow}--hidden-dropout 0 --attention-dropout 0 {SAME}"
 
@@ -213,7 +213,7 @@ def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], l
 
 
 def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[str, object]:
-    """Run a comparison; print and return what came out."""
+    """Run a comparison; print and return the result."""
     try:
         logged, reference = test()
     except Absent as absent:
@@ -231,7 +231,7 @@ def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[st
 
 
 def main() -> int:
-    """Run the comparisons that are named, or all; write what came out."""
+    """Run the named comparisons, or all of them, and write the results."""
     results, names = Path(sys.argv[1]), sys.argv[2:]
     version = releases.core_version()
     results_by_name: dict[str, dict[str, object]] = {}
@@ -253,7 +253,7 @@ def main() -> int:
 
 
 def loop() -> str:
-    """Say whose training loop runs here."""
+    """Return which training loop runs here."""
     if upstream.find_tree() is not None:
         return "upstream's script"
     return "the wheel"

@@ -1,4 +1,4 @@
-"""Prints what `matrix.py` found on several releases: one column for each.
+"""Prints the results of `matrix.py` on several releases, one column per release.
 
 python -m tests.versions.table RESULTS.json...
 """
@@ -14,7 +14,7 @@ _ABOUT = ("version", "python", "torch", "loop", "skipped")
 
 
 def cell(result: Any) -> str:
-    """Say what came out of one comparison."""
+    """Return the result of one comparison as text."""
     if result is None:
         return "not run"
     if "error" in result:
@@ -26,12 +26,12 @@ def cell(result: Any) -> str:
 
 
 def is_sound(result: dict[str, Any]) -> bool:
-    """Tell whether losses were equal, or the release has not what would be compared."""
+    """Return whether losses were equal, or the release lacks what would be compared."""
     return bool(result.get("equal")) or "absent" in result
 
 
 def about(release: dict[str, Any]) -> str:
-    """Say what a release ran with."""
+    """Return the environment of a release as text."""
     if "python" in release:
         return f"{release['python']}, {release['torch']}, {release['loop']}"
     return "left out, as asked" if release.get("skipped") else "NOT TRIED"
@@ -55,7 +55,7 @@ def table(releases: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Print the table; 1 where something differs, failed, or was not tried without being asked."""
+    """Print the table; return 1 if something differs, failed, or was unexpectedly not run."""
     releases = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
     print(table(releases))
     tried = all("python" in release or release.get("skipped") for release in releases)

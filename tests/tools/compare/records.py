@@ -1,4 +1,4 @@
-"""Records of runs, as ranks write them."""
+"""Writes records of runs, as ranks do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def write(
     norm: float = 1.5,
     changes: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write the records of a pipeline's ranks, of which the last one knows the losses.
+    """Write the records of a pipeline's ranks; only the last rank has the losses.
 
-    `changes` replace what a rank says of its last step.
+    `changes` replace a rank's record of its last step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(num_ranks):

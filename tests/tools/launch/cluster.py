@@ -1,7 +1,7 @@
-"""Two hosts with real ssh servers, as network namespaces of this machine; a third starts jobs.
+"""Two hosts with real ssh servers, as network namespaces on this machine; a third starts jobs.
 
-Processes, users and files are shared, addresses and ports are not: `launch` cannot tell the
-difference. Nothing outside the namespaces and a temporary directory is touched.
+The namespaces share processes, users and files, but not addresses and ports, so `launch` cannot
+tell the difference. Nothing outside the namespaces and a temporary directory is touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OWN = "10.213.77.1"
 
 
 def why_not() -> str | None:
-    """Why this machine cannot make such hosts, or None."""
+    """Return why this machine cannot create such hosts, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "ssh", "ssh-keygen"):
@@ -51,7 +51,7 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def commands_in(namespace: str, *without: str) -> list[str]:
-    """Return the command lines of the processes in a namespace that hold none of these words."""
+    """Return the command lines of a namespace's processes that contain none of these words."""
     found = []
     for pid in _run("ip", "netns", "pids", namespace).stdout.split():
         try:
@@ -65,7 +65,7 @@ def commands_in(namespace: str, *without: str) -> list[str]:
 
 @dataclass
 class Cluster:
-    """Hosts that can be logged in to, and the place that commands are run from."""
+    """Hosts that accept logins, and the namespace that commands run from."""
 
     directory: Path
     namespaces: tuple[str, str, str]
@@ -79,7 +79,7 @@ class Cluster:
         return path
 
     def environment(self) -> dict[str, str]:
-        """The environment of commands: plans and logs below the directory."""
+        """The environment of commands, with plans and logs under the directory."""
         env = {**os.environ, "MEGATRON_EXT_DEVICE": "cpu", "PYTHONPATH": str(_ROOT)}
         env.pop("MEGATRON_LM_PATH", None)
         return {**env, "MEGATRON_EXT_RUNS": str(self.directory / "runs"), "OMP_NUM_THREADS": "1"}
@@ -90,7 +90,7 @@ class Cluster:
         return [*inside, sys.executable, "-m", "megatron_ext", *arguments]
 
     def run(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Run a subcommand to its end."""
+        """Run a subcommand and wait for it."""
         return subprocess.run(
             self.command(*arguments),
             capture_output=True,
@@ -122,7 +122,7 @@ class Cluster:
 
 @contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
-    """Make two hosts below a directory, and remove them with everything that runs in them."""
+    """Create two hosts under a directory, and remove them with everything that runs in them."""
     prefix = f"megatron-ext-{os.getpid()}"
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
     servers: list[subprocess.Popen[bytes]] = []
@@ -155,7 +155,7 @@ def remove_processes(namespace: str) -> None:
 
 
 def with_suppressed_kill(pid: int) -> None:
-    """Kill a process of ours, if it is still there."""
+    """Kill one of our processes, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -183,7 +183,7 @@ def make_network(namespaces: Sequence[str]) -> None:
 
 
 def _make_keys(directory: Path) -> Path:
-    """Keys of the hosts and of the user, and the client's configuration."""
+    """Create the keys of hosts and user; return the client's configuration."""
     for name in ("host_key", "user_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name))
     host_key = (directory / "host_key.pub").read_text()
@@ -199,7 +199,7 @@ def _make_keys(directory: Path) -> Path:
 
 
 def _start_sshd(directory: Path, namespace: str, address: str) -> subprocess.Popen[bytes]:
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd gives up its rights
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # for sshd's privilege separation
     config = directory / f"sshd_config_{address}"
     config.write_text(
         f"Port {_PORT}\nListenAddress {address}\nHostKey {directory}/host_key\n"
@@ -226,9 +226,9 @@ def _answers(made: Cluster, address: str) -> bool:
 
 
 def rank_of(launcher: int, rank: int) -> psutil.Process:
-    """Return the process of a rank of a job that is started on this machine."""
+    """Return the process of a rank in a job started on this machine."""
     for process in psutil.Process(launcher).children(recursive=True):
-        with suppress(psutil.Error):  # it ended meanwhile
+        with suppress(psutil.Error):  # it ended in the meantime
             environment = process.environ()
             if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
                 return process
@@ -236,7 +236,7 @@ def rank_of(launcher: int, rank: int) -> psutil.Process:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait for a condition, and fail the test if it does not come about."""
+    """Wait for a condition, and fail the test if it does not become true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"

@@ -1,6 +1,6 @@
-"""A real Slurm of two nodes, each a network namespace of this machine.
+"""A real Slurm cluster of two nodes, each a network namespace on this machine.
 
-Everything is below one directory: munge's key and socket, configuration, state, spools and logs.
+Everything is in one directory: munge's key and socket, configuration, state, spools and logs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=30 State=UP
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run a Slurm, or None."""
+    """Return why this machine cannot run Slurm, or None."""
     missing = [name for name in _NEEDED if shutil.which(name, path=_SEARCH) is None]
     if missing:
         packages = "slurmctld slurmd slurm-client munge"
@@ -56,13 +56,13 @@ def why_not() -> str | None:
 
 
 def _inside(namespace: str) -> list[str]:
-    """Like `ip netns exec`, but /sys stays as it is: slurmd looks for control groups."""
+    """Return a prefix like `ip netns exec` that keeps /sys, because slurmd needs control groups."""
     return ["nsenter", f"--net=/run/netns/{namespace}"]
 
 
 @dataclass
 class Slurm:
-    """A running Slurm, and the namespace that its commands are run from."""
+    """A running Slurm cluster, and the namespace that its commands run from."""
 
     directory: Path
     namespaces: tuple[str, str, str]
@@ -81,7 +81,7 @@ class Slurm:
         }
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start a command on the machine that users log in to; its output goes to a pipe."""
+        """Start a command on the login node; its output goes to a pipe."""
         return subprocess.Popen(
             [*_inside(self.namespaces[2]), *command],
             stdin=subprocess.DEVNULL,
@@ -93,7 +93,7 @@ class Slurm:
         )
 
     def run(self, *command: str, timeout_s: float = 200) -> tuple[int, str]:
-        """Run a command there; return its exit code and what it printed."""
+        """Run a command on the login node; return its exit code and output."""
         process = self.start(*command)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -107,20 +107,20 @@ class Slurm:
         return [sys.executable, "-m", "megatron_ext", *words]
 
     def ask(self, *command: str) -> str:
-        """Run one of Slurm's commands that has to work."""
+        """Run one of Slurm's commands, which must succeed."""
         code, output = self.run(*command, timeout_s=60)
         assert code == 0, output
         return output.strip()
 
     def left_on(self, node: int) -> list[str]:
-        """Command lines of what runs on a node, besides Slurm's own."""
+        """Return the command lines of processes on a node other than Slurm's."""
         return cluster.commands_in(self.namespaces[node], "slurmd", "slurmstepd")
 
 
 @contextmanager
 def slurm(directory: Path) -> Iterator[Slurm]:
-    """Start a Slurm below a directory, and end it with everything that runs in it."""
-    directory.chmod(0o755)  # munge wants a way to its socket that others may take
+    """Start Slurm in a directory, and end it with everything that runs in it."""
+    directory.chmod(0o755)  # munge requires a path to its socket that others can traverse
     prefix = f"megatron-ext-slurm-{os.getpid()}-{directory.name}"
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
     made = Slurm(directory, namespaces, {})
@@ -177,6 +177,6 @@ def _end(made: Slurm) -> None:
     for server in made.servers.values():
         with suppress(subprocess.TimeoutExpired):
             server.wait(10)
-    cluster.remove_network(made.namespaces)  # and what did not listen
+    cluster.remove_network(made.namespaces)  # and processes that ignored signals
     for server in made.servers.values():
         server.wait(10)

@@ -1,4 +1,4 @@
-"""A headless browser that looks at a page."""
+"""Opens pages in a headless browser."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def find() -> str:
 
 
 def look(page: Path, script: str, *, dark: bool = False) -> dict[str, str]:
-    """Open a page, run a script in it, and return what it puts into `document.body.dataset`.
+    """Open a page, run a script in it, and return the resulting `document.body.dataset`.
 
-    Errors of the page are an assertion error.
+    Errors on the page raise an assertion error.
     """
     copy = page.with_name(f"looked-at-{page.name}")
     observer = "addEventListener('error', e => { document.body.dataset.error = e.message; });"

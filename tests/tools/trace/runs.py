@@ -1,4 +1,4 @@
-"""Directories of traces that simulated steps leave, as the recorder writes them."""
+"""Writes directories of traces of simulated steps, with the recorder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
 
 
 class Clock(HostClock):
-    """A clock that shows what it is told."""
+    """A clock that shows the time it is set to."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -57,8 +57,8 @@ def write_run(
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
-    With `sizes`, tokens and pairs of each micro-batch, the first rank notes them. With `ramp`, the
-    first steps have so many micro-batches, the others `microbatches`.
+    With `sizes` (tokens and pairs of each micro-batch), the first rank records them. With `ramp`,
+    the first steps have these numbers of micro-batches, the others `microbatches`.
     """
     cut = {"pairs": pairs, "slices": slices, "costs": Costs(attention=costs.attention)}
     table = generate(schedule, pp, microbatches, **cut)
@@ -138,7 +138,7 @@ def about_message(message) -> dict[str, object]:
 
 
 def arrows(events: Iterable[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when arrows of a Chrome trace begin and end, by the number that joins the two."""
+    """Return when arrows in a Chrome trace start and end, by the number that connects the two."""
     return (
         {e["bind_id"]: e["ts"] for e in events if e.get("flow_out")},
         {e["bind_id"]: e["ts"] + e["dur"] for e in events if e.get("flow_in")},

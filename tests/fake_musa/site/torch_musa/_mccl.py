@@ -108,7 +108,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
 
     @property
     def group_name(self):
-        """Backends written in C++ are told it later, those in Python are not."""
+        """Return the name; torch sets it later for backends in C++, but not for those in Python."""
         return self._name
 
     @property
@@ -127,7 +127,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._communicator().submit([operation])
 
     def _communicator(self, peer=None):
-        """Return that of all ranks, or that of two; the first use waits for the others."""
+        """Return the communicator of all ranks or of two; the first use waits for the others."""
         ranks = range(self.size()) if peer is None else sorted({self.rank(), peer})
         key = tuple(ranks)
         if peer is None:

@@ -109,7 +109,7 @@ class _PointInQueue:
 
 
 class Event:
-    """A point in a stream, and when it was passed (or submitted, on a device without queues)."""
+    """A point in a stream, and when it was passed (or submitted, if there are no queues)."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
         self._timing = enable_timing
