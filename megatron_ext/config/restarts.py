@@ -1,4 +1,4 @@
-"""What `--inprocess-restart` needs, and what it cannot bring back."""
+"""Checks `--inprocess-restart`: its requirements, and state that it cannot restore."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from megatron_ext.config.refusals import Preflight, Refusal
 
 
 def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
-    """Keep the local checkpoints of a folded pipeline from those of other placements.
+    """Keep a folded pipeline's local checkpoints apart from those of other placements.
 
-    Megatron names their tensors by rank and chunk, so another placement would load other layers.
+    Megatron names their tensors by rank and chunk, so another placement would load the wrong
+    layers.
     """
     directory = getattr(args, "non_persistent_local_ckpt_dir", None)
     if getattr(args, "non_persistent_ckpt_type", None) != "local" or directory is None:
@@ -31,9 +32,9 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
 
 
 def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
-    """Add what refuses or limits `--inprocess-restart` under a pipeline or a transport of ours.
+    """Add refusals and limits of `--inprocess-restart` under our pipelines and transports.
 
-    `in_job` in a process of the job, with its software.
+    `in_job` means that this is a process of the job, with the job's software.
     """
     is_ours = answer.pipeline is not None or answer.transport_only is not None
     if not is_ours or not getattr(args, "inprocess_restart", False):

@@ -1,4 +1,4 @@
-"""Grouped experts of Megatron 0.16: grouped_gemm with the weight gradient left to W."""
+"""Grouped experts in Megatron 0.16: grouped_gemm with the weight gradient deferred to W."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _GroupedGradient(WeightGradient):
-    """The weight gradients of all experts, by the backward of `product`, the output of `gmm`."""
+    """The weight gradients of all experts, by the backward of `product`, which `gmm` returned."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class _GroupedGradient(WeightGradient):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The library's `gmm` on a separate graph; its backward runs at once, or in two parts."""
+    """The library's `gmm` on a separate graph, whose backward runs at once or in two parts."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,7 @@ class _GroupedProduct(torch.autograd.Function):
         return product.detach()
 
     @staticmethod
-    @once_differentiable  # as the library's, whose kernels autograd does not know
+    @once_differentiable  # like the library's function, since autograd does not know its kernels
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, experts, product = ctx.graph
         weight, splits = ctx.parameter, ctx.splits
@@ -80,7 +80,7 @@ class _GroupedProduct(torch.autograd.Function):
             if tokens.requires_grad:
                 grad_tokens = gmm(grad_output, experts.detach(), batch_sizes, trans_b=not trans_b)
         elif tokens.requires_grad:
-            # Kept, for a backward that retains its graph.
+            # Keep the graph, for a backward that retains it.
             grad_tokens, grad_experts = torch.autograd.grad(
                 product, (tokens, experts), grad_output, retain_graph=True
             )
@@ -97,12 +97,12 @@ def grouped_product(
     batch_sizes: torch.Tensor,
     trans_b: bool = False,
 ) -> torch.Tensor:
-    """Multiply each expert's tokens by its weights; I leaves the weight gradient to W.
+    """Multiply each expert's tokens by its weights; I defers the weight gradient to W.
 
     `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
-    # Builds of grouped_gemm differ, so nothing of the library but its `ops.gmm` is called. The
-    # gradients come from `gmm`'s own backward, that of the tokens alone by `gmm` itself.
+    # Builds of grouped_gemm differ, so call only the library's `ops.gmm`. All gradients come from
+    # `gmm`'s own backward; the tokens' gradient alone is computed with `gmm` itself.
     weight = experts._base
     if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

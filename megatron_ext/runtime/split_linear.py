@@ -1,7 +1,7 @@
-"""Column- and RowParallelLinear: their backward without the product for the weight.
+"""Column- and RowParallelLinear: runs their backward without the weight gradient's GEMM.
 
-Megatron's autograd function is called as it is, forward and backward. In the executor's own
-backward it gets a context that lets it leave the weight's gradient out.
+Megatron's autograd function runs unmodified, forward and backward. In the executor's I it gets a
+context with which it skips the weight gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_ext.runtime.weight_gradients import Unchanged, WeightGradient, wil
 if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
 
-# Of the inputs of Megatron's function that are tensors: input, weight, bias. So are the results of
-# its backward, which go on with None for the others.
+# Positions among the tensor inputs of Megatron's function: input, weight, bias. The results of its
+# backward have the same positions, followed by None for the other inputs.
 _WEIGHT, _BIAS = 1, 2
 
 
@@ -31,20 +31,20 @@ def linear_backward(
     ctx: Any,
     grad_output: torch.Tensor,
 ) -> tuple[Any, ...]:
-    """Run the backward of Megatron's linear layer; leave the weight's gradient to W if possible.
+    """Run the backward of Megatron's linear layer; defer the weight gradient to W if possible.
 
     Args:
-        backward: That of `LinearWithGradAccumulationAndAsyncCommunication`.
-        splits: Takes the gradient; in its `defer`.
+        backward: The backward of `LinearWithGradAccumulationAndAsyncCommunication`.
+        splits: Receives the deferred gradient; its `defer` context is active.
         ctx: The function's context.
         grad_output: Gradient of the output, `[s, b, out]`.
 
     Returns:
-        The gradients of all inputs, as `backward` does; None for a weight whose gradient waits.
+        The gradients of all inputs, like `backward`; None for a weight whose gradient waits.
     """
     accumulator = ctx.next_functions[_WEIGHT][0]
-    # Not the saved tensor: hooks on saved tensors return copies, and torch's checkpoint lets a
-    # tensor be unpacked only once. Other nodes have none: theirs is computed from parameters.
+    # Not the saved tensor: hooks on saved tensors return copies, and torch's checkpoint allows only
+    # one unpacking. If the node has no `variable`, the weight is computed from parameters.
     weight = getattr(accumulator, "variable", None)
     if not (
         isinstance(weight, torch.nn.Parameter)
@@ -62,22 +62,22 @@ def linear_backward(
 
 
 class _ContextWithoutWeight:
-    """The context of a layer's backward, with which it computes the gradient of its input alone.
+    """The context for a layer's backward, with which it computes only its input gradient.
 
-    Given a list `grad_output_buffer`, upstream's backward appends the output gradient and skips the
-    weight gradient: upstream postpones that of the output layer to the end of the step this way.
-    This object stands for the list, too.
+    If `grad_output_buffer` is a list, upstream's backward appends the output gradient to it and
+    skips the weight gradient. Upstream uses this to postpone the output layer's weight gradient to
+    the end of the step. This object also acts as that list.
     """
 
-    gradient_accumulation_fusion = True  # without, upstream computes the product in any case
-    wgrad_deferral_limit = 0  # the list takes any number
+    gradient_accumulation_fusion = True  # otherwise upstream always computes the product
+    wgrad_deferral_limit = 0  # no limit on the list's length
     use_bias = False  # upstream would sum over s and b separately, which changes the last bits
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
         self._ctx, self._weight = ctx, weight
         self._input, saved_weight = ctx.saved_tensors
-        # A view without the attributes of the parameter. With them upstream would return memory
-        # that nothing has filled as the weight's gradient, for DDP's hook.
+        # A view, which lacks the parameter's attributes. With those, upstream would return
+        # uninitialised memory as the weight's gradient, for DDP's hook.
         self.saved_tensors = self._input, saved_weight.detach()
         self.gradient: LinearGradient
         self.grad_bias: torch.Tensor | None = None
@@ -87,12 +87,13 @@ class _ContextWithoutWeight:
 
     @property
     def grad_output_buffer(self) -> _ContextWithoutWeight:
-        """The list that upstream appends to."""
-        return self  # not an attribute: in a cycle the operands would outlive W
+        """The list to which upstream appends."""
+        return self  # not an attribute, as a cycle would keep the operands alive after W
 
     def append(self, grad_output: torch.Tensor) -> None:
-        """Take the output gradient; upstream calls it in place of computing the product."""
-        # Here and not before, because upstream has entered the autocast of the layer's forward.
+        """Store the output gradient; upstream calls this instead of computing the product."""
+        # Created here and not earlier, because upstream has now entered the autocast of the layer's
+        # forward.
         self.gradient = LinearGradient(self._weight, self._input, grad_output, self._ctx)
         if self._ctx.use_bias:
             flat, _ = prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)
@@ -109,9 +110,9 @@ class LinearGradient(WeightGradient):
         self.is_fused = ctx.gradient_accumulation_fusion
         self.input = input_.detach()  # without its graph
         self.grad_output = grad_output.detach()
-        # Over which sequence parallelism splits the input; None if it is whole.
+        # The group over which sequence parallelism splits the input; None if the input is whole.
         self._gather_group = ctx.tp_group if ctx.sequence_parallel else None
-        # The whole input `[s, b, h]`, and when it is there.
+        # The whole input `[s, b, h]`, and the pending gather that fills it.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
         self._autocast: AbstractContextManager[object] = nullcontext()
         kind = grad_output.device.type
@@ -120,7 +121,7 @@ class LinearGradient(WeightGradient):
         self._unchanged = Unchanged(self.input, self.grad_output)
 
     def fetch(self, buffer: str) -> None:
-        """Start to gather the input, if it is split."""
+        """Start gathering the input, if it is split."""
         if self._gather_group is None:
             return
         size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
@@ -131,7 +132,7 @@ class LinearGradient(WeightGradient):
         self._gathered = total_input, arrival
 
     def compute(self) -> list[torch.Tensor | None]:
-        """Return the gradient, or accumulate it if fused."""
+        """Return the gradient, or accumulate it if the kernel is fused."""
         self._unchanged.check(self.input, self.grad_output)
         total_input = self.input
         if self._gathered is not None:

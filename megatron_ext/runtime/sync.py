@@ -1,9 +1,9 @@
 """Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
-Megatron's DDP runs both: reductions in the order in which the table completes its chunks, gathers
+Megatron's DDP runs both: reductions in the order in which the table completes chunks, and gathers
 in stage order.
 
-Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
+Without `--overlap-grad-reduce` this module starts no reductions; `finalize_model_grads` does.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Sync:
         """Do nothing."""
 
     def before(self, stage: int) -> None:
-        """Called just before a stage's first action runs."""
+        """Called directly before a stage's first action runs."""
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context that a stage's last action runs in, which completes the gradients."""
+        """Return the context for a stage's last action, which completes the gradients."""
         return _UNCHANGED
 
     def after(self, stage: int) -> None:
@@ -45,9 +45,9 @@ class Sync:
 
 
 class TrainingSync(Sync):
-    """Starts the reductions of one step, and gathers one chunk ahead of the first use of one.
+    """Starts one step's reductions, and its parameter gathers one chunk ahead of their use.
 
-    Also a context manager that disables DDP's hooks except where `around_last` enables them.
+    It is also a context manager that disables DDP's hooks, except where `around_last` enables them.
     """
 
     def __init__(
@@ -63,30 +63,33 @@ class TrainingSync(Sync):
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_backwards
-        # Stages of this rank; the first `_started` of them have been started. In the table's order,
-        # whatever this rank runs: peers must start the same collectives in the same order, and
-        # under a dynamic order each runs its actions in another one.
+        # Stages of this rank; the reductions of the first `_started` ones have been started. They
+        # start in the table's order, whatever order this rank runs: peers must start the same
+        # collectives in the same order, but in a dynamic order each rank runs its actions in its
+        # own order.
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
-        # The chunks in the order of first use under any schedule, so it is the same on all peers.
+        # The chunks in order of first use, which is the same under any schedule and so on all
+        # peers.
         self._uses = [self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # By chunk: the bucket groups still to reduce, the next one last.
+        # By chunk: the bucket groups still to reduce; the next one is last.
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
         reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
-            # Megatron's own schedules do without: hooks then count the backwards of a whole step.
-            # They would count I, before there are gradients of weights.
+            # Megatron's own schedules do not disable hooks, which then count the backwards of a
+            # whole step. Here they would count an I, which has no weight gradients yet.
             silences = [chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")]
-        # A program may give functions although its DDP does not overlap. Reductions that start here
-        # would then come twice: `finalize_model_grads` starts its own.
+        # A program may set these functions although its DDP does not overlap. Reductions started
+        # here would then run twice, because `finalize_model_grads` starts them as well.
         self._overlaps = bool(silences and reducing)
-        # What disables DDP's hooks, by chunk or for all of them, and what holds it while it does.
+        # Contexts that disable DDP's hooks, per chunk or for all chunks, each with the stack that
+        # it is entered on.
         self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
@@ -101,10 +104,10 @@ class TrainingSync(Sync):
             stack.close()
 
     def before(self, stage: int) -> None:
-        """At a stage's first use, start the gather of the next chunk; at the first, of two."""
+        """At a stage's first use, start gathering the next chunk; at the very first, two chunks."""
         if self._gathers is None:
             return
-        # One chunk ahead: its gather then overlaps the forward of the one before it.
+        # Gather one chunk ahead, so that the gather overlaps the forward of the previous chunk.
         ahead = 2 if self._gathered == 0 else 1
         for number in self._uses[self._gathered : self._gathered + ahead]:
             self._gathers[number](self._chunks[number].parameters())
@@ -115,8 +118,8 @@ class TrainingSync(Sync):
         stage = action.stage
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
-        # No other rank waits for a W, so reductions may slow it down: each starts as soon as the
-        # weights of its buckets are done. DDP's hooks would fire at I, before there are gradients.
+        # No other rank waits for a W, so reductions may slow it down: each starts as soon as its
+        # buckets' weights are done. DDP's hooks would fire at I, before there are weight gradients.
         is_its_turn = self._order[self._started] == stage
         if (
             action.kind == "W"
@@ -128,19 +131,20 @@ class TrainingSync(Sync):
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
-        # Twins may complete their chunks in different orders, because each waits for the other's
-        # micro-batches.
+        # Twins may complete their chunks in different orders, because each waits for micro-batches
+        # of the other.
         if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
             return False
-        # `--align-grad-reduce`, Megatron's default, sets functions, which keep reductions from
+        # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions from
         # slowing down a B that another rank waits for: a chunk is reduced in one go after its last
         # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
-        # in upstream's 1F1B. Without functions they may do so for every stage: peers have one order
-        # anyway, because the last B of a stage needs the last B of the next stage.
+        # in upstream's 1F1B. Without these functions the hooks may do so for every stage: all peers
+        # use the same order anyway, because the last B of a stage needs the last B of the next
+        # stage.
         return self._functions is None or (stage == 0 and self._uses_ddp_reduction(stage))
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
-        """Whether DDP itself reduces a stage, rather than a custom `grad_sync_func`."""
+        """Return whether DDP itself reduces a stage, and not a custom `grad_sync_func`."""
         number = self._placement.chunk_of(stage)
         if self._functions is None:
             return True
@@ -157,9 +161,10 @@ class TrainingSync(Sync):
         stack.enter_context(silence())
 
     def after(self, stage: int) -> None:
-        """Mark a stage complete; start its reduction and any that waited for it, in table order."""
+        """Mark a stage complete; start its reduction and any waiting for it, in table order."""
         self._complete.add(stage)
-        # A chunk that completes early waits for its turn: its peers may complete another one first.
+        # A chunk that completes early waits for its turn, because peers may complete another chunk
+        # first.
         while self._started < len(self._order) and self._order[self._started] in self._complete:
             complete = self._order[self._started]
             self._started += 1
@@ -172,13 +177,13 @@ class TrainingSync(Sync):
                 self._reduce(number, remaining=frozenset())
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
-        """Start a chunk's next reductions, up to the first bucket group with a remaining weight."""
-        # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start a part of the
+        """Start a chunk's next reductions, up to the first bucket group with a pending weight."""
+        # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start only some
         # buckets.
         if number not in self._buckets:
-            # In parameter order, which backwards complete from the end. An order by completion
-            # would differ between peers: experts, which have their own reduction group, may receive
-            # no tokens on some of them.
+            # Use parameter order, which backwards complete from the end. The order of completion
+            # would differ between peers: experts, which have a separate reduction group, may
+            # receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
             place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
             groups = [
@@ -191,8 +196,8 @@ class TrainingSync(Sync):
         while waiting and waiting[-1].weights.isdisjoint(remaining):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
-            # Megatron ends the step with a reduction of what no hook has counted yet, unless there
-            # is a handle of one; several optimizer instances keep none.
+            # At the end of the step, Megatron reduces buckets that no hook has counted yet, unless
+            # they have a reduction's handle. With several optimizer instances there is no handle.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
@@ -202,11 +207,11 @@ class _BucketGroup(NamedTuple):
 
     group: Any
     weights: frozenset[int]
-    """Ids of its parameters."""
+    """Ids of the group's parameters."""
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
-    """Return whether DDP's hooks reduce the gradients of a chunk; other DDPs than Megatron's do."""
+    """Return whether DDP's hooks reduce a chunk's gradients; foreign DDPs always do."""
     return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True))
 
 

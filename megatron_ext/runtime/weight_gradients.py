@@ -1,4 +1,4 @@
-"""Weight gradients that wait for W: their operands, and where the products go."""
+"""Weight gradients that wait for W: their operands, and where the products are added."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 
 
 class WeightGradient(ABC):
-    """The deferred gradients of a layer's weights, mostly of one."""
+    """The deferred gradients of a layer's weights; usually there is one weight."""
 
     weights: Sequence[Any]
     """Parameters, always in the same order."""
     is_fused = False
-    """Whether a kernel of the layer adds the product to `main_grad`."""
+    """Whether the layer's kernel adds the product to `main_grad`."""
 
-    def fetch(self, buffer: str) -> None:  # noqa: B027 - mostly this rank has all operands
-        """Start to gather an operand of several ranks, in Megatron's global memory `buffer`."""
+    def fetch(self, buffer: str) -> None:  # noqa: B027 - usually this rank has all operands
+        """Start gathering an operand from several ranks into Megatron's global buffer `buffer`."""
 
     @abstractmethod
     def compute(self) -> Sequence[torch.Tensor | None]:
-        """Return the gradients; None: the GEMM kernel has accumulated it into `main_grad`."""
+        """Return the gradients; None for one that the GEMM kernel has added to `main_grad`."""
 
 
 class ArrivedGradient(WeightGradient):
-    """A gradient from another use of a weight, which waits to be added to the layer's product."""
+    """A gradient from another use of a weight, waiting to be added to the layer's product."""
 
     def __init__(
         self, weights: Sequence[Any], weight: torch.Tensor, gradient: torch.Tensor
@@ -50,7 +50,7 @@ class Unchanged:
         """Compare the operands with those given to the constructor.
 
         Raises:
-            RuntimeError: One of them was modified.
+            RuntimeError: An operand was modified.
         """
         if [operand._version for operand in operands] != self._versions:
             raise RuntimeError(
@@ -60,25 +60,25 @@ class Unchanged:
 
 
 def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
-    """Return whether the backward in progress will add to the gradient of a weight.
+    """Return whether the running backward will add to a weight's gradient.
 
     Args:
         accumulator: The weight's AccumulateGrad node.
     """
-    # Not inside of `torch.autograd.grad`, nor of `backward(inputs=...)` for other tensors.
+    # It does not inside `torch.autograd.grad`, or inside `backward(inputs=...)` for other tensors.
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))
-    except RuntimeError:  # `torch.autograd.grad` for this very weight, which torch does not answer
+    except RuntimeError:  # torch raises inside `torch.autograd.grad` for this weight
         return False
 
 
 def accumulator_of(weight: torch.Tensor) -> torch.autograd.graph.Node:
-    """Return the AccumulateGrad node of a weight, which is a leaf."""
+    """Return the AccumulateGrad node of a weight, which must be a leaf."""
     return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:
-    """Return the stream in which the backward of a weight's layer runs now; None on a CPU."""
+    """Return the stream in which the weight's layer now runs its backward; None on a CPU."""
     if weight.device.type == "cpu":
         return None
     return torch.get_device_module(weight.device).current_stream(weight.device)
@@ -86,10 +86,10 @@ def stream_of_backward(weight: torch.Tensor) -> Any:
 
 @contextmanager
 def in_stream(stream: Any) -> Iterator[None]:
-    """Work in a stream, after the work of the current one and before what that will do next."""
-    # Megatron's shared experts run in a stream of their own (--moe-shared-expert-overlap), which
-    # their operands belong to. Freed by another stream's W, that memory would be given to the next
-    # kernel of their own while W still reads it.
+    """Run in a stream, after the current stream's earlier work and before its later work."""
+    # With --moe-shared-expert-overlap, Megatron's shared experts run in a separate stream, to which
+    # their operands belong. If a W in another stream freed them, their memory could be reused by
+    # the next kernel in the experts' stream while W is still reading it.
     if stream is None:
         yield
         return
@@ -108,12 +108,13 @@ def in_stream(stream: Any) -> Iterator[None]:
 def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> None:
     """Compute the deferred gradients of a layer, accumulate them and drop their operands.
 
-    They go to `main_grad`, or to `grad` without DDP. `fetch` starts the gather of the operands of a
-    later gradient, just before one is computed. `products` is empty afterwards.
+    They are added to `main_grad`, or to `grad` without DDP. Directly before a gradient is computed,
+    `fetch` starts gathering the operands of a later one. `products` is empty afterwards.
     """
     weights = products[0].weights
-    # Unfused gradients are summed first, in the order of their records, and the sum is added once,
-    # as autograd does for several uses of a weight in one backward: the same bits.
+    # Unfused gradients are first summed, in the order in which they were recorded, and the sum is
+    # added once. Autograd does the same for several uses of a weight in one backward, so the bits
+    # are equal.
     totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:
@@ -132,7 +133,7 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
 
 
 def add_to(totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]) -> None:
-    """Add to each sum its gradient, if there is one."""
+    """Add each gradient to its sum, skipping None."""
     for index, gradient in enumerate(gradients):
         total = totals[index]
         if gradient is None:

@@ -142,7 +142,7 @@ class _Fixtures:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
-        """Drop what a test built: pytest keeps it, and with it threads of groups of processes."""
+        """Drop objects built by a test, which pytest would keep, with process-group threads."""
         yield
         vars(getattr(item, "instance", None) or SimpleNamespace()).clear()
 

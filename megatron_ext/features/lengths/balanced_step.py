@@ -67,8 +67,7 @@ class BalancedStep:
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first `next` fetches all items from `items`, Megatron's data iterator. None: there is no
-        data.
+        The first `next` fetches all items from `items`, Megatron's data iterator. None: no data.
 
         Raises:
             ScheduleError: The data comes from something other than an iterator.

@@ -145,7 +145,7 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Identity; its backward adds the takers' gradient to that of the publisher's uses."""
+    """Identity; its backward adds the takers' gradient to the gradient of the publisher's uses."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank of the world, both twins: each action as it is drawn, with its start and end."""
+        """By rank of the world, both twins: the actions to draw, with their starts and ends."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)

@@ -93,7 +93,7 @@ def page(run: Run) -> str:
 
 
 def _plan(run: Run, notes: list[str]) -> Timeline | None:
-    """Return the table's step with the measured times; None: there is no table, or none to read."""
+    """Return the table's step with the measured times; None without a readable table."""
     try:
         schedule = run.schedule
         return None if schedule is None else planned(run, schedule)
@@ -103,7 +103,7 @@ def _plan(run: Run, notes: list[str]) -> Timeline | None:
 
 
 def _forecast(run: Run, notes: list[str]) -> Forecast:
-    """Return the forecast for other schedules; an empty one if there is none."""
+    """Return the forecast for other schedules, or an empty one."""
     try:
         return predict(run)
     except (DataError, ScheduleError) as error:
