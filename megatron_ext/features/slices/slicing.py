@@ -99,8 +99,9 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     candidates: list[Sequence[Row]] = []
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
-    # If the step takes noticeably longer than 1/k of a step with as many whole micro-batches, place
-    # the actions anew under the same memory cap: in folded tables the chunks need different leads.
+    # If the step takes longer, beyond rounding, than 1/k of a step with as many whole micro-batches
+    # as there are slices, also place the actions anew under the same memory cap: in folded tables
+    # the chunks need different leads.
     even_costs = replace(costs, attention=0.0)
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices

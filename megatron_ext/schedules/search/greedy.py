@@ -315,7 +315,7 @@ class _Attempt:
         if target is not None:
             arrival = now + self._delays[min(stage, target)]
             receiver = self._release(arrival, Action(target, kind, microbatch, slice_index))
-            if receiver != number:  # this rank chooses once at the end
+            if receiver != number:  # the action's own rank chooses once, later
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":

@@ -217,7 +217,7 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Refuse what cannot go on after the loss of a rank."""
+    """Reject jobs that cannot continue after the loss of a rank."""
     if args.per_node:
         raise LaunchError(
             "--keep-going starts ranks, and --per-node a command on each host; leave one of the "

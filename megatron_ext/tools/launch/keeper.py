@@ -1,12 +1,12 @@
-"""Runs the ranks of one host so that the loss of one ends no other: `launch --keep-going`.
+"""Runs the ranks of one host so that losing one does not end the others (`--keep-going`).
 
     python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE TORCHRUN_FLAGS SCRIPT ...
 
-Takes torchrun's flags and leaves its files. torchrun ends all ranks within a second of the first
-loss, and so does `ft_launcher` of nvidia-resiliency-ext from 0.6 on, which has given up the policy
-that tolerated losses. The ranks restart themselves, inside of their processes
-(`megatron_ext/training/survival.py`). Here are the stores in which they meet, so that any rank may
-be lost.
+It takes torchrun's flags and writes the same files. torchrun ends all ranks within a second of the
+first loss, and so does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped the policy
+that tolerated losses. The ranks restart themselves, inside their processes
+(`megatron_ext/training/survival.py`). This process hosts the stores through which they rendezvous,
+so that any rank may be lost.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _STORES = {1: "the ranks' own", 2: "the one of nvidia-resiliency-ext"}
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
-"""A line of Megatron's about a step."""
+"""A line of Megatron's log about a step."""
 
 
 class Rank:
-    """A rank that runs here, and the thread that takes what it prints."""
+    """A rank on this host, and the thread that reads its output."""
 
     def __init__(self, rank: int, command: list[str], log_dir: Path, *, is_shown: bool) -> None:
         self.rank = rank
@@ -62,7 +62,7 @@ class Rank:
         )
 
     def follow(self, losses: Losses) -> None:
-        """Write, and perhaps show, every line until the rank ends."""
+        """Write every line to the log, and show it if required, until the rank ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with suppress(OSError):  # a full disk
@@ -88,7 +88,7 @@ def _say(rank: int, text: str) -> None:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    """Return torchrun's flags as the launcher writes them, and the command of a rank."""
+    """Parse torchrun's flags, in the form that the launcher writes, and the command of a rank."""
     parser = argparse.ArgumentParser()
     for flag in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         parser.add_argument(flag, type=int, required=True)
@@ -101,7 +101,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _hosted_stores(args: argparse.Namespace) -> list[Any]:
-    """Return the stores that ranks expect of rank 0: it may be lost, and they would end with it."""
+    """Return the stores that rank 0 usually hosts; there, they would end if rank 0 were lost."""
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
@@ -125,7 +125,7 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
 
 
 class Keeper:
-    """The ranks of this host, from their start to the end of the last one."""
+    """Runs the ranks of this host until the last one has ended."""
 
     def __init__(self, args: argparse.Namespace, losses: Losses, grace_s: float) -> None:
         self._losses = losses
@@ -143,7 +143,7 @@ class Keeper:
                 "TORCHELASTIC_MAX_RESTARTS": "0",
                 "GROUP_RANK": "0",
                 parent.HOSTED_STORES: "1",
-                # Of waits in a store, whose time-outs NVRx counts on.
+                # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
         )
@@ -168,7 +168,7 @@ class Keeper:
                 self._end_all()
                 break
             time.sleep(_TURN_S)
-        self._is_beyond_reserve()  # of those that have ended since
+        self._is_beyond_reserve()  # for ranks that have ended since
         for thread in threads:
             thread.join(self._grace_s)
         if self._stopped_by is not None:
@@ -176,7 +176,7 @@ class Keeper:
         return self._losses.items[0] if self._losses.are_too_many else None
 
     def _is_beyond_reserve(self) -> bool:
-        """Record the ranks that have been lost since; return whether too few are left."""
+        """Record ranks lost since the last call; return whether too few are left."""
         for rank in self._ranks:
             code = rank.process.poll()
             if code and not rank.is_lost:
@@ -188,7 +188,7 @@ class Keeper:
         self._stopped_by = number
 
     def _end_all(self) -> None:
-        """Ask what is left to end, and kill it after the grace."""
+        """Ask the remaining ranks to end, and kill them after the grace period."""
         deadline = time.monotonic() + self._grace_s
         for rank in self._ranks:
             with suppress(OSError):
@@ -201,14 +201,14 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough came to the end, else the code of the first loss."""
+    """Run the ranks; return 0 if enough of them finished, else the exit code of the first loss."""
     report, grace_s, reserve = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     parent.die_with_parent()
     args = _parsed(sys.argv[4:])
     stores = _hosted_stores(args)
     losses = Losses(report.parent, reserve, _say)
     first = Keeper(args, losses, grace_s).run()
-    del stores  # which served until here
+    del stores  # the stores must be served until here
     if first is None:
         return 0
     failure = {

@@ -1,4 +1,4 @@
-"""Ranks that a job has lost and gone on without: their record, and how it is told."""
+"""Records the ranks that a job has lost while it continued, and reports the losses."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 _USER_ERROR = 2  # the exit code of a rank whose flags or files are wrong
 
 LOSSES = "losses.json"
-"""File in a host's folder of a run: the ranks that were lost, and what each loss cost."""
+"""File in a run's folder on a host: the ranks that were lost, and the cost of each loss."""
 
 
 @dataclass
 class Loss:
-    """A rank that ended while others went on."""
+    """A rank that ended while others continued."""
 
     rank: int
     exit_code: int
-    """Negative: the signal that ended it."""
+    """Exit code of the rank; negative: the signal that ended it."""
     at: float
-    """Seconds since 1970."""
+    """Time of the loss, in seconds since 1970."""
     back_after_s: float | None = None
-    """From the loss to the next line about a step; None: there was none."""
+    """Time from the loss to the next line about a step; None: no such line yet."""
 
 
 def loss_in_words(loss: Json) -> str:
-    """Return when a rank was lost, how, and what it cost."""
+    """Return a description of when and how a rank was lost, and what it cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
     cost = "no step since"
     if loss["back_after_s"] is not None:
@@ -59,24 +59,24 @@ class Losses:
 
     folder: Path
     reserve: int
-    """Ranks that were in reserve at the start."""
+    """Number of ranks that were in reserve at the start."""
     say: Callable[[int, str], None]
-    """Shows a line as one of a rank's output."""
+    """Shows a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def are_too_many(self) -> bool:
-        """Whether the job cannot go on after them."""
+        """Whether too many ranks are lost for the job to continue."""
         return len(self.items) > self.reserve or self._is_users
 
     @property
     def _is_users(self) -> bool:
-        """Whether a rank ended because of its flags or its files: so would its stand-in."""
+        """Whether a rank ended because of its flags or files, as its replacement would too."""
         return any(loss.exit_code == _USER_ERROR for loss in self.items)
 
     def add(self, loss: Loss) -> None:
-        """Record a loss, and tell it."""
+        """Record a loss and report it."""
         with self._lock:
             self.items.append(loss)
             self._write()
@@ -90,7 +90,7 @@ class Losses:
         self.say(loss.rank, f"megatron_ext: rank {loss.rank} was lost ({ending}): {outlook}")
 
     def note_step(self) -> None:
-        """Take note of a step: the job is back after its losses."""
+        """Record a step, which shows that the job has recovered from its losses."""
         if not self.items or self.items[-1].back_after_s is not None:
             return
         now = time.time()
@@ -101,6 +101,6 @@ class Losses:
             self._write()
 
     def _write(self) -> None:
-        # A full disk costs the record, not the job.
+        # A full disk must cost only the record, not the job.
         with suppress(OSError), RunFolder.open(self.folder) as folder:
             folder.write_json(LOSSES, [asdict(loss) for loss in self.items])

@@ -134,7 +134,8 @@ class JobPlan:
     num_microbatches: int | None = None
     """None: the flags set the batch."""
     reserve: int | None = None
-    """Ranks in reserve, where the job goes on after a loss; None: it ends with the first one."""
+    """Number of ranks in reserve if the job continues after a loss; None: the job ends with the
+    first loss."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
@@ -245,7 +246,7 @@ class JobPlan:
         return ["--node-ips", *addresses]
 
     def _restart_flags(self) -> list[str]:
-        """Return what lets ranks restart in their processes, as far as the user has not said it."""
+        """Return the flags for restarts within processes that the user has not given."""
         if self.reserve is None:
             return []
         wanted = {
