@@ -1,4 +1,4 @@
-"""The sizes of a job, read and type-checked once, whatever the job is described by."""
+"""The sizes of a job, read and type-checked once, from any description of the job."""
 
 from __future__ import annotations
 
