@@ -218,4 +218,9 @@ def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, schedule: str) -> No
     alone.mkdir()
     with job(alone, 2, f"{FLAGS}{schedule}") as undisturbed:
         assert undisturbed.wait() == [0, 0], undisturbed.text()[-3000:]
-        assert list(by_step.values()) == losses(undisturbed.text())
+        expected = dict(enumerate(losses(undisturbed.text()), start=1))
+    differing = [int(step) for step, loss in by_step.items() if loss != expected[int(step)]]
+    # Megatron keeps the loss of the first step after a start, so what it logs for the second one
+    # is the mean of both.
+    assert differing in ([], [4], [5]), (by_step, expected)
+    assert by_step["6"] == expected[6]
