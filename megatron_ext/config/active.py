@@ -310,8 +310,8 @@ def required() -> Active:
 def name_transport(purpose: str) -> str:
     """Return the name under which peers of a new transport find each other in the job's store.
 
-    The names are numbered, so all ranks that open a transport for this purpose must call this
-    equally often. Counting continues from one configuration to the next, and restarts with each
+    The names are numbered, so all ranks that open transports for a purpose must call this the same
+    number of times. Counting continues from one configuration to the next, and restarts with each
     attempt.
     """
     _PROCESS.num_transports[purpose] += 1

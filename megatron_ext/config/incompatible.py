@@ -533,7 +533,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
 
 
 def why_not_split(config: Any) -> str | None:
-    """Return why this `TransformerConfig` excludes split backwards, with the remedy, or None.
+    """Return why this `TransformerConfig` cannot split backwards, and the remedy, or None.
 
     This is in addition to what `RULES` reject under every schedule.
     """

@@ -144,7 +144,7 @@ def _end_with_other_role(store: Store) -> None:
 def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
     """Send a small value from the last process of one role to all processes of the other.
 
-    Both roles must call this equally often, in the same order for each subject.
+    Both roles must make the same calls for each subject, in the same order.
 
     Args:
         subject: Name of the value, also for error messages.

@@ -26,7 +26,7 @@ _on_backward_rank = partial(active.has_role, "backward")
 @PATCHES.row("disaggregation.processes", "megatron.training.initialize:_initialize_distributed")
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron treats all processes as one job, but forward and backward ranks are two jobs."""
-    # Upstream then finds torch.distributed initialised, and continues with the processes in it.
+    # Upstream then sees that torch.distributed is already initialised, and uses it as it is.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 

@@ -152,8 +152,8 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     kind = _model_type(config)
     switches = []
-    # Files do not say which networks have a gate: all with SiLU do, and among those with GELU,
-    # Gemma's.
+    # Configuration files do not say whether an MLP is gated. All SiLU models are; of the GELU
+    # models, only Gemma is.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if not pattern and (activation == "silu" or kind.startswith("gemma")):
         switches.append("swiglu")

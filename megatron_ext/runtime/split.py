@@ -285,7 +285,7 @@ class SplitBackward:
     # -- weights that are left whole, or watched ---------------------------------------------------
 
     def _why_whole(self, weight: torch.Tensor) -> str | None:
-        """Return why a weight's gradient may not wait now, or None if it may."""
+        """Return why a weight's gradient cannot be deferred now, or None if it can."""
         for hook in (weight._backward_hooks or {}).values():
             if type(hook) is not _Watch:
                 return _HAS_HOOK

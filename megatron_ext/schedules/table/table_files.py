@@ -86,7 +86,7 @@ def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = No
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the schedule in a CSV text, without validating it.
+    """Return the schedule that a CSV text describes, without validating it.
 
     Raises:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.

@@ -224,7 +224,7 @@ def _drift(records: Sequence[RunRecord]) -> float:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the sorted values lies, interpolated."""
+    """Return a quantile of the sorted values, by linear interpolation."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = math.ceil(position)

@@ -115,7 +115,7 @@ def is_inside_allocation() -> bool:
 
 
 def preflight_of(plan: JobPlan) -> Preflight:
-    """Return what preflight says of the training of a plan that knows its ranks."""
+    """Return the preflight report on the training of a plan whose ranks are known."""
     device, device_kind = requested(plan.command), None
     if all(host.local for host in plan.hosts):
         device_kind = kind_of(name_by_driver() or "")

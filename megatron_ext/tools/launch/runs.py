@@ -146,7 +146,7 @@ def marked(run_id: str, node: int) -> set[Process]:
 
 
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
-    """Kill processes; return those that remain, such as processes that wait for a device."""
+    """Kill processes and return the survivors, such as processes blocked on a device."""
     remaining = set(filter(_is_alive, processes))
     # Kill all before waiting for any, since a parent could start new ones
     for process in remaining:
