@@ -32,7 +32,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     # Settings of `launch` that a comparison does not offer.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
-    parser.set_defaults(keep_going=False, reserve=None)
+    parser.set_defaults(keep_going=False, reserve=None, dry_run=False)
 
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:

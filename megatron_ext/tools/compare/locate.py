@@ -32,14 +32,11 @@ from megatron_ext.tracing.digest_files import (
 )
 
 _Key = tuple[Kind, int, str]
-_Place = tuple[Kind, str]
 
 STATED_TOLERANCE = 1e-4
 """Relative difference that a different order of the same sums may cause in the first step, in
 single precision; `_GROWTH` times as much in each later step."""
 _GROWTH = 2.0
-_LEARNED_MARGIN = 4.0
-"""A difference counts if it exceeds the largest one learned for its kind by this factor."""
 _LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
 
 
@@ -141,18 +138,13 @@ class Difference:
         return f"{first} differs {amount}: reference {self.reference}; candidate {self.candidate}"
 
 
-def locate(
-    reference: Path, candidate: Path, *, another_order: Path | None = None
-) -> Difference | None:
+def locate(reference: Path, candidate: Path) -> Difference | None:
     """Return the first tensor that differs between two runs, or None.
 
     Args:
         reference: Folder with the digests of one run, such as a run under Megatron's own schedule.
         candidate: Folder of the other run. Both must start with the same weights and read the same
             data.
-        another_order: Folder of a run like the reference that sums in a different order, such as
-            one with a different number of replicas. Its differences are also allowed for the
-            candidate.
 
     Raises:
         DataError: A folder has no digests or damaged ones, or the micro-batches of the two runs
@@ -160,10 +152,7 @@ def locate(
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
-    learned = None
-    if another_order is not None:
-        learned = _learned_tolerances(first, _Run.read(another_order))
-    return _Comparison(first, second, learned).first_difference()
+    return _Comparison(first, second).first_difference()
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -318,8 +307,6 @@ class _Comparison:
 
     reference: _Run
     candidate: _Run
-    learned: Mapping[_Place, float] | None = None
-    """By kind and module: the largest relative difference that a different order has caused."""
 
     def first_difference(self) -> Difference | None:
         """Return the first difference in the steps that both runs have."""
@@ -408,10 +395,7 @@ class _Comparison:
 
     def _tolerance(self, step: int, key: _Key) -> float:
         """Return the relative difference that a tensor may have; 0: it must be bit-identical."""
-        kind, _, module = key
-        if self.learned is not None:
-            # Tensors without a learned difference did not differ.
-            return _LEARNED_MARGIN * self.learned.get((kind, module), 0.0)
+        kind = key[0]
         if not self._may_differ(step, kind):
             return 0.0
         return STATED_TOLERANCE * _GROWTH ** max(step - self.reference.first_step, 0)
@@ -494,22 +478,3 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
     if not norms[0]:
         return math.inf if norms[1] else 0.0
     return abs(norms[1] - norms[0]) / norms[0]
-
-
-def _learned_tolerances(reference: _Run, other: _Run) -> dict[_Place, float]:
-    """Return, by kind and module, the largest relative difference of two runs over all steps."""
-    learned: dict[_Place, float] = defaultdict(float)
-    for step in set(reference.steps) & set(other.steps):
-        others = other.steps[step]
-        for key, tensor in reference.steps[step].items():
-            kind, _, module = key
-            if key not in others:
-                continue
-            if _has_same_parts(tensor, others[key]):
-                for part, record in tensor.parts.items():
-                    relative = _relative_difference(record, others[key].parts[part])
-                    learned[kind, module] = max(learned[kind, module], relative)
-            else:
-                relative_norm = _difference_of_norms(tensor, others[key]) or 0.0
-                learned[kind, module] = max(learned[kind, module], relative_norm)
-    return dict(learned)

@@ -349,7 +349,24 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
                 "rounds": rounds,
             }
         )
-    return {"verdict": answer.verdict, "keep": answer.keep, "exit_code": answer.code, "runs": rows}
+    content = {
+        "verdict": answer.verdict,
+        "keep": answer.keep,
+        "exit_code": answer.code,
+        "runs": rows,
+    }
+    return _with_finite_numbers(content)
+
+
+def _with_finite_numbers(content: Any) -> Any:
+    """Return JSON content with `nan` and `inf` as text: JSON has no such numbers."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    if isinstance(content, dict):
+        return {key: _with_finite_numbers(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_with_finite_numbers(value) for value in content]
+    return content
 
 
 def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:

@@ -147,6 +147,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
             continue
         if _preflight(args, recipe, Candidate(ranked.schedule, flags)).accepted:
             chosen.append(flags)
+    say(f"--best ranks {ranking.basis}")
     if not chosen:
         raise ArgumentsError(
             f"--best {args.best} finds no schedule that runs with these flags; name one with --with"
@@ -240,7 +241,7 @@ class Comparison:
         """Print the answer, write the results, and return the exit code."""
         answer = self._answer()
         content = outcome.as_json(answer, self.contenders)
-        text = json.dumps(content, indent=1)
+        text = json.dumps(content, indent=1, allow_nan=False)
         has_results = any(contender.records for contender in self.contenders)
         if has_results:
             files.write_text(self.folder / "results.json", text + "\n")

@@ -168,12 +168,13 @@ class Keeper:
                 self._end_all()
                 break
             time.sleep(_TURN_S)
-        self._is_beyond_reserve()  # for ranks that have ended since
+        else:
+            self._is_beyond_reserve()  # all ranks have ended since the last turn
         for thread in threads:
             thread.join(self._grace_s)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
-        return self._losses.items[0] if self._losses.are_too_many else None
+        return self._losses.fatal if self._losses.are_too_many else None
 
     def _is_beyond_reserve(self) -> bool:
         """Record ranks lost since the last call; return whether too few are left."""

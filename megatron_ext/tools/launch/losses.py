@@ -71,6 +71,17 @@ class Losses:
         return len(self.items) > self.reserve or self._is_users
 
     @property
+    def fatal(self) -> Loss:
+        """The loss that ended the job: not one after which training continued."""
+        for loss in self.items:
+            if loss.exit_code == _USER_ERROR:
+                return loss
+        for loss in self.items:
+            if loss.back_after_s is None:
+                return loss
+        return self.items[-1]
+
+    @property
     def _is_users(self) -> bool:
         """Whether a rank ended because of its flags or files, as its replacement would too."""
         return any(loss.exit_code == _USER_ERROR for loss in self.items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.tools.compare import rounds, run
-from megatron_ext.tools.compare.compare_commands import launch_words
+from megatron_ext.tools.compare.compare_commands import add_subcommand, launch_words
+from megatron_ext.tools.launch import launch_commands
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 from tests.commands import run_package
@@ -37,6 +39,17 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("MEGATRON_EXT_DEVICE", "cpu")
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_comparison_has_a_value_for_every_setting_that_launches_read() -> None:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    launch_commands.add_subcommands(subparsers)
+    add_subcommand(subparsers)
+    of_launch = vars(parser.parse_args(["launch"]))
+    of_compare = vars(parser.parse_args(["compare"]))
+    # Restarts and what is shown belong to the runs, which are jobs of `launch`.
+    assert set(of_launch) - set(of_compare) == {"max_restarts", "restart_window", "show"}
 
 
 @pytest.mark.slow

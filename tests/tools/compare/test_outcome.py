@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_recipe_that_does_not_repeat_itself_is_no_difference_and_is_said(tmp_p
     assert answer.rows[1].judgement == "close"
     assert "the recipe does not repeat itself" in answer.rows[1].reason
     assert "Megatron's own: two runs with the same flags differ" in answer_text(answer)
+
+
+def test_json_has_no_number_that_json_does_not_know(tmp_path: Path) -> None:
+    diverged = contender(tmp_path, losses=(*LOSSES[:-1], float("nan")))
+    reference = own(tmp_path)
+    answer = judge([reference, diverged], speed_only=False)
+    text = json.dumps(as_json(answer, [reference, diverged]), allow_nan=False)
+    assert json.loads(text)["runs"][1]["rounds"][0][-1]["losses"]["lm loss"] == "nan"
 
 
 def test_a_run_with_fewer_steps_is_different(tmp_path: Path) -> None:

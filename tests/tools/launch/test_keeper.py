@@ -132,3 +132,17 @@ def test_steps_before_a_loss_do_not_count_and_later_losses_are_kept(tmp_path: Pa
     assert "exit code 64" in said[0]
     assert "(signal 64)" in said[1] or "SIGRTMAX" in said[1]
     assert not losses.are_too_many
+
+
+def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    losses = Losses(tmp_path, 1, lambda _rank, _text: None)
+    losses.note_step()
+    losses.add(Loss(3, -9, 100.0))
+    losses.note_step()
+    losses.add(Loss(5, 1, 200.0))
+    losses.add(Loss(6, -15, 201.0))
+    assert losses.are_too_many
+    assert losses.fatal.rank == 5
+    losses.add(Loss(7, 2, 202.0))
+    assert losses.fatal.rank == 7, "wrong flags, which a replacement would have, too"
