@@ -355,7 +355,8 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
         "exit_code": answer.code,
         "runs": rows,
     }
-    return _with_finite_numbers(content)
+    finite: dict[str, Any] = _with_finite_numbers(content)
+    return finite
 
 
 def _with_finite_numbers(content: Any) -> Any:
