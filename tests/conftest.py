@@ -63,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if output is not None:
         output["left_out"], output["all_cases"] = dict(_LEFT), _ALL[0]
     elif session.config.getoption("--measure"):
-        tiers.write(_SECONDS)
+        tiers.write(_SECONDS, short=session.config.getoption("--short"))
 
 
 @pytest.hookimpl(optionalhook=True)

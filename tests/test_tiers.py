@@ -60,8 +60,14 @@ def test_what_a_mutant_names_always_stays(measured: Path) -> None:
 
 
 def test_measuring_renews_the_tests_that_ran(measured: Path) -> None:
-    tiers.write({"a::grid[1]": 0.1, "a::grid[2]": 2.04})
+    tiers.write({"a::grid[1]": 0.1, "a::grid[2]": 2.04}, short=False)
     assert tiers.durations() == {"a::grid[2]": 2.0, "a::long": 4.5, "a::matrix[1]": 6.0}
+
+
+def test_measuring_the_short_tier_keeps_the_seconds_of_what_it_leaves_out(measured: Path) -> None:
+    tiers.write({"a::grid[0]": 0.9, "a::grid[1]": 0.1}, short=True)
+    grid = {"a::grid[0]": 0.9, "a::grid[2]": 1.0, "a::grid[3]": 1.0}
+    assert tiers.durations() == {**grid, "a::long": 4.5, "a::matrix[1]": 6.0}
 
 
 def test_the_line_says_where() -> None:

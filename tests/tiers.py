@@ -27,12 +27,20 @@ def durations() -> dict[str, float]:
     return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
 
 
-def write(measured: Mapping[str, float]) -> None:
-    """Update the measured seconds of the tests that ran; keep those of other tests."""
+def write(measured: Mapping[str, float], *, short: bool) -> None:
+    """Update the measured seconds of the tests that ran; keep those of other tests.
+
+    Args:
+        measured: Seconds by node id.
+        short: Whether only the short tier ran. The cases that it left out then keep their seconds:
+            without them they would count as quick, and would run from then on.
+    """
     tests = {_test(case) for case in measured}
-    known_times_s = {
-        case: time_s for case, time_s in durations().items() if _test(case) not in tests
-    }
+    known_times_s = {}
+    for case, time_s in durations().items():
+        is_renewed = case in measured if short else _test(case) in tests
+        if not is_renewed:
+            known_times_s[case] = time_s
     known_times_s |= {case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S}
     DURATIONS.write_text(json.dumps(dict(sorted(known_times_s.items())), indent=0) + "\n")
 
