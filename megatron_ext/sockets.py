@@ -19,8 +19,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class TcpEnds(NamedTuple):
     """The ports of a TCP connection."""
 
-    here: int
-    peer: int
+    own_port: int
+    peer_port: int
 
 
 class OpenSocket(NamedTuple):

@@ -35,11 +35,11 @@ REFERENCE = choice.REFERENCE
 
 
 def ranking(args: Namespace, config: PipelineConfig, device: DeviceKind | None) -> Ranking:
-    """Return the schedules a job may use, best first; see `asked` for arguments and errors."""
-    return choice.rank(*asked(args, config, device))
+    """Return the schedules a job may use, best first; arguments and errors as `question_of`."""
+    return choice.rank(*question_of(args, config, device))
 
 
-def asked(
+def question_of(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> tuple[Training, Judge]:
     """Return the planner's description of a job, and the judge that compares schedules for it.

@@ -92,9 +92,9 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     granularity = settings.get("recompute_granularity")
     if settings.get("recompute_activations"):
         granularity = "selective"
-    whole = _WholeLayers()
+    recomputed_layers = _WholeLayers()
     if granularity == "full":
-        whole = _recomputed_layers(config, settings)
+        recomputed_layers = _recomputed_layers(config, settings)
     recomputed: tuple[str, ...] = ()
     if granularity == "selective":
         recomputed = settings.get("recompute_modules") or ()
@@ -109,12 +109,14 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
         keeps_gathered=is_te and find_spec("transformer_engine") is not None,
         recomputed=recomputed,
         offloaded=offloaded,
-        recomputed_layers=whole.share,
-        kept_inputs=1 / whole.at_a_time,
+        recomputed_layers=recomputed_layers.share,
+        kept_inputs=1 / recomputed_layers.at_a_time,
         divides_inputs=bool(settings.get("distribute_saved_activations")),
     )
     # A table from a file keeps the user's order.
-    at_once = config.weights_at_once or (whole.share == 1 and config.generator is not None)
+    at_once = config.weights_at_once or (
+        recomputed_layers.share == 1 and config.generator is not None
+    )
     return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 

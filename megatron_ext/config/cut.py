@@ -254,10 +254,12 @@ class UserCut:
         # If an end has fewer layers than the ranks between, assume that its other work makes up the
         # difference.
         num_between = num_ranks - len(end_counts)
-        usual: float = max(end_counts)
+        layers_between: float = max(end_counts)
         if num_between:
-            usual = (self.num_layers - sum(end_counts)) / num_between
-        weights = [0.0 if count is None else max(0.0, usual - count) for count in self.end_layers]
+            layers_between = (self.num_layers - sum(end_counts)) / num_between
+        weights = [
+            0.0 if count is None else max(0.0, layers_between - count) for count in self.end_layers
+        ]
         return EndWeights(*weights)
 
 
@@ -278,7 +280,8 @@ def ends_of_layout(layout: str) -> EndWeights:
             tail.append(count)
         elif index > 0:
             between.append(count)
-    usual = sum(between) / len(between) if between else max(counts)
+    mean_between = sum(between) / len(between) if between else max(counts)
     return EndWeights(
-        first=max(0.0, usual - counts[0]), last=max(0.0, len(tail) * usual - sum(tail))
+        first=max(0.0, mean_between - counts[0]),
+        last=max(0.0, len(tail) * mean_between - sum(tail)),
     )

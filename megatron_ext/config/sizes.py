@@ -100,13 +100,13 @@ class _Rule:
     words: str
     remedy: str
     kind: type
-    least: int = 0
+    minimum: int = 0
 
     def accepts(self, value: object) -> bool:
         """Return whether a size may have a value."""
         if self.kind is not int:
             return isinstance(value, self.kind)
-        return isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+        return isinstance(value, int) and not isinstance(value, bool) and value >= self.minimum
 
 
 def _rule_of(name: str, annotation: str) -> _Rule:

@@ -248,9 +248,9 @@ def _namespaces() -> Iterator[Redirect]:
         yield Redirect(target, make, _NO_ACCELERATOR)
     # Code that skips the check because torch.cuda is available gets the same answers as from
     # torch.cuda.
-    for name, here in _OF_ACCELERATOR.items():
-        if hasattr(torch.accelerator, here):
-            yield Redirect(f"torch.accelerator:{here}", answers[name], _ANSWERS)
+    for name, accelerator_name in _OF_ACCELERATOR.items():
+        if hasattr(torch.accelerator, accelerator_name):
+            yield Redirect(f"torch.accelerator:{accelerator_name}", answers[name], _ANSWERS)
 
 
 def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
@@ -307,7 +307,7 @@ class GlooConnections:
             ports_of_peers.update(int(port) for port in text.split(",") if port)
         for opened in open_sockets() - before:
             ends = opened.tcp_ends()
-            if ends is not None and (ends.here in ports or ends.peer in ports_of_peers):
+            if ends is not None and (ends.own_port in ports or ends.peer_port in ports_of_peers):
                 self._sockets.add(opened)
 
     def shut_down(self) -> int:

@@ -146,8 +146,8 @@ class Sharing:
             _Handle.from_buffer_copy(memory),
             ctypes.c_uint(_OPEN_FROM_PEERS),
         )
-        read = self._event()
-        buffer = self._buffer(num_bytes, read.ipc_handle(), address, read)
+        read_event = self._event()
+        buffer = self._buffer(num_bytes, read_event.ipc_handle(), address, read_event)
         self.attach(buffer, written)
         return buffer
 

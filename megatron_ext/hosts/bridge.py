@@ -422,11 +422,11 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if hosted is not None:
         hosted.arguments.iteration = step
     active.begin_iteration(step)
-    losses, *others = call(*args, **kwargs)
+    losses, *other_results = call(*args, **kwargs)
     if not active.is_folded():
-        return losses, *others
+        return losses, *other_results
     share_mtp_losses(groups)
-    return share_losses(losses, groups), *others
+    return share_losses(losses, groups), *other_results
 
 
 @PATCHES.row("bridge.skipped_iterations", f"{_TRAINING}.train:_dummy_train_step")
@@ -456,14 +456,14 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     from megatron_ext.runtime.folded import share_losses
 
-    losses, *others = call(*args, **kwargs)
+    losses, *other_results = call(*args, **kwargs)
     if losses is None:
-        return losses, *others
+        return losses, *other_results
     arguments = by_name(call, args, kwargs)
     groups = arguments.get("pg_collection")
     if groups is None:  # Bridge does the same in this case
         groups = get_pg_collection(arguments["model"])
-    return share_losses(losses, groups), *others
+    return share_losses(losses, groups), *other_results
 
 
 PATCHES.row(

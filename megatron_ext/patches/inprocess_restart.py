@@ -40,9 +40,9 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     except ImportError:  # Megatron says so, and trains without
         return call(*args, **kwargs)
     interval = timedelta(seconds=settings.inprocess_progress_watchdog_interval)
-    most = settings.inprocess_max_iterations
+    max_iterations = settings.inprocess_max_iterations
     wrapper = partial(nvrx.Wrapper, progress_watchdog_interval=interval)
-    controller = partial(nvrx.initialize.RetryController, max_iterations=most)
+    controller = partial(nvrx.initialize.RetryController, max_iterations=max_iterations)
     with (
         _replaced(nvrx, "Wrapper", wrapper),
         _replaced(nvrx.initialize, "RetryController", controller),

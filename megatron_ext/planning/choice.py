@@ -177,12 +177,12 @@ class Ranking:
 
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
         """Return the log line about the best candidates, and those that flags exclude."""
-        best, *others = accepted
+        best, *runners_up = accepted
         line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
         if not best.fits:
             line += ", which does not fit, and all others need more"
-        if others:
-            second = others[0]
+        if runners_up:
+            second = runners_up[0]
             line += f"; next is {second.flags}: {second.words}, {second.reason(best)}"
         line = f"{line}; {self.basis}"
         if refused:
@@ -268,17 +268,18 @@ def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | No
 def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, best first."""
     waiting = sorted(
-        (candidate for candidate in candidates if candidate.fits), key=lambda one: one.step
+        (candidate for candidate in candidates if candidate.fits),
+        key=lambda candidate: candidate.step,
     )
     ordered: list[Candidate] = []
     while waiting:
         bound = (1 + _EQUAL) * waiting[0].step
         as_fast = [candidate for candidate in waiting if candidate.step <= bound]
-        best = min(as_fast, key=lambda one: (one.weight_copies, one.memory, one.step))
+        best = min(as_fast, key=lambda c: (c.weight_copies, c.memory, c.step))
         ordered.append(best)
         waiting.remove(best)
     too_large = [candidate for candidate in candidates if not candidate.fits]
-    return ordered + sorted(too_large, key=lambda one: (one.memory, one.step))
+    return ordered + sorted(too_large, key=lambda candidate: (candidate.memory, candidate.step))
 
 
 def _weights_are_held_twice(schedule: str) -> ScheduleError:

@@ -462,9 +462,9 @@ def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
     """Return a model's weights without multi-token prediction: all, and those used per token."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
-    whole = total([part_of(model, kind, unsharded, device) for kind in kinds])
-    active_expert_params = whole.expert_params * model.top_k / max(model.num_experts, 1)
-    return whole.params + whole.expert_params, whole.params + active_expert_params
+    all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
+    active_expert_params = all_parts.expert_params * model.top_k / max(model.num_experts, 1)
+    return all_parts.params + all_parts.expert_params, all_parts.params + active_expert_params
 
 
 class _Books:

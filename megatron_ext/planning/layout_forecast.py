@@ -91,7 +91,7 @@ class Layout:
         """For each device, as Megatron counts."""
         sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward_operations = _model_cost(self.job, sizes).whole.operations / tokens
+        forward_operations = _model_cost(self.job, sizes).whole_model.operations / tokens
         return 3 * forward_operations * self.tokens_per_s / 1e12
 
     @property
@@ -129,16 +129,16 @@ class Layout:
             name = "recomputation"
             if sizes.mode == FULL:
                 name += " of whole layers"
-            plain_s = _model_cost(job, replace(sizes, mode=frozenset())).whole.work
-            recomputed_s = _model_cost(job, sizes).whole.work - plain_s
+            plain_s = _model_cost(job, replace(sizes, mode=frozenset())).whole_model.work
+            recomputed_s = _model_cost(job, sizes).whole_model.work - plain_s
             losses_s[name] = recomputed_s * sizes.num_microbatches / sizes.pp
         return max(losses_s, key=losses_s.__getitem__)
 
     @property
     def idle(self) -> float:
         """Share of the pipeline's time in which a device waits, averaged over all devices."""
-        whole = _model_cost(self.job, self.sizes).whole
-        work_s = (whole.work - self.hidden * whole.exchange) / self.sizes.pp
+        model_cost = _model_cost(self.job, self.sizes).whole_model
+        work_s = (model_cost.work - self.hidden * model_cost.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
 
     @property
@@ -206,7 +206,7 @@ class _ModelCost(NamedTuple):
     """Extra part of the first stage."""
     last: Part
     """Extra part of the last stage."""
-    whole: Part
+    whole_model: Part
     beside: Part
     """The whole with its exchange hidden as far as pairs can, except for the embedding's."""
     kinds: list[_KindCost]
@@ -250,7 +250,7 @@ def _divided(
         layers=layers,
         first=first,
         last=last,
-        whole=total([*layers, first, last]),
+        whole_model=total([*layers, first, last]),
         beside=total([*(part_beside[layer] for layer in layers), first, part_beside[last]]),
         kinds=[
             _KindCost(layer, part_beside[layer], num_layers)
@@ -309,9 +309,9 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
 
 def _mean_memory_bytes(job: Question, sizes: ParallelSizes, live_microbatches: float) -> float:
     """Return the bytes of an average rank while this many micro-batches are alive on its stages."""
-    whole = _model_cost(job, sizes).whole
-    static_bytes = _static_bytes(job, sizes, whole, 2)
-    return (static_bytes + live_microbatches * whole.saved) / sizes.pp
+    model_cost = _model_cost(job, sizes).whole_model
+    static_bytes = _static_bytes(job, sizes, model_cost, 2)
+    return (static_bytes + live_microbatches * model_cost.saved) / sizes.pp
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
@@ -408,7 +408,7 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
 
 def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
     """Return the input of the simulator, in seconds."""
-    device, pp, whole = job.device, sizes.pp, total(list(stages))
+    device, pp, model_cost = job.device, sizes.pp, total(list(stages))
     if job.num_devices // pp * twins >= device.node_size:  # neighbours are on different nodes
         rate = device.network_bytes * device.network
     else:
@@ -419,11 +419,11 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
         exchange_shares.append(stage.exchange / (stage.forward + stage.input or 1.0))
         stage_costs.append((max(SHORTEST, stage.forward), stage.input, stage.weight))
     return Costs(
-        whole.forward / pp,
-        whole.input / pp,
-        whole.weight / pp,
+        model_cost.forward / pp,
+        model_cost.input / pp,
+        model_cost.weight / pp,
         latency=device.message_s + _message_bytes(job, sizes) / rate,
-        all_to_all=whole.exchange / (whole.forward + whole.input),
+        all_to_all=model_cost.exchange / (model_cost.forward + model_cost.input),
         exchanges=tuple(exchange_shares),
         hides=device.pair_overlap,
         stages=tuple(stage_costs),
@@ -474,7 +474,7 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     # Assume the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     model = _model_cost(job, sizes, overlap)
-    whole, pp, num_microbatches = model.beside, sizes.pp, sizes.num_microbatches
+    model_cost, pp, num_microbatches = model.beside, sizes.pp, sizes.num_microbatches
     # Some rank has at least as many layers of one kind as in an even distribution, rounded up.
     # Twins distribute them over half of the ranks, each with half of the micro-batches.
     whole_layers_s = 0.0
@@ -486,16 +486,16 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
         # partner. A rank that does anything else in the meantime, including waiting, loses that
         # time.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
-        lost_s = unpaired_share * model.whole.forward
+        lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
-    busiest_s = max(whole.work / pp, whole_layers_s)
-    pipeline_s = max(num_microbatches * busiest_s, whole.forward + whole.input)
+    busiest_s = max(model_cost.work / pp, whole_layers_s)
+    pipeline_s = max(num_microbatches * busiest_s, model_cost.forward + model_cost.input)
     return pipeline_s + _least_around_s(job, sizes, twins)
 
 
 def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
-    whole = _model_cost(job, sizes).whole
-    mean_of_ranks = Part._make(size * twins / sizes.pp for size in whole)
+    model_cost = _model_cost(job, sizes).whole_model
+    mean_of_ranks = Part._make(size * twins / sizes.pp for size in model_cost)
     return _around_step_s(job, sizes, mean_of_ranks, twins)
 
 
@@ -600,18 +600,18 @@ def _forecast_of_one_stage(
 ) -> Layout | None:
     """Return the plan without a pipeline; None if it does not fit."""
     cost, num_microbatches = _model_cost(job, sizes), sizes.num_microbatches
-    whole, num_layers = cost.whole, len(cost.layers)
-    pipeline_s = num_microbatches * whole.work
+    model_cost, num_layers = cost.whole_model, len(cost.layers)
+    pipeline_s = num_microbatches * model_cost.work
     live_microbatches, hidden = 1.0, 0.0
     if runs_pairs(job, sizes):
         # All except the first forward and the last backward have a partner.
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
-        pipeline_s -= hidden * num_microbatches * whole.exchange
+        pipeline_s -= hidden * num_microbatches * model_cost.exchange
         if num_microbatches > 1:
             # Within a pair, the backward frees layer by layer what the forward keeps.
             live_microbatches += 1 / num_layers
-    kept_bytes = live_microbatches * whole.saved
-    ranks = [_RankLoad(whole, kept_bytes + whole.logits, kept_bytes)]
+    kept_bytes = live_microbatches * model_cost.saved
+    ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
     if not _fits(job, sizes, ranks, twins=1):
         return None
     span = _Span(pipeline_s, hidden)
@@ -718,7 +718,7 @@ def _layout(
     span: _Span,
 ) -> Layout:
     """Return the layout with its forecast."""
-    whole = _model_cost(job, sizes).whole
+    model_cost = _model_cost(job, sizes).whole_model
     memory_bytes = _memory_bytes(job, sizes, ranks, twins)
     static_bytes = [_static_bytes(job, sizes, rank.part, twins) for rank in ranks]
     return Layout(
@@ -727,7 +727,7 @@ def _layout(
         schedule=schedule,
         chunks=chunks,
         counts=counts,
-        shares=tuple(rank.part.work / whole.work / twins for rank in ranks),
+        shares=tuple(rank.part.work / model_cost.work / twins for rank in ranks),
         step_s=span.pipeline_s + _slowest_around_s(job, sizes, ranks, twins),
         pipeline_s=span.pipeline_s,
         memory_gib=tuple(num_bytes / _GIB for num_bytes in memory_bytes),

@@ -403,8 +403,15 @@ class StageCompute:
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F of one micro-batch and B or I of another, and return the outputs of both."""
-        raise NotImplementedError(f"{type(self).__name__} runs no pairs")
+        """Run F of one micro-batch and B or I of another, and return the outputs of both.
+
+        Raises:
+            ScheduleError: Only the compute class of pairs can do so.
+        """
+        raise ScheduleError(
+            f"{forward} and {backward} are a pair of the table, but the steps of this model run "
+            "whole actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
+        )
 
     def observe(self, observers: Sequence[Observer]) -> None:
         """Let observers see computation that is not part of an action."""

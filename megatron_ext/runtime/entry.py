@@ -73,7 +73,9 @@ def forward_backward(
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
     runtime = runtimes.by_group.get(id(groups.pp))
-    if runtime is None or not runtime.known.issuperset(chunks):  # the first step of a model
+    if runtime is None or not runtime.checked_chunks.issuperset(
+        chunks
+    ):  # the first step of a model
         _check_models(chunks)
         for feature in features():
             feature.refuse_model(pipeline, chunks, forward_step_func)

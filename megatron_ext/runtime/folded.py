@@ -128,7 +128,7 @@ def with_own_tensors(state_dict: Any) -> Any:
     """Copy every tensor that appears twice in a loaded state dict; modify and return the dict."""
     tensor_ids: set[int] = set()
 
-    def own(value: Any) -> Any:
+    def separate(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in tensor_ids:
@@ -136,7 +136,7 @@ def with_own_tensors(state_dict: Any) -> Any:
         tensor_ids.add(id(value))
         return value
 
-    return dict_list_map_inplace(own, state_dict)
+    return dict_list_map_inplace(separate, state_dict)
 
 
 def share_losses(

@@ -163,7 +163,7 @@ class PolicyOrder(Order):
             ahead.listen(self.transport.wake)
         try:
             number = 0
-            while progress.left:
+            while progress.num_left:
                 indices = self._choose()
                 positions = [self.table.positions[progress.row[index]] for index in indices]
                 for decision in self._decisions(positions):

@@ -120,7 +120,7 @@ class Runtime:
         self.rank = rank = groups.pp.rank()
         self._check_fit(chunks)
         # Chunks that have been checked.
-        self.known = WeakSet(chunks)
+        self.checked_chunks = WeakSet(chunks)
         self.device = devices.device_of(chunks)
         # From here on, all ranks of the job must run the same calls in the same order, because most
         # of them are collective.
@@ -238,7 +238,7 @@ class Runtime:
         except ScheduleError as error:
             self.transport.abort(str(error))  # other stages may find no fault and start the step
             raise
-        self.known.update(chunks)
+        self.checked_chunks.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, readable by micro-batch."""

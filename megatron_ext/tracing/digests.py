@@ -130,7 +130,7 @@ class _Chunk:
 
     @property
     def is_megatrons(self) -> bool:
-        """Whether it is one of Megatron's models, whose layers know their number in the model."""
+        """Whether the model is Megatron's; only its layers know their global number."""
         return hasattr(unwrap_model(self.model), "pre_process")
 
     @property
@@ -187,10 +187,10 @@ class DigestRecorder(Observer):
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
-        seen: set[int] = set()
+        weight_ids: set[int] = set()
         for index, model in enumerate(models):
             # Here, because a program may end its process groups before its last weights are read.
-            chunk = _Chunk(model, self._stage_of(index), list(_weights_of(model, seen)))
+            chunk = _Chunk(model, self._stage_of(index), list(_weights_of(model, weight_ids)))
             root = unwrap_model(model)
             for name, module in _watched_modules(root):
                 chunk.handles += [
@@ -549,15 +549,15 @@ def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
     return paths
 
 
-def _weights_of(model: torch.nn.Module, seen: set[int]) -> Iterator[_Weight]:
+def _weights_of(model: torch.nn.Module, weight_ids: set[int]) -> Iterator[_Weight]:
     """Yield the trained weights of a chunk, without those of earlier chunks."""
     root = unwrap_model(model)
     layers = _layers_of(root)
     shards = _shards_of(model)
     for path, parameter in root.named_parameters():
-        if id(parameter) in seen or not parameter.requires_grad:
+        if id(parameter) in weight_ids or not parameter.requires_grad:
             continue
-        seen.add(id(parameter))
+        weight_ids.add(id(parameter))
         name = path
         for layer_path, layer in layers.items():
             if path.startswith(f"{layer_path}."):

@@ -102,6 +102,6 @@ def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
         ("abort", EndWaits()),
         ("finalize", EndConfiguration()),
     ):
-        theirs = settings.get(name)
-        composed[name] = step if theirs is None else Compose(theirs, step)
+        user_step = settings.get(name)
+        composed[name] = step if user_step is None else Compose(user_step, step)
     return composed

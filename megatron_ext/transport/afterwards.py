@@ -61,12 +61,12 @@ class Afterwards:
         begin_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
-            left = self._num_left
+            num_left = self._num_left
         self.check()
-        if left:
+        if num_left:
             waited_s = time.perf_counter() - begin_s
             raise TransportTimeout(
-                f"the device did not copy {left} tensors that are to be sent: waited "
+                f"the device did not copy {num_left} tensors that are to be sent: waited "
                 f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 

@@ -66,13 +66,13 @@ def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
             RDMA.
     """
     try:
-        found = require_native().probe_rdma(address or "", sysfs)
+        probe_steps = require_native().probe_rdma(address or "", sysfs)
     except TransportError as error:
         return RdmaProbe(False, f"native module: {error}")
     except ValueError as error:
         raise TransportError(str(error)) from error
-    _log.debug("RDMA: %s", "; ".join(f"{step.step}: {step.text}" for step in found))
-    last = found[-1]  # the first step that failed, if any did
+    _log.debug("RDMA: %s", "; ".join(f"{step.step}: {step.text}" for step in probe_steps))
+    last = probe_steps[-1]  # the first step that failed, if any did
     if not last.is_good:
         return RdmaProbe(False, f"{last.step}: {last.text}", last.remedy)
-    return RdmaProbe(True, next(step.text for step in found if step.step == "port"))
+    return RdmaProbe(True, next(step.text for step in probe_steps if step.step == "port"))

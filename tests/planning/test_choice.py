@@ -140,7 +140,7 @@ def check(setting: Setting) -> float:
     asked = preflight(setting.words, world_size=setting.ranks)
     roomy = setting.device
     config = PipelineConfig(schedule="auto")
-    _, judge = automatic.asked(asked.checked_args, config, roomy)
+    _, judge = automatic.question_of(asked.checked_args, config, roomy)
     assert isinstance(judge, ByForecast), judge
     fixed = {flags: simulated(setting, flags, judge) for flags in fixed_choices(setting)}
     possible = {flags: figures for flags, figures in fixed.items() if figures is not None}

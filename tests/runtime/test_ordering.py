@@ -186,7 +186,7 @@ def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
     progress.arrived(Message("B", 0, 1))
     assert chosen == ["0F0", "0F1", "0B0", "0B1"]
     assert policy.choose() is None
-    assert progress.left == 0
+    assert progress.num_left == 0
 
 
 @pytest.mark.parametrize(

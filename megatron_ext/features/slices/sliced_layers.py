@@ -72,7 +72,7 @@ def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwa
     "slices.cached_positions",
     f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_cached_cos_sin",
 )
-def _cached_positions(_found: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _cached_positions(_slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron keeps the positions of the first tokens for fused kernels, but a slice has
     others.
     """

@@ -419,7 +419,7 @@ class TreeCompute(StageCompute):
         sent, gradients = self._ends.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
-            subject = f"the gradient of {self._what(stage, microbatch)}"
+            subject = f"the gradient of {self._subject(stage, microbatch)}"
             # Insert in place, before the gradients of published tensors, because the root holds
             # this list since the forward.
             gradients[:0] = self._unpacked(inputs, sent, subject)
@@ -478,7 +478,7 @@ class TreeCompute(StageCompute):
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Return a tree's header, if needed, and bytes; also the tensors that get a gradient."""
-        subject = self._what(channel.stage, microbatch)
+        subject = self._subject(channel.stage, microbatch)
         tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
         leaves = zip(tensors, form.leaves, strict=True)
         packed = pack(tensors, self._device)
@@ -486,7 +486,7 @@ class TreeCompute(StageCompute):
         return [*self.forms.headers(channel, form, subject), packed], returning
 
     @staticmethod
-    def _what(stage: int, microbatch: int) -> str:
+    def _subject(stage: int, microbatch: int) -> str:
         return f"what stage {stage} hands on for micro-batch {microbatch}"
 
 

@@ -102,7 +102,7 @@ class _DynamicStep:
         Raises:
             ScheduleError: Some actions have not run.
         """
-        num_left = sum(policy.progress.left for policy in self._policies)
+        num_left = sum(policy.progress.num_left for policy in self._policies)
         if num_left:
             raise ScheduleError(f"the policies of {self._schedule.label} left {num_left} actions")
         table = replace(

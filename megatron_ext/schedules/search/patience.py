@@ -59,7 +59,7 @@ def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
     originals = cache(make)
 
     def policy_of_step(rank: int) -> Policy:
-        return originals(rank).again()
+        return originals(rank).for_next_step()
 
     return policy_of_step
 

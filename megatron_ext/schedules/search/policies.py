@@ -63,10 +63,10 @@ class Policy(ABC):
         self.progress = Progress(schedule, rank)
         self._runs_pairs = pairs
 
-    def again(self) -> Policy:
+    def for_next_step(self) -> Policy:
         """Return a copy for another step; call it only before this policy has chosen anything."""
         policy = copy(self)
-        policy.progress = self.progress.again()
+        policy.progress = self.progress.for_next_step()
         return policy
 
     def wait(self) -> float:
@@ -126,7 +126,7 @@ class Curve:
             self._sum[node] = self._sum[left] + self._sum[right]
             self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
 
-    def again(self) -> Curve:
+    def for_next_step(self) -> Curve:
         """Return a copy for another step."""
         curve = copy(self)
         curve._sum, curve._top = list(self._sum), list(self._top)
@@ -198,11 +198,14 @@ class Hint(Policy):
         # Whether the last chosen action was launched behind its input, before that input existed.
         self._follows = False
 
-    def again(self) -> Hint:
+    def for_next_step(self) -> Hint:
         """Return the policy of another step."""
         policy = copy(self)
         # Everything else is a number or constant during a step, and can be shared.
-        policy.progress, policy._remaining = self.progress.again(), self._remaining.again()
+        policy.progress, policy._remaining = (
+            self.progress.for_next_step(),
+            self._remaining.for_next_step(),
+        )
         return policy
 
     def wait(self) -> float:
@@ -210,7 +213,7 @@ class Hint(Policy):
         if self.patience is None:
             return 0.0
         self._advance()
-        if not self.progress.left:
+        if not self.progress.num_left:
             return 0.0
         if not self._runs_head():
             return self.patience.waits[self._head]
@@ -222,7 +225,7 @@ class Hint(Policy):
     def looks_ahead(self) -> bool:
         """Return whether the choice is already certain while the last action still runs."""
         self._advance()
-        if not self.progress.left:
+        if not self.progress.num_left:
             return False
         # A device runs behind its host, so launching early costs no time while the last action
         # still runs. But an input may arrive in time for a better choice, so only the head, or an

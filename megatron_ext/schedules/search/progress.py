@@ -30,7 +30,7 @@ class Progress:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.row = schedule.rows[rank]
         self.done = bytearray(len(self.row))
-        self.left = len(self.row)
+        self.num_left = len(self.row)
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
@@ -59,7 +59,7 @@ class Progress:
             if not missing:
                 heapq.heappush(self._heap_of[index], index)
 
-    def again(self) -> Progress:
+    def for_next_step(self) -> Progress:
         """Return a copy for another step that shares everything constant during a step."""
         progress = copy(self)
         progress.done = bytearray(self.done)
@@ -173,7 +173,7 @@ class Progress:
     def finished(self, index: int) -> None:
         """Record that an action has run, which may make other actions of this rank ready."""
         self.done[index] = 1
-        self.left -= 1
+        self.num_left -= 1
         for after in self._enables[index]:
             self._unlaunched[after] -= 1
             self._supply(after)

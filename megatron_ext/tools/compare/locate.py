@@ -116,9 +116,9 @@ class Difference:
         if len(self.microbatches) == self.num_microbatches:
             return f"{moment}, all {self.num_microbatches} micro-batches"
         numbers = ", ".join(map(str, self.microbatches[:8]))
-        more = ", ..." if len(self.microbatches) > 8 else ""
+        continuation = ", ..." if len(self.microbatches) > 8 else ""
         count = f"{len(self.microbatches)} of {self.num_microbatches}"
-        return f"{moment}, {count} micro-batches ({numbers}{more})"
+        return f"{moment}, {count} micro-batches ({numbers}{continuation})"
 
     def sentence(self) -> str:
         """Return the difference in one sentence."""

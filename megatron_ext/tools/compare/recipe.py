@@ -106,9 +106,9 @@ class Recipe:
                 flags += group
         return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
 
-    def command(self, candidate: Candidate, *more: str) -> list[str]:
+    def command(self, candidate: Candidate, *extra_words: str) -> list[str]:
         """Return the words that start a candidate, with additional flags at the end."""
-        return [self.script, *self.flags, *candidate.flags, *more]
+        return [self.script, *self.flags, *candidate.flags, *extra_words]
 
     @property
     def loads(self) -> bool:

@@ -134,8 +134,8 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     if not args.best:
         return []
     schedule = "auto" if args.trace_dir is None else f"auto:{args.trace_dir}"
-    own = Candidate(REFERENCE, ())
-    settings = _checked(args, recipe, own).checked_args
+    reference = Candidate(REFERENCE, ())
+    settings = _checked(args, recipe, reference).checked_args
     ranking = automatic.ranking(settings, PipelineConfig(schedule=schedule), None)
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:

@@ -180,8 +180,12 @@ class Deviations:
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     """Compare the numbers of two runs, iteration by iteration."""
-    others = {step.iteration: step for step in candidate.steps}
-    pairs = [(step, others[step.iteration]) for step in reference.steps if step.iteration in others]
+    candidate_steps = {step.iteration: step for step in candidate.steps}
+    pairs = [
+        (step, candidate_steps[step.iteration])
+        for step in reference.steps
+        if step.iteration in candidate_steps
+    ]
     differing: list[Deviation] = []
     skipped = None
     for step, other in pairs:

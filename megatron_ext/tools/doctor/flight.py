@@ -460,8 +460,8 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
         # chunks.
         if name in ("schedule", "pp"):
             free_names |= {"schedule", "vp"}
-        kept = {key: value for key, value in fixed.items() if key not in free_names}
-        changes += _better(job, kept, user_layout, differences)
+        fixed_settings = {key: value for key, value in fixed.items() if key not in free_names}
+        changes += _better(job, fixed_settings, user_layout, differences)
     sharded = replace(job, shards_optimizer=True)
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")

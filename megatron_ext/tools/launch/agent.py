@@ -210,7 +210,7 @@ class _Logs:
     folder: RunFolder
     directory: Path
     """The folder's name, as shown to users."""
-    own: str
+    without_rank: str
     """The file with the lines that no rank printed."""
     first_rank: int
     """Global rank of the first process on this host."""
@@ -241,7 +241,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     first = cause.first(causes)
     if is_stopped and (first is None or not first.is_sure):
         return {}
-    failure: Json = {"tail": last_lines(logs.folder.anchor / logs.own, _TAIL_LINES)}
+    failure: Json = {"tail": last_lines(logs.folder.anchor / logs.without_rank, _TAIL_LINES)}
     if first is None:
         return failure
     failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}

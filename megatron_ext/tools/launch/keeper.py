@@ -105,7 +105,7 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
-    for distance, what in _STORES.items():
+    for distance, purpose in _STORES.items():
         port = args.master_port + distance
         try:
             store = TCPStore(
@@ -117,7 +117,7 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
             )
         except RuntimeError as error:
             raise SystemExit(
-                f"port {port} for the store ({what}) cannot be used: {error}; give another "
+                f"port {port} for the store ({purpose}) cannot be used: {error}; give another "
                 "--master-port, with two free ports after it"
             ) from error
         stores.append(store)
@@ -202,25 +202,25 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough of them finished, else the exit code of the first loss."""
+    """Run the ranks; return 0 if enough of them finished, else that of the fatal loss."""
     report, grace_s, reserve = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     parent.die_with_parent()
     args = _parsed(sys.argv[4:])
     stores = _hosted_stores(args)
     losses = Losses(report.parent, reserve, _say)
-    first = Keeper(args, losses, grace_s).run()
+    fatal_loss = Keeper(args, losses, grace_s).run()
     del stores  # the stores must be served until here
-    if first is None:
+    if fatal_loss is None:
         return 0
     failure = {
         "stopped": [],
-        "rank": first.rank,
-        "local_rank": first.rank,
-        "exit_code": first.exit_code,
+        "rank": fatal_loss.rank,
+        "local_rank": fatal_loss.rank,
+        "exit_code": fatal_loss.exit_code,
     }
     with suppress(OSError), RunFolder.open(report.parent) as folder:
         folder.write_json(report.name, failure)
-    return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+    return fatal_loss.exit_code if fatal_loss.exit_code > 0 else 128 - fatal_loss.exit_code
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ class Losses:
         with self._lock:
             self.items.append(loss)
             self._write()
-        left = self.reserve - len(self.items)
-        outlook = f"{left} of {self.reserve} ranks in reserve are left"
+        num_left = self.reserve - len(self.items)
+        outlook = f"{num_left} of {self.reserve} ranks in reserve are left"
         if self._is_users:
             outlook = "so would its stand-in, so the job ends"
         elif self.are_too_many:

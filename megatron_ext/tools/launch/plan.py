@@ -249,7 +249,7 @@ class JobPlan:
         """Return the flags for restarts within processes that the user has not given."""
         if self.reserve is None:
             return []
-        wanted = {
+        restart_flags = {
             "--inprocess-active-world-size": str(self.world_size),
             "--inprocess-granularity": "rank",
             # Of the seconds between two looks, which all are waits of a restart.
@@ -258,15 +258,15 @@ class JobPlan:
             "--inprocess-progress-watchdog-interval": "0.1",
             "--inprocess-last-call-wait": "0.1",
         }
-        wanted |= self._hang_timeouts()
+        restart_flags |= self._hang_timeouts()
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
-            wanted |= {
+            restart_flags |= {
                 "--non-persistent-ckpt-type": "local",
                 "--non-persistent-save-interval": "1",
                 "--non-persistent-local-ckpt-dir": f"{self.log_folder(0)}/local",
             }
         flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
-        for flag, value in wanted.items():
+        for flag, value in restart_flags.items():
             if flag_value(self.flags, flag) is None:
                 flags += [flag, value]
         return flags

@@ -94,7 +94,7 @@ class Forecast:
     """
 
     @property
-    def own(self) -> Prediction | None:
+    def of_traced_schedule(self) -> Prediction | None:
         """The prediction for the traced schedule itself."""
         return next((p for p in self.predictions if p.schedule == self.measured), None)
 
@@ -135,13 +135,13 @@ class Forecast:
     @property
     def advice(self) -> str:
         """A sentence with the recommended flags and the expected gain."""
-        own = self.own
+        of_traced = self.of_traced_schedule
         # Compare with the prediction for the traced schedule: whatever slowed the traced run down
         # would slow down the others too.
-        traced_s = self.measured_s if own is None else own.step_s
+        traced_s = self.measured_s if of_traced is None else of_traced.step_s
         choices = []
         for best in self.recommended:
-            if own is not None and traced_s <= (1 + _EQUAL) * best.step_s:
+            if of_traced is not None and traced_s <= (1 + _EQUAL) * best.step_s:
                 choices.append(f"{self.measured} as traced, for none is predicted to be faster")
                 continue
             gain = f"{1e3 * best.step_s:.1f} ms a step, {traced_s / best.step_s:.2f} x as fast"
@@ -451,8 +451,8 @@ def table(forecast: Forecast) -> str:
             row.append(f"{100 * prediction.all_to_all_hidden:.0f}")
         rows.append(row)
     traced = f"traced: {forecast.measured}, step {1e3 * forecast.measured_s:.1f} ms"
-    if forecast.own is not None:
-        traced += f", itself predicted as {1e3 * forecast.own.step_s:.1f} ms"
+    if forecast.of_traced_schedule is not None:
+        traced += f", itself predicted as {1e3 * forecast.of_traced_schedule.step_s:.1f} ms"
     if forecast.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({forecast.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]

@@ -59,8 +59,8 @@ def page(run: Run) -> str:
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
-    if forecast.own is not None and forecast.own not in predictions:
-        predictions.append(forecast.own)
+    if forecast.of_traced_schedule is not None and forecast.of_traced_schedule not in predictions:
+        predictions.append(forecast.of_traced_schedule)
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
     shown_ranks = run.surveys[:_MAX_ROWS]

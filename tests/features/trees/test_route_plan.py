@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from megatron_ext.features.trees.route_plan import Route, RoutePlan, connect, pl
 from megatron_ext.schedules import Schedule, generate
 from megatron_ext.schedules.search.greedy import forward_only
 from megatron_ext.schedules.search.queues import check_queues
-from megatron_ext.schedules.table.communication import exchanges
+from tests.schedules.message_ends import check_message_ends
 
 from .routed import routed_schedules
 
@@ -62,16 +61,7 @@ def test_gradients_of_several_routes_share_a_message() -> None:
 
 @given(table=routed_schedules())
 def test_every_message_is_sent_and_received_once(table: Schedule) -> None:
-    ends: dict[str, list[Any]] = {"SEND": [], "RECV": []}
-    for rank in range(len(table.rows)):
-        for exchange in exchanges(table, rank):
-            for transfer in (*exchange.inputs, *exchange.outputs):
-                if transfer.verb != "LOCAL":
-                    there = transfer.peer
-                    pair = (rank, there) if transfer.verb == "SEND" else (there, rank)
-                    ends[transfer.verb].append((*pair, transfer.to_twin, transfer.message))
-    assert len(set(ends["SEND"])) == len(ends["SEND"]), "a name is unique for a pair of ranks"
-    assert sorted(ends["SEND"]) == sorted(ends["RECV"])
+    check_message_ends(table)
 
 
 def test_the_digest_tells_routes_apart() -> None:

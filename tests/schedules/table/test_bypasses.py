@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.schedules.table.communication import exchanges
 from megatron_ext.schedules.table.memory import slots_needed
+from tests.schedules.message_ends import check_message_ends
 from tests.schedules.strategies import bypassed_schedules
 
 if TYPE_CHECKING:
@@ -19,16 +20,7 @@ if TYPE_CHECKING:
 
 @given(table=bypassed_schedules())
 def test_every_message_is_sent_and_received_once(table: Schedule) -> None:
-    ends: dict[str, list[Any]] = {"SEND": [], "RECV": []}
-    for rank in range(len(table.rows)):
-        for exchange in exchanges(table, rank):
-            for transfer in (*exchange.inputs, *exchange.outputs):
-                if transfer.verb != "LOCAL":
-                    there = transfer.peer
-                    pair = (rank, there) if transfer.verb == "SEND" else (there, rank)
-                    ends[transfer.verb].append((*pair, transfer.to_twin, transfer.message))
-    assert len(set(ends["SEND"])) == len(ends["SEND"]), "a name is unique for a pair of ranks"
-    assert sorted(ends["SEND"]) == sorted(ends["RECV"])
+    check_message_ends(table)
 
 
 @given(table=bypassed_schedules(), draw=st.randoms(use_true_random=False))

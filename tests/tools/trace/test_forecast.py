@@ -53,7 +53,7 @@ def test_slices_of_different_durations_are_no_jitter(tmp_path: Path) -> None:
     assert found.jitter == 0
     assert found.stages[0] == pytest.approx((COSTS.forward, COSTS.input, COSTS.weight))
     prediction = forecast.predict(run)
-    assert prediction.own.step_s == pytest.approx(prediction.measured_s, rel=1e-4)
+    assert prediction.of_traced_schedule.step_s == pytest.approx(prediction.measured_s, rel=1e-4)
 
 
 def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_margin_of_a_dynamic_order_is_that_of_the_run(tmp_path: Path) -> Non
     for margin in (1, 4):
         traced = {"dpp_policy": "hint", "dpp_extra_activations": margin}
         found = forecast.predict(read_run(write_run(tmp_path / str(margin), settings=traced)))
-        flags[margin] = found.own.flags
+        flags[margin] = found.of_traced_schedule.flags
     assert flags[1].endswith(" --use-dpp --dpp-policy hint")
     assert flags[4] == f"{flags[1]} --dpp-extra-activations 4"
 
