@@ -113,6 +113,7 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
             keeper.send_signal(signal.SIGTERM)
             assert keeper.wait(60) == 128 + signal.SIGTERM
             assert runs.marked("kept", 7) == set()
+            assert not (tmp_path / "losses.json").exists(), "ranks that it ended are not lost"
         finally:
             keeper.kill()
             runs.end(runs.marked("kept", 7))
