@@ -121,7 +121,7 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
                 active.activate_configuration(in_force)
             model = kwargs["model"]
             chunks = model if isinstance(model, list | tuple) else [model]
-            digests.subscribe(in_force).watch(chunks)
+            digests.subscribe(in_force, chunks).watch(chunks)
         return schedule(*args, **kwargs)
 
     return run

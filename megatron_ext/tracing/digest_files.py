@@ -3,7 +3,7 @@
 A file is text, one JSON value in each line: first the header, then one line for each training step,
 written when the step is complete:
 
-    {"format":1,"rank":3,"host":"node-1",...}
+    {"format":2,"rank":3,"host":"node-1",...}
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
@@ -27,7 +27,7 @@ from megatron_ext.files import parse_json
 
 VARIABLE = "MEGATRON_EXT_DIGESTS"
 """Environment variable of a training: the folder for the digests of all ranks."""
-FORMAT = 1
+FORMAT = 2
 """Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 
@@ -59,6 +59,9 @@ class Header:
     data_size: int = 1
     context_size: int = 1
     expert_size: int = 1
+    loss_is_per_token: bool = False
+    """Whether gradients are divided by tokens at the end of a step. False: the loss of each
+    micro-batch is a mean, divided by their number."""
     schedule: str = "Megatron's own"
     slices: int = 1
     routing: str = ""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state as groups
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
@@ -49,8 +49,8 @@ _LAYER_INDEX = re.compile(r"(.*\blayers)\.\d+")
 _HIDDEN_STATES = "hidden_states"
 
 
-def subscribe(configuration: Active) -> DigestRecorder:
-    """Return the recorder of a configuration, created at the first call.
+def subscribe(configuration: Active, chunks: Sequence[torch.nn.Module]) -> DigestRecorder:
+    """Return the recorder of a configuration, created at the first call for a rank's chunks.
 
     Call it before the first step, when Megatron's process groups exist.
 
@@ -62,14 +62,14 @@ def subscribe(configuration: Active) -> DigestRecorder:
             return observer
     folder = folder_asked_for()
     assert folder is not None, f"{VARIABLE} was unset"
-    recorder = DigestRecorder(configuration, Writer(folder, _header(configuration)))
+    recorder = DigestRecorder(configuration, Writer(folder, _header(configuration, chunks)))
     configuration.observers.append(recorder)
     # A run that ends without deconfigure must complete its file too
     atexit.register(recorder.close)
     return recorder
 
 
-def _header(configuration: Active) -> Header:
+def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
     """Return the identity of this rank. Megatron's process groups must exist."""
     pipeline, job = configuration.pipeline, configuration.job
     fields: dict[str, Any] = {}
@@ -91,6 +91,7 @@ def _header(configuration: Active) -> Header:
         data_size=groups.get_data_parallel_world_size(),
         context_size=groups.get_context_parallel_world_size(),
         expert_size=groups.get_expert_model_parallel_world_size(),
+        loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
         **{"tensor_size": groups.get_tensor_model_parallel_world_size(), **fields},
     )
 

@@ -77,6 +77,7 @@ def _training(setting: Setting, schedule: str | None, folder: Path) -> Training:
         model=setting.model,
         reduction=setting.reduction,
         seed=setting.seed,
+        **(setting.shape if schedule is not None else {}),
     )
 
 

@@ -34,6 +34,8 @@ class Setting:
     model: Mapping[str, Any] = field(default_factory=dict)
     reduction: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Training` that only the candidate has."""
 
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -50,6 +52,9 @@ SETTINGS = {
     ),
     "replicas": Setting("zb-h1", world_size=4),
     "overlap": Setting("zb-h1", world_size=4, reduction={"overlap_grad_reduce": True}),
+    "fewer replicas": Setting(
+        "1f1b", world_size=4, shape={"pipeline_ranks": 4, "num_microbatches": 8}
+    ),
 }
 
 
@@ -656,6 +661,8 @@ FAULTS = (
           "reduced gradient", 2, _FC1),
     Fault("a gradient reduced twice", "replicas", before_reduction(1, _FC2, 2.0),
           "reduced gradient", 1, _FC2),
+    Fault("a gradient divided by another number of micro-batches", "fewer replicas",
+          with_loss(0.0, factor=2.0), "backward", None, "model", "3B0"),
     # Mutants of the package.
     Fault("gradients are reduced one action too early", "overlap",
           text("gradients are reduced one action too early"),

@@ -37,6 +37,8 @@ STATED_TOLERANCE = 1e-4
 """Relative difference that a different order of the same sums may cause in the first step, in
 single precision; `_GROWTH` times as much in each later step."""
 _GROWTH = 2.0
+_UNKNOWN_BITS = ""
+"""Differs from the bits of every record."""
 _LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
 
 
@@ -168,10 +170,14 @@ class _Tensor:
 
     def scaled(self, factor: float) -> _Tensor:
         """Return the tensor multiplied by a factor, after which its bits are unknown."""
+        if factor == 1.0:
+            return self
         parts = {}
         for part, record in self.parts.items():
             projections = [factor * projection for projection in record.projections]
-            scaled_record = record._replace(norm=factor * record.norm, projections=projections)
+            scaled_record = record._replace(
+                bits=_UNKNOWN_BITS, norm=factor * record.norm, projections=projections
+            )
             parts[part] = scaled_record
         return _Tensor(parts, self.ranks)
 
@@ -250,6 +256,11 @@ def _check_alignment(first: Header, second: Header) -> None:
     if first.balance != second.balance:
         raise DataError(
             "one of the runs has --pipeline-balance, which numbers micro-batches by their lengths; "
+            "record both runs with it, or both without"
+        )
+    if first.loss_is_per_token != second.loss_is_per_token:
+        raise DataError(
+            "one of the runs has --calculate-per-token-loss, which scales gradients differently; "
             "record both runs with it, or both without"
         )
 
@@ -333,9 +344,9 @@ class _Comparison:
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                return  # replicas sum different micro-batches
+                return  # ranks sum different micro-batches, or different tokens
             if kind == "backward":
-                candidate = candidate.scaled(self._gradient_scale(step))
+                candidate = candidate.scaled(self._gradient_scale)
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
             relative = _difference_of_norms(reference, candidate)
@@ -357,22 +368,24 @@ class _Comparison:
 
     @property
     def _replicas_differ(self) -> bool:
-        return self.reference.header.data_size != self.candidate.header.data_size
+        """Whether the ranks that sum gradients hold other shares of a batch."""
+        first, second = self.reference.header, self.candidate.header
+        shares = first.data_size, first.context_size
+        return shares != (second.data_size, second.context_size)
 
-    def _gradient_scale(self, step: int) -> float:
-        """Return the factor between the two runs' gradients of micro-batches.
+    @property
+    def _gradient_scale(self) -> float:
+        """The factor between the two runs' gradients of micro-batches.
 
-        Megatron divides a micro-batch's loss by the number of micro-batches per replica, unless it
-        divides by tokens at the end of the step.
+        Megatron averages gradients over data- and context-parallel ranks: a rank divides the loss
+        of a micro-batch by the number of its micro-batches and of its tokens. If the loss is per
+        token, it adds them up, and divides by the tokens of the batch at the end of the step.
         """
-        scale = self.reference.header.data_size / self.candidate.header.data_size
-        key: _Key = ("backward", 0, "model")
-        first = self.reference.steps[step].get(key)
-        second = self.candidate.steps[step].get(key)
-        if first is None or second is None:
-            return scale
-        ratio = _norm_of_parts(first) / (_norm_of_parts(second) or 1.0)
-        return min((scale, 1.0), key=lambda factor: abs(ratio - factor))
+        first, second = self.reference.header, self.candidate.header
+        if first.loss_is_per_token:
+            return 1.0
+        num_averaged = first.data_size * first.context_size
+        return num_averaged / (second.data_size * second.context_size)
 
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]

@@ -192,6 +192,16 @@ def test_micro_batches_that_are_numbered_by_length_are_refused(tmp_path: Path) -
 # Other orders of the same sums.
 
 
+def _with_larger_gradients(factor: float) -> list[Record]:
+    records = []
+    for item in step_records():
+        if item.kind in ("backward", "weight gradient") and factor != 1.0:
+            projections = [factor * projection for projection in item.projections]
+            item = item._replace(bits="3" * 32, norm=factor * item.norm, projections=projections)
+        records.append(item)
+    return records
+
+
 def _slightly(records: Sequence[Record], kind: Kind, by: float) -> list[Record]:
     result = []
     for item in records:
@@ -211,28 +221,44 @@ def test_other_numbers_of_replicas_may_differ_where_they_add_up(
 ) -> None:
     """The first forwards still have the same bits: no sum over replicas comes before them."""
     first = write(tmp_path / "reference", step_records())
-    candidate = _slightly(step_records(), kind, by)
+    candidate = _slightly(_with_larger_gradients(2.0), kind, by)
     second = write(tmp_path / "candidate", candidate, header=Header(0, data_size=2))
     difference = locate(first, second)
     assert (difference is None) == is_allowed
 
 
-@pytest.mark.parametrize(("scale", "is_allowed"), [(2.0, True), (3.0, False)])
-def test_gradients_of_fewer_micro_batches_are_larger(
-    tmp_path: Path, scale: float, is_allowed: bool
+@pytest.mark.parametrize(
+    ("sizes", "factor", "is_allowed"),
+    [
+        ({"data_size": 2}, 2.0, True),
+        ({"data_size": 2}, 3.0, False),
+        ({"data_size": 2}, 1.0, False),
+        ({"context_size": 2}, 2.0, True),
+        ({"context_size": 2}, 1.0, False),
+        ({"data_size": 2, "loss_is_per_token": True}, 1.0, True),
+        ({"data_size": 2, "loss_is_per_token": True}, 2.0, False),
+    ],
+)
+def test_gradients_of_ranks_that_average_over_more_are_larger(
+    tmp_path: Path, sizes: dict[str, int], factor: float, is_allowed: bool
 ) -> None:
-    """A replica divides the loss of each by their number; and adds up others."""
-    whole = [*step_records(), record("backward", 0, 0, module="model")]
-    larger = []
-    for item in whole:
-        if item.kind in ("backward", "weight gradient"):
-            factor = 2.0 if item.module == "model" else scale
-            projections = [factor * projection for projection in item.projections]
-            item = item._replace(bits="3" * 32, norm=factor * item.norm, projections=projections)
-        larger.append(item)
-    first = write(tmp_path / "reference", whole)
-    second = write(tmp_path / "candidate", larger, header=Header(0, data_size=2))
-    assert (locate(first, second) is None) == is_allowed
+    """Each has fewer micro-batches or tokens, by which it divides a loss that is a mean."""
+    header = Header(0, **sizes)  # type: ignore[arg-type]
+    alone = replace(header, data_size=1, context_size=1)
+    first = write(tmp_path / "reference", step_records(), header=alone)
+    second = write(tmp_path / "candidate", _with_larger_gradients(factor), header=header)
+    difference = locate(first, second)
+    assert (difference is None) == is_allowed
+    if difference is not None:
+        assert (difference.kind, difference.layer) == ("backward", _NUM_LAYERS - 1)
+
+
+def test_losses_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "reference", step_records())
+    per_token = Header(0, loss_is_per_token=True)
+    second = write(tmp_path / "candidate", step_records(), header=per_token)
+    with pytest.raises(DataError, match="--calculate-per-token-loss"):
+        locate(first, second)
 
 
 def test_parts_that_are_cut_differently_are_held_against_each_other_by_norm(
