@@ -59,6 +59,9 @@ class RankState(NamedTuple):
     entered: float = 0
     """Number of collectives of training steps that it has entered; infinite if it takes part in
     none."""
+    runs_collective: bool = False
+    """True if its training thread is inside a call of torch.distributed, which only other ranks can
+    end. A device's collectives return at once and do not show."""
 
     def __str__(self) -> str:
         """Return the state in one line."""
@@ -126,6 +129,9 @@ def explain(
         if state.in_collective:
             passed = [other for other in states if states[other].entered >= state.entered]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
+        if not steps and state.runs_collective:
+            silent = [other for other in range(num_ranks) if other not in states]
+            steps = [(other, "") for other in [*silent, *_late_ranks(states, state)]]
         # Follow silent ranks first, then those that wait too.
         steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
@@ -133,16 +139,30 @@ def explain(
             break
         fresh = [step for step in steps if step[0] not in path]
         rank, of_rank = (fresh or steps)[0]
-        if state.in_collective:
-            parts.append(f"{state.activity} and waits there for rank {rank}")
-        else:
+        if of_rank:
             parts.append(f"waits for {of_rank} of rank {rank}")
+        else:
+            parts.append(f"{state.activity} and waits there for rank {rank}")
         if not fresh:
             circle = path[path.index(rank) :]
             parts.append("was named before: their tables do not fit each other")
             return Verdict(f"rank {start} {', which '.join(parts)}", tuple(sorted(circle)))
         path.append(rank)
     return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
+
+
+def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
+    """Return the ranks that have not reached the collective in which a rank is stuck.
+
+    They are in the same part of the step, wait for nobody and are in no collective. Those with the
+    activity of the stuck rank come first: tensor-parallel ranks run the same actions.
+    """
+    late = []
+    for rank, state in states.items():
+        is_waiting = bool(state.waits_for) or state.runs_collective
+        if not is_waiting and state.entered == stuck.entered and state.activity != OUTSIDE:
+            late.append(rank)
+    return sorted(late, key=lambda rank: (states[rank].activity != stuck.activity, rank))
 
 
 def process_state(host: str, pid: int) -> str:
@@ -292,7 +312,10 @@ class Watchdog:
                     text = store.get(f"state/{other}").decode()
                     states[other] = RankState(**json.loads(text))
             self._stop.wait(0.1)
-        waiting = [rank for rank, it in states.items() if it.waits_for or it.in_collective]
+        waiting = []
+        for waiting_rank, its_state in states.items():
+            if its_state.waits_for or its_state.in_collective or its_state.runs_collective:
+                waiting.append(waiting_rank)
         start = min(waiting, default=int(store.get("alarm")))
 
         def state_of_silent(silent: int) -> str:
@@ -309,13 +332,21 @@ class Watchdog:
     def _state(self, rank: int) -> RankState:
         """Return this rank's state, with its innermost line outside of torch and this folder."""
         where, frame = "", sys._current_frames().get(self._training)
+        runs_collective = False
         while frame is not None and not where:
             name = frame.f_code.co_filename
+            if name.endswith("/torch/distributed/distributed_c10d.py"):
+                runs_collective = True
             if "/torch/" not in name and "/megatron_ext/tracing/" not in name:
                 where = f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         now = self._now()
-        return now._replace(rank=rank, since_s=time.monotonic() - now.since_s, where=where)
+        return now._replace(
+            rank=rank,
+            since_s=time.monotonic() - now.since_s,
+            where=where,
+            runs_collective=runs_collective,
+        )
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         """Run in the training thread as soon as it executes Python code again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from megatron_ext.message import Message
@@ -74,6 +76,39 @@ def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
     )
     states[2] = RankState(2, **inside, since_s=1)
     assert explain(states, 4, 0).culprits == (0,), "all are there, so nobody else is to blame"
+
+
+@pytest.mark.parametrize("activity", ["is in the optimizer step", "runs 0F3"])
+def test_a_rank_inside_a_collective_waits_for_those_that_have_not_reached_it(activity: str) -> None:
+    """Of ranks in the same part of a step, torch's own collectives tell who waits for whom."""
+    is_counted = activity != "runs 0F3"
+    inside = RankState(0, activity, (), is_counted, 9, entered=2, runs_collective=True)
+    late = RankState(2, activity, (), is_counted, 9, "model.py:7 in f", entered=2)
+    states = {0: inside, 1: inside._replace(rank=1), 2: late}
+    states[3] = RankState(3, "waits", ((0, "0F3"),), entered=2)
+    verdict = explain(states, 4, 0)
+    assert verdict.chain == (
+        f"rank 0 {activity} and waits there for rank 2, which {activity} for 9.0 s, "
+        "at model.py:7 in f"
+    )
+    assert explain({0: inside, 1: inside}, 2, 0).culprits == (0,), "nobody else is to blame"
+    assert explain({0: inside}, 2, 0).culprits == (1,), "a rank that says nothing comes first"
+
+
+@pytest.mark.parametrize("function", [dist.all_reduce, torch.zeros_like])
+def test_a_thread_inside_a_collective_of_torch_is_told_apart(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog = hang.Watchdog(lambda: RankState(-1, "runs 0F0"), 1.0)
+    dog._training = threading.get_ident()
+    frame = SimpleNamespace(f_code=test_states_travel_as_text.__code__, f_lineno=7, f_back=None)
+    if function is dist.all_reduce:
+        # Its wrapper is elsewhere in torch; the thread itself is in C++, below the function.
+        frame = SimpleNamespace(f_code=inspect.unwrap(function).__code__, f_lineno=1, f_back=frame)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {dog._training: frame})
+    state = dog._state(3)
+    assert state.runs_collective == (function is dist.all_reduce)
+    assert state.where == "test_hang.py:7 in test_states_travel_as_text"
 
 
 @pytest.mark.parametrize(
