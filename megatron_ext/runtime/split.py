@@ -17,9 +17,9 @@ only while nothing else reads it:
 
 * Only the executor's backward defers. Any other, such as `torch.autograd.grad` in a forward, gets
   real gradients.
-* A weight is left whole as long as it has hooks. * If a deferred weight gets a gradient from
-another use in the same backward, that gradient also waits for W and is added to the product. From
-the next micro-batch on, the weight is left whole.
+* A weight is left whole as long as it has hooks.
+* If a deferred weight gets a gradient from another use in the same backward, that gradient also
+  waits for W and is added to the product. From the next micro-batch on, the weight is left whole.
 
 Contract with the executor:
 
@@ -51,10 +51,9 @@ from megatron_ext.runtime.weight_gradients import (
     ArrivedGradient,
     WeightGradient,
     accumulate,
-    accumulator_of,
+    accumulates,
     in_stream,
     stream_of_backward,
-    will_accumulate,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -334,7 +333,7 @@ class SplitBackward:
             if hasattr(weight, "grad_added_to_main_grad"):
                 self._prepare_for_ddp(weight, watch.nothing)
             return None
-        if not will_accumulate(accumulator_of(weight)):  # `torch.autograd.grad` in a recomputation
+        if not accumulates(weight):  # `torch.autograd.grad` in a recomputation
             return None
         self._shared[id(weight)] = _HAS_OTHER_USE
         self._say(weight, _HAS_OTHER_USE)
@@ -363,7 +362,7 @@ class SplitBackward:
         """Store what a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
         gradient: Any = TeGradients(layer)
         weight = gradient.weights[0]
-        if not will_accumulate(accumulator_of(weight)):
+        if not accumulates(weight):
             return  # `torch.autograd.grad` for the layer's input
         if self._key is None:
             raise ScheduleError(

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.runtime.weight_gradients import (
     Unchanged,
     WeightGradient,
-    accumulator_of,
-    will_accumulate,
+    accumulates,
 )
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ class _GroupedProduct(torch.autograd.Function):
         tokens, experts, product = ctx.graph
         weight, splits = ctx.parameter, ctx.splits
         grad_output = grad_output.contiguous()
-        waits = (
-            splits.is_deferring
-            and will_accumulate(accumulator_of(weight))
-            and splits.may_wait(weight)
-        )
+        waits = splits.is_deferring and accumulates(weight) and splits.may_wait(weight)
         grad_tokens = grad_experts = None
         if waits:
             gmm, batch_sizes, trans_b = ctx.call

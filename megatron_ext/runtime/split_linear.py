@@ -50,6 +50,7 @@ def linear_backward(
         isinstance(weight, torch.nn.Parameter)
         and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
         and getattr(ctx, "gtp_remat_size", 1) == 1  # 0.19: the weight itself is gathered
+        and weight.requires_grad  # frozen after its forward: autograd drops the gradient
         and will_accumulate(accumulator)
         and splits.may_wait(weight, gathers=ctx.sequence_parallel)
     ):

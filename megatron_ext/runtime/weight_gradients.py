@@ -72,9 +72,12 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
         return False
 
 
-def accumulator_of(weight: torch.Tensor) -> torch.autograd.graph.Node:
-    """Return the AccumulateGrad node of a weight, which must be a leaf."""
-    return torch.autograd.graph.get_gradient_edge(weight).node
+def accumulates(weight: torch.Tensor) -> bool:
+    """Return whether the running backward will add to the gradient of a weight, which is a leaf."""
+    # Autograd drops the gradient of a weight that was frozen after its forward.
+    if not weight.requires_grad:
+        return False
+    return will_accumulate(torch.autograd.graph.get_gradient_edge(weight).node)
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:

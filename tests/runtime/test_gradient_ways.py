@@ -326,6 +326,58 @@ def _frozen(stage: Stage, step: int) -> Iterator[None]:
     stage.first.requires_grad_(True)
 
 
+@_way("frozen after the forward", forward=True)
+def _frozen_after_forward(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
+    stage.first.requires_grad_(True)
+    loss = _plain(stage, x, step, microbatch)
+    # DDP's hook raises an error for such a weight.
+    if microbatch % 2 and not hasattr(stage.first.weight, "main_grad"):
+        stage.first.requires_grad_(False)
+    return loss
+
+
+class _Recomputed(torch.autograd.Function):
+    """Runs a stage again in its backward and returns the gradients of weights, too."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: Stage, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.stage = stage
+        ctx.save_for_backward(x, *weights)
+        return stage(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.stage(leaf)
+        return (None, *torch.autograd.grad(output, (leaf, *weights), gradient))
+
+
+@_way("function that returns gradients of weights", _FIRST, _SECOND, forward=True)
+def _reversible(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    recomputed = _Recomputed.apply(stage, x, stage.first.weight, stage.second.weight)
+    return (recomputed + stage(x)).float().square().mean()
+
+
+@_way("sparse lookup", _FIRST, forward=True)
+def _sparse_lookup(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+    tokens = (torch.arange(x.size(0) * x.size(1)).view(x.shape[:2]) + microbatch) % _WIDTH
+    rows = torch.nn.functional.embedding(tokens, stage.first.weight, sparse=True)
+    return _plain(stage, x + rows, step, microbatch)
+
+
+@_way("pruned", prepare=True)
+def _prune(stage: Stage) -> None:
+    from torch.nn.utils import prune
+
+    mask = torch.arange(_WIDTH * _WIDTH).view(_WIDTH, _WIDTH) % 3 != 0
+    prune.custom_from_mask(stage.first, "weight", mask)
+
+
 # -- the steps -------------------------------------------------------------------------------------
 
 
