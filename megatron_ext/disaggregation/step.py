@@ -23,7 +23,7 @@ from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, roles_in_force
 from megatron_ext.errors import ScheduleError, TransportError, reason_for_peers
-from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
+from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, log_ignored_input
 from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.feature import features
@@ -137,6 +137,9 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
             name_of=job.name_of,
             observers=observers,
         ).run()
+    if compute.ignored_inputs and not runtime.has_ignored_input:
+        runtime.has_ignored_input = True
+        log_ignored_input(*compute.ignored_inputs[0])
     return compute
 
 

@@ -56,6 +56,8 @@ class RoleRuntime:
     """Number of micro-batches -> table."""
     is_evaluating: bool = False
     """Whether an evaluation is in progress, for which the weights are already here."""
+    has_ignored_input: bool = False
+    """Whether the log has named a stage whose input got no gradient."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ micro-batch, so actions can run in any order.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from megatron_ext.observer import Observer
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -462,6 +465,17 @@ class StageCompute:
             for context in contexts:
                 entered.enter_context(context)
             return entered.pop_all()
+
+
+def log_ignored_input(stage: int, microbatch: int) -> None:
+    """Log a stage whose backward of a micro-batch produced no gradient for its input."""
+    _LOG.warning(
+        "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
+        "before it get zeros, as on a single device (Megatron's own schedules send nothing "
+        "there, and stop); is an output detached?",
+        stage,
+        microbatch,
+    )
 
 
 @functools.cache

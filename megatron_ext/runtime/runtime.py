@@ -21,7 +21,13 @@ from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.observer import Observer
-from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, swapped
+from megatron_ext.runtime.compute import (
+    Call,
+    MicrobatchData,
+    StageCompute,
+    log_ignored_input,
+    swapped,
+)
 from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.feature import DataOrder, Model, Step, features
@@ -331,7 +337,7 @@ class Runtime:
             self._check_split(table, call.chunks)
         if compute.ignored_inputs and not self._has_ignored_input:
             self._has_ignored_input = True
-            self._log_ignored_input(*compute.ignored_inputs[0])
+            log_ignored_input(*compute.ignored_inputs[0])
         compute.end_step()
         return compute
 
@@ -374,16 +380,6 @@ class Runtime:
         if rank is None:
             return f"rank {dist.get_rank()} (pipeline rank {self.rank})"
         return f"rank {rank}"
-
-    @staticmethod
-    def _log_ignored_input(stage: int, microbatch: int) -> None:
-        _LOG.warning(
-            "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
-            "before it get zeros, as on a single device (Megatron's own schedules send nothing "
-            "there, and stop); is an output detached?",
-            stage,
-            microbatch,
-        )
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Log after this rank's first step with split backwards if W had nothing to compute."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, Captured, run_here, train
 from tests.runtime.test_equality import OVERLAP, TP2, UNCLIPPED, assert_equal
 from tests.runtime.test_gradient_ways import Lines
@@ -72,7 +73,7 @@ def run_with_a_detached_layer(model: str, argv: list[str], mean_delay_s: float) 
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     run_layer, lines, calls = TransformerLayer.forward, Lines(), 0
-    logging.getLogger("megatron_ext.runtime.runtime").addHandler(lines)
+    logging.getLogger("megatron_ext.runtime.compute").addHandler(lines)
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -85,18 +86,32 @@ def run_with_a_detached_layer(model: str, argv: list[str], mean_delay_s: float) 
     TransformerLayer.forward = forward
     captured = run_here(model, argv, mean_delay_s)
     told = [line for line in lines.lines if "no gradient reaches the input" in line]
-    is_last_stage = bool(captured.tables) and any(captured.losses)
+    is_last_stage = PP2.split()[0] in argv and any(captured.losses)
     assert len(told) == is_last_stage
     assert not told or told[0].startswith("stage 1, micro-batch 1:")
     return captured
 
 
+_UNTIED = GPT + UNCLIPPED + "--untie-embeddings-and-output-weights "
+
+
+@cache
+def _single_with_a_detached_layer() -> Captured:
+    return train(1, _UNTIED, run=run_with_a_detached_layer)
+
+
 def test_a_stage_whose_input_gets_no_gradient_trains_as_on_one_device() -> None:
-    flags = GPT + UNCLIPPED + "--untie-embeddings-and-output-weights "
-    single = train(1, flags, run=run_with_a_detached_layer)
     for schedule in ("1f1b", "zb-h1"):
         ours = f"{PP2}--pipeline-schedule {schedule} "
-        assert_equal(train(2, flags + ours, run=run_with_a_detached_layer), single)
+        trained = train(2, _UNTIED + ours, run=run_with_a_detached_layer)
+        assert_equal(trained, _single_with_a_detached_layer())
+
+
+def test_backward_ranks_name_a_stage_whose_input_gets_no_gradient() -> None:
+    argv = (_UNTIED + PP2 + "--forward-backward-disaggregating ").split()
+    ranks = run_ranks(4, run_with_a_detached_layer, "gpt", argv, 0.0)
+    [losses] = [captured.losses for captured in ranks if any(captured.losses)]
+    assert losses == _single_with_a_detached_layer().losses
 
 
 @pytest.mark.slow
