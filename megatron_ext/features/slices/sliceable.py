@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
@@ -86,6 +87,8 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
 
 def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield hooks and modules that may mix tokens: a description, and what should declare it."""
+    for hook in _hooks_of_all_modules():
+        yield "a hook on all modules", f"the hook ({_name_of(hook)})"
     for path, module in model.named_modules():
         if ".parametrizations." in f".{path}.":
             continue  # they compute weights, which do not depend on tokens
@@ -116,6 +119,17 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
         module._forward_hooks.values(),
         module._backward_pre_hooks.values(),
         module._backward_hooks.values(),
+    )
+    yield from filter(_is_strange, hooks)
+
+
+def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
+    """Yield the hooks that torch runs around every module and that do not declare slices."""
+    hooks = chain(
+        torch_module._global_forward_pre_hooks.values(),
+        torch_module._global_forward_hooks.values(),
+        torch_module._global_backward_pre_hooks.values(),
+        torch_module._global_backward_hooks.values(),
     )
     yield from filter(_is_strange, hooks)
 

@@ -761,9 +761,12 @@ def strange_models() -> list[str]:
         model.decoder.register_full_backward_hook,
         weight.register_hook,
         weight.register_post_accumulate_grad_hook,
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_full_backward_pre_hook,
     ):
-        register(declared)
+        declared_handle = register(declared)
         check_model(model)
+        declared_handle.remove()
         handle = register(hook)
         with pytest.raises(ScheduleError) as raised:
             check_model(model)
@@ -783,7 +786,7 @@ def strange_models() -> list[str]:
 
 def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_declare_slices() -> None:
     [told] = run_ranks(1, strange_models)
-    hooks, modules = told[:5], told[5:]
+    hooks, modules = told[:7], told[7:]
     for refusal in hooks:
         assert "hook on " in refusal
         assert "set runs_in_slices = True on the hook (strange_models.<locals>.hook)" in refusal
