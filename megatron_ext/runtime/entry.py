@@ -28,10 +28,13 @@ from megatron_ext.upstream.signatures import default_groups, is_multi_module, ne
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.offloading import Offloading
     from megatron_ext.runtime.program import Shapes, Table
 
 _Model = torch.nn.Module | list[torch.nn.Module]
+_TORCHS_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch that reduce gradients by hooks in the backward."""
 
 
 def forward_backward(
@@ -77,6 +80,7 @@ def forward_backward(
         chunks
     ):  # the first step of a model
         _check_models(chunks)
+        _refuse_torchs_wrappers(pipeline, chunks)
         for feature in features():
             feature.refuse_model(pipeline, chunks, forward_step_func)
         if runtime is not None:
@@ -215,3 +219,26 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
                 "docs/your-model.md has an example"
             )
+
+
+def _refuse_torchs_wrappers(pipeline: Pipeline, chunks: Sequence[torch.nn.Module]) -> None:
+    """Reject torch's data parallelism where gradients are not complete when its hooks run."""
+    if not pipeline.full.splits_backward and pipeline.dynamic is None:
+        return
+    wrappers = set(_TORCHS_WRAPPERS)
+    config = get_model_config(chunks[0])
+    if config.no_sync_func is not None and config.grad_sync_func is not None:
+        # The first silences DDP for the whole step, and the second reduces. FSDP moves gradients in
+        # any case.
+        wrappers.remove("DistributedDataParallel")
+    for chunk in chunks:
+        for module in chunk.modules():
+            for base in type(module).__mro__:
+                # Compare names, because importing torch's FSDP takes a second.
+                if base.__name__ in wrappers and base.__module__.startswith("torch."):
+                    raise ScheduleError(
+                        f"a model chunk holds torch's {base.__name__}, which reduces gradients by "
+                        f"hooks in the backward, but {pipeline.full.label} computes weight "
+                        "gradients later, or in another order on each replica; wrap chunks in "
+                        "Megatron's DistributedDataParallel, or take 1f1b without --use-dpp"
+                    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,42 @@ def _without_a_type() -> str:
 def test_a_model_without_its_type_is_refused_where_megatron_reads_it() -> None:
     [told] = run_ranks(1, _without_a_type)
     assert not told or told.startswith("Tower lacks `model_type`; ")
+
+
+def _wrapped_by_torch() -> list[str]:
+    from megatron.core import parallel_state
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    toy.start(2)
+    replicas = parallel_state.get_data_parallel_group()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    wrappers = (
+        lambda stage: torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas),
+        lambda stage: fully_shard(stage, mesh=mesh),
+    )
+    refusals = []
+    use(make_pipeline("zb-h1", 2, M))
+    for wrap in wrappers:
+        config = toy.config()
+        [stage] = toy.chunks(config, [dist.get_rank()])
+        with pytest.raises(ScheduleError) as raised:
+            _step(config, [wrap(stage)])
+        refusals.append(str(raised.value))
+    config = toy.config(no_sync_func=nullcontext, grad_sync_func=lambda _weights: None)
+    [stage] = toy.chunks(config, [dist.get_rank()])
+    silenced = torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas)
+    silenced.number = stage.number  # what the forward step reads
+    _step(config, [silenced])
+    return refusals
+
+
+def test_torchs_data_parallelism_is_refused_where_weight_gradients_come_later() -> None:
+    """Its hooks would reduce gradients in I, before W has computed any."""
+    for ddp, fsdp in run_ranks(2, _wrapped_by_torch):
+        assert ddp.startswith("a model chunk holds torch's DistributedDataParallel, which reduces")
+        assert fsdp.startswith("a model chunk holds torch's FSDPModule, which reduces")
+        assert "wrap chunks in Megatron's DistributedDataParallel" in fsdp
 
 
 def _without_plans() -> list[str]:
