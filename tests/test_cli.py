@@ -116,6 +116,35 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str)
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("launch --nproc 2 -- pretrain_gptt.py", "did you mean pretrain_gpt.py?"),
+        (
+            "launch --dry-run --nproc 2 -- pretrain_gpt.py --pipeline-transport smh",
+            "did you mean shm?",
+        ),
+        (
+            "plan --model examples/llama3 --devices 8xh100 --global-batch-size 8",
+            "name its folder (--model CLONE/examples/llama3)",
+        ),
+        ("report --trace-dir absent", "give the folder of a run that was trained with --trace"),
+        ("plot csv:absent.csv", "-o FILE.csv` writes such a file"),
+    ],
+)
+def test_what_is_not_there_has_a_remedy(
+    words: str,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words.split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert remedy in line
+
+
 def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
