@@ -369,3 +369,16 @@ def test_bridge_streams_weights_to_every_copy_of_a_rank(folded_chunks: list[Any]
         ("embedding.weight", 1, 2),
         ("layers.weight", 2, 0),
     ]
+
+
+def test_bridge_fills_later_copies_of_a_rank_from_the_first(folded_chunks: list[Any]) -> None:
+    def broadcast_shared_embeddings(megatron_model: Any) -> None:
+        raise AssertionError("Bridge would fill them from another rank")
+
+    first, _, last = folded_chunks
+    loaded = first["embedding"].weight.clone()
+    layers = last["layers"].weight.clone()
+    bridge_weights._fill_copies(broadcast_shared_embeddings, None, (folded_chunks,), {})
+    assert torch.equal(first["embedding"].weight, loaded)
+    assert torch.equal(last["embedding"].weight, loaded)
+    assert torch.equal(last["layers"].weight, layers)
