@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 NUM_PROJECTIONS = 4
-_COLUMNS = 1024
+_COLUMNS = 16384
+"""Columns of the matrix that a large tensor is read as. Sums over its rows are as fast as memory
+only if a row is this long."""
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant without a pattern, as a signed number
 
 
@@ -54,11 +56,16 @@ class Fingerprints:
         return torch.stack(hashes)
 
     def _sizes(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the norm and the projections.
+
+        All projections have the same signs by row, so that the matrix is read once for them. Those
+        by column make them independent, unless all of a difference is in one column.
+        """
         values = matrix.to(torch.float32)
         num_rows, num_columns = values.shape
-        by_row = self._signs_of(0, num_rows, values.device)
-        by_column = self._signs_of(1, num_columns, values.device)
-        projections = ((by_row @ values) * by_column).sum(1)
+        [by_row] = self._signs_of(1, num_rows, values.device)
+        by_column = self._signs_of(NUM_PROJECTIONS, num_columns, values.device)
+        projections = by_column @ (by_row @ values)
         return torch.cat([torch.linalg.vector_norm(values).reshape(1), projections])
 
     def _weights_of(self, count: int, device: torch.device) -> torch.Tensor:
@@ -69,16 +76,16 @@ class Fingerprints:
             self._weights[key] = (numbers ^ (numbers >> 29)) | 1
         return self._weights[key]
 
-    def _signs_of(self, purpose: int, count: int, device: torch.device) -> torch.Tensor:
-        """Return `[NUM_PROJECTIONS, count]` values of 1 and -1."""
-        key = purpose, count, device
+    def _signs_of(self, num_vectors: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return `[num_vectors, count]` values of 1 and -1."""
+        key = num_vectors, count, device
         if key not in self._signs:
-            total = NUM_PROJECTIONS * count
-            numbers = torch.arange(total, dtype=torch.int64, device=device) + (purpose + 1) * 7919
+            total = num_vectors * count
+            numbers = torch.arange(total, dtype=torch.int64, device=device) + num_vectors * 7919
             numbers = numbers * _MIX
             numbers = (numbers ^ (numbers >> 31)) * _MIX
             signs = ((numbers >> 40) & 1) * 2 - 1
-            self._signs[key] = signs.to(torch.float32).reshape(NUM_PROJECTIONS, count)
+            self._signs[key] = signs.to(torch.float32).reshape(num_vectors, count)
         return self._signs[key]
 
 

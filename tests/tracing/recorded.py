@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.runtime.capture import named_weights
+
 VOCABULARY = 64
 SEQUENCE = 16
 
@@ -175,10 +177,8 @@ def _fill_by_name(chunks: list[Any]) -> None:
 
     import torch
 
-    from tests.runtime.capture import _named
-
     with torch.no_grad():
-        for name, parameter in _named(chunks):
+        for name, parameter in named_weights(chunks):
             if name.endswith(".bias") or "layernorm" in name:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
