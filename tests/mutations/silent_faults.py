@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
+from megatron_ext.config.pipeline_config import DynamicOrder
 from tests.mutations.mutants import MUTANTS
 from tests.tracing import recorded
 from tests.tracing.recorded import Change, unchanged
@@ -34,6 +35,7 @@ class Setting:
     model: Mapping[str, Any] = field(default_factory=dict)
     reduction: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    num_layers: int = 4
     shape: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Training` that only the candidate has."""
 
@@ -52,6 +54,13 @@ SETTINGS = {
     ),
     "replicas": Setting("zb-h1", world_size=4),
     "overlap": Setting("zb-h1", world_size=4, reduction={"overlap_grad_reduce": True}),
+    "dynamic": Setting("zb-v", settings={"dynamic": DynamicOrder()}),
+    "bitpipe": Setting(
+        "bitpipe",
+        world_size=4,
+        num_layers=8,
+        shape={"pipeline_ranks": 4, "num_microbatches": 8},
+    ),
     "fewer replicas": Setting(
         "1f1b", world_size=4, shape={"pipeline_ranks": 4, "num_microbatches": 8}
     ),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.located import no_fault, run, summary
+from tests.mutations.located import MUTANT_SETTINGS, mutants, no_fault, run, summary
+from tests.mutations.mutants import MUTANTS
 from tests.mutations.silent_faults import FAULTS, SETTINGS
 
 _QUICK = ("swapped gradients", "a W that is skipped", "a term of one loss is lost")
@@ -27,6 +28,17 @@ def test_all_faults_are_detected_and_nine_of_ten_located(tmp_path: Path) -> None
     assert len(outcomes) == len(FAULTS) > 48
     assert all(outcome.is_detected for outcome in outcomes), lines
     assert sum(outcome.is_located for outcome in outcomes) >= 0.9 * len(outcomes), lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_mutant_changes_numbers_unseen(tmp_path: Path) -> None:
+    """Some raise errors in a training, and some change none of its numbers."""
+    outcomes = run(mutants(), tmp_path)
+    lines = "\n".join([*(outcome.line() for outcome in outcomes), summary(outcomes)])
+    assert len(outcomes) == len(MUTANTS) * len(MUTANT_SETTINGS)
+    assert any(outcome.changes_weights for outcome in outcomes), lines
+    assert not any(outcome.is_missed for outcome in outcomes), lines
 
 
 @pytest.mark.slow

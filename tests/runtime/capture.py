@@ -181,7 +181,7 @@ def _capture_loop(captured: Captured) -> None:
             try:
                 return train(*args, **kwargs)
             finally:
-                captured.parameters.update({name: _digest(p) for name, p in _named(chunks)})
+                captured.parameters.update({name: _digest(p) for name, p in named_weights(chunks)})
 
         training.train = training_then_digesting
         return chunks, optimizer, scheduler
@@ -212,10 +212,10 @@ def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer:
 def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
     """Return digests by name; empty with the distributed optimizer, which shards gradients."""
     shards = args.use_distributed_optimizer
-    return {name: _digest(p.main_grad) for name, p in _named(chunks) if not shards}
+    return {name: _digest(p.main_grad) for name, p in named_weights(chunks) if not shards}
 
 
-def _named(chunks: list[Any]) -> list[tuple[str, Any]]:
+def named_weights(chunks: list[Any]) -> list[tuple[str, Any]]:
     """Return parameters under names that do not depend on the rank that holds them."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -244,7 +244,7 @@ def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
 
     tied = unwrap_model(chunks[0]).share_embeddings_and_output_weights
     with torch.no_grad():
-        for name, parameter in _named(chunks):
+        for name, parameter in named_weights(chunks):
             if name.endswith(".bias") or "layernorm" in name:
                 continue
             drawn = name

@@ -64,7 +64,7 @@ def one_stage_here(*args: Any) -> Captured:
 
     stages.check_ranks = lambda *_: None
     build, weight_of = GPTModel.__init__, GPTModel.shared_embedding_or_output_weight
-    named, gradients = capture._named, capture._gradients
+    named, gradients = capture.named_weights, capture._gradients
 
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
@@ -101,7 +101,7 @@ def one_stage_here(*args: Any) -> Captured:
 
     GPTModel.__init__, GPTModel.shared_embedding_or_output_weight = built, output_weight
     capture._gradients = summed
-    capture._named = lambda chunks: [
+    capture.named_weights = lambda chunks: [
         (name.replace("of_last_stage.", "embedding."), parameter)
         for name, parameter in named(chunks)
     ]
