@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -245,8 +245,8 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
     return " ".join(words) + " ", "".join(f"{flag} " for flag in ours)
 
 
-def _by_training() -> Iterator[Any]:
-    """Yield the recipes; those that are the same at this size are trained together."""
+def by_training() -> Iterator[Any]:
+    """Yield schedules and flags; recipes that are the same at this size are trained together."""
     trainings: dict[tuple[str, str, str], list[str]] = {}
     for name, recipe in RECIPES.items():
         flags, ours = scaled(recipe["flags"])
@@ -272,10 +272,15 @@ def test_published_recipes_are_taken() -> None:
     assert refused == {}
 
 
-@pytest.mark.short_s(4)
-@pytest.mark.parametrize(("schedule", "flags", "ours"), _by_training())
-def test_published_recipes_train(schedule: str, flags: str, ours: str) -> None:
-    """Bit for bit as under Megatron's own schedule, at a size for four ranks."""
+class Words(NamedTuple):
+    """The command lines of a scaled recipe."""
+
+    reference: str
+    candidate: str
+
+
+def words_of(schedule: str, flags: str, ours: str) -> Words:
+    """Return a scaled recipe's flags for Megatron's own schedule, and for one of ours."""
     if schedule == "use-dpp":
         chosen = "--use-dpp "
     elif schedule == "disaggregation":
@@ -285,9 +290,17 @@ def test_published_recipes_train(schedule: str, flags: str, ours: str) -> None:
         chosen = capture.PP4 if schedule == "bitpipe" else ""
         chosen += f"--pipeline-schedule {schedule} "
     flags = f"{capture.GPT}{UNCLIPPED}--train-iters 2 --global-batch-size 16 {flags}"
-    words = flags + ours + chosen
-    if chosen == FBD:
-        found, _ = together(run_ranks(8, run_role, words.split(), timeout_s=240))
+    return Words(flags, flags + ours + chosen)
+
+
+@pytest.mark.short_s(4)
+@pytest.mark.parametrize(("schedule", "flags", "ours"), by_training())
+def test_published_recipes_train(schedule: str, flags: str, ours: str) -> None:
+    """Bit for bit as under Megatron's own schedule, at a size for four ranks."""
+    words = words_of(schedule, flags, ours)
+    if schedule == "disaggregation":
+        argv = words.candidate.split()
+        found, _ = together(run_ranks(8, run_role, argv, timeout_s=240))
     else:
-        found = capture.train(4, words)
-    assert_equal(found, stock(4, flags))
+        found = capture.train(4, words.candidate)
+    assert_equal(found, stock(4, words.reference))
