@@ -32,7 +32,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     # Settings of `launch` that a comparison does not offer.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
-    parser.set_defaults(keep_going=False, reserve=None, dry_run=False)
+    parser.set_defaults(keep_going=False, reserve=None)
 
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +99,12 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="save no weights to start all runs from: each draws its own, and numbers are not "
         "judged",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the candidates, print the runs and what their numbers must be, and train "
+        "nothing",
     )
     add("--json", action="store_true", help="print JSON, with the numbers of each step")
     add(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,9 @@ def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[st
     script, *flags = command or [""]
     recipe = Recipe.of([script, *requested_flags(), *flags])
     comparison = _planned(args, recipe, options)
+    if args.dry_run:
+        print(comparison.plan())
+        return 0
     folder = args.output or Path("compare") / runs.new_run_id()
     try:
         folder.mkdir(parents=True)
@@ -82,6 +86,8 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
     Raises:
         ArgumentsError: A candidate is rejected.
     """
+    if args.dry_run and args.json:
+        raise ArgumentsError("--dry-run has no results; leave --json out")
     if args.locate and args.speed_only:
         raise ArgumentsError(
             "--locate holds tensors of equal weights against each other; leave --speed-only out"
@@ -216,11 +222,43 @@ class Comparison:
     """Whether to name the first tensor that differs."""
     folder: Path = Path()
 
+    @property
+    def saves_weights(self) -> bool:
+        """Whether a first run saves the weights that all others start from."""
+        return not (self.speed_only or self.recipe.loads)
+
+    def plan(self) -> str:
+        """Return the runs, and for each candidate its flags and how close its numbers must be."""
+        num_runs = self.num_rounds * len(self.contenders)
+        first = "saves weights to start from, then trains" if self.saves_weights else "trains"
+        lines = [*self.recipe.notes, f"{first} {num_runs} runs of {self.num_steps} steps:"]
+        for contender in self.contenders:
+            lines.append(f"{contender.candidate.label}: {self._requirement(contender)}")
+            if contender.candidate.flags:
+                lines.append(f"  {shlex.join(contender.candidate.flags)}")
+            lines += [f"  {note}" for note in contender.notes]
+        return "\n".join(lines)
+
+    def _requirement(self, contender: outcome.Contender) -> str:
+        promise = contender.promise
+        if self.speed_only:
+            return "numbers are not judged"
+        if contender is self.contenders[0]:
+            return "the reference"
+        if promise.is_exact:
+            return "all numbers bit-equal"
+        if promise.loss is None:
+            return promise.reason
+        return (
+            f"losses within {promise.loss:g} and gradient norms within {promise.norm:g}, because "
+            f"{promise.reason}"
+        )
+
     def train(self, stop: run.Stop) -> None:
         """Run all contenders in all rounds, unless the reference fails or the user stops it."""
         for note in self.recipe.notes:
             say(note)
-        needs_weights = not (self.speed_only or self.recipe.loads)
+        needs_weights = self.saves_weights
         num_runs = needs_weights + self.num_rounds * len(self.contenders)
         counter = _Progress(num_runs)
         with self._weights() as weights:

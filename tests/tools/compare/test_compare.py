@@ -135,6 +135,41 @@ def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return cli.main(["compare", *words])
 
 
+def test_a_dry_run_says_what_would_run_and_starts_nothing(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [*RECIPE.split(), "--save", "mine", "--pipeline-schedule", "zb-h1"]
+    words = ["--dry-run", "--with", "zb-v", "-o", "out", "--", *recipe]
+    assert compare(monkeypatch, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "saves weights to start from, then trains 6 runs of 20 steps:" in lines
+    assert "Megatron's own: the reference" in lines
+    assert "zb-h1: all numbers bit-equal" in lines
+    assert any(line.startswith("zb-v: losses within 0.0001 and gradient") for line in lines)
+    assert "  --pipeline-schedule zb-v" in lines
+    assert launches.words == []
+    assert not Path("out").exists()
+
+
+def test_a_dry_run_refuses_what_a_run_would(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(monkeypatch, "--dry-run", "--with", "zb-z", "--", *RECIPE.split()) == 2
+    assert "zb-z" in capsys.readouterr().err
+    assert launches.words == []
+
+
+def test_a_dry_run_does_without_torch() -> None:
+    """Its import would take most of the time."""
+    words = ["compare", "--dry-run", "--", *RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    program = (
+        "import sys; from megatron_ext import cli; "
+        f"sys.argv = ['megatron-ext', *{words}]; assert cli.main({words}) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_rounds_run_to_and_fro_from_the_same_weights(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
