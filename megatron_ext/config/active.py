@@ -205,6 +205,16 @@ class Environment:
         )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The schedule that `auto` has chosen in this process."""
+
+    flags: str
+    """The flags that select it."""
+    basis: str
+    """The device and the method of the comparison, as text."""
+
+
 class Closing(Protocol):
     """State that is closed together with the configuration."""
 
@@ -230,6 +240,8 @@ class Active:
     """Megatron's own schedule if our transport carries its messages, else None."""
     job: Job | None = None
     """The disaggregated job of this process; None: forwards and backwards share ranks."""
+    choice: Choice | None = None
+    """What `auto` has chosen; None: the user has named the schedule, or there is none."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators are not
     reseeded."""
@@ -346,6 +358,12 @@ def pipeline() -> Pipeline | None:
     """Return the pipeline that our runtime executes; None: Megatron's own schedules run."""
     in_force = active()
     return None if in_force is None else in_force.pipeline
+
+
+def choice() -> Choice | None:
+    """Return what `auto` has chosen; None: the user has named the schedule, or there is none."""
+    in_force = active()
+    return None if in_force is None else in_force.choice
 
 
 def transport_only() -> Pipeline | None:

@@ -103,6 +103,7 @@ def put_in_force(preflight: Preflight, requested: PipelineConfig | None, seed: i
             preflight.pipeline,
             transport_only=preflight.transport_only,
             job=preflight.job,
+            choice=preflight.choice,
             seed=seed if config.draws_by_microbatch else None,
             requested=requested,
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config import flags, incompatible, stages
-from megatron_ext.config.active import Environment, Pipeline
+from megatron_ext.config.active import Choice, Environment, Pipeline
 from megatron_ext.config.batches import batches_of, check_file
 from megatron_ext.config.command_line import CommandLine, read_command_line
 from megatron_ext.config.completion import completed
@@ -313,6 +313,7 @@ def _choose(
         config = replace(requested, schedule=automatic.REFERENCE)
         return inspect(args, config, in_job=in_job, script_defaults=script_defaults)
     first.candidates = accepted
+    first.choice = Choice(accepted[0].flags, ranking.basis)
     first.changes.insert(0, ranking.sentence(accepted[:2], refused))
     return first
 

@@ -19,7 +19,7 @@ from megatron_ext.errors import (
 )
 
 if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.active import Choice, Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.roles import Job
     from megatron_ext.planning.choice import Candidate
@@ -80,6 +80,8 @@ class Preflight:
     """Megatron's own schedule if our transport carries its messages."""
     candidates: Sequence[Candidate] = ()
     """The best schedules that `auto` may choose here, as many as requested."""
+    choice: Choice | None = None
+    """What `auto` has chosen."""
     job: Job | None = None
     """The disaggregated job, if this process is part of one."""
     arguments: dict[str, Any] = field(default_factory=dict)

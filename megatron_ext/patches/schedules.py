@@ -73,6 +73,20 @@ def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return forward_backward
 
 
+@PATCHES.row(
+    "schedules.same_choice",
+    "megatron.core.parallel_state:initialize_model_parallel",
+    of=active.choice,
+    order=-10,
+)
+def _agree(choice: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Ranks with different devices may choose different schedules, whose groups would not match."""
+    from megatron_ext.runtime.program import check_same_choice
+
+    check_same_choice(choice)
+    return call(*args, **kwargs)
+
+
 def _carries_messages() -> bool:
     return is_chosen() or active.transport_only() is not None
 

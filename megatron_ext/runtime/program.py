@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.active import Choice, Pipeline
     from megatron_ext.message import Message
     from megatron_ext.schedules.table.actions import Action, Bypass, Schedule
 
@@ -162,6 +162,29 @@ def check_agreement(
                 f"{', '.join(map(str, different))}; give all ranks the same flags, the same "
                 "megatron_ext and the same number of micro-batches"
             )
+
+
+def check_same_choice(choice: Choice) -> None:
+    """Check that `auto` has chosen the same schedule on all ranks. Collective over all ranks.
+
+    Raises:
+        ScheduleError: The choices differ. Every rank raises this.
+    """
+    choices: list[Choice] = [choice] * dist.get_world_size()
+    dist.all_gather_object(choices, choice)
+    ranks_by_flags: dict[str, list[int]] = defaultdict(list)
+    for rank, peer in enumerate(choices):
+        ranks_by_flags[peer.flags].append(rank)
+    if len(ranks_by_flags) == 1:
+        return
+    descriptions = []
+    for flags, ranks in ranks_by_flags.items():
+        others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+        descriptions.append(f"{flags} on rank {ranks[0]}{others}, {choices[ranks[0]].basis}")
+    raise ScheduleError(
+        f"auto has chosen different schedules: {'; '.join(descriptions)}; name one of them, such "
+        "as that of the device with the least memory, instead of auto"
+    )
 
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]

@@ -27,7 +27,7 @@ from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 from tests.config.test_schedule_flags import outcomes
-from tests.ranks import require_training, run_ranks
+from tests.ranks import require_training, run_ranks, start_ranks, train_here
 from tests.runtime.capture import GPT, train
 from tests.runtime.test_equality import UNCLIPPED, assert_equal
 
@@ -358,6 +358,27 @@ def test_it_trains_as_the_schedule_by_name() -> None:
     automatic_run = train(2, f"{TRAINED}--pipeline-schedule auto ")
     assert automatic_run.tables == by_name.tables
     assert_equal(automatic_run, by_name)
+
+
+def _on_another_device(argv: list[str]) -> None:
+    """Train as a rank whose device has nearly no memory, except for rank 0's."""
+    h100 = DEVICES["h100"]
+    memory_gib = 80.0 if os.environ["RANK"] == "0" else h100.reserve_gib
+    automatic.device_here = lambda: dataclasses.replace(h100, memory_gib=memory_gib)
+    train_here("gpt", argv)  # this process is a rank and ends
+
+
+@pytest.mark.short_s(10)
+def test_ranks_that_choose_differently_say_what_and_why() -> None:
+    """Before they build groups, which would differ too."""
+    require_training()
+    run = start_ranks(2, _on_another_device, f"{TRAINED}--pipeline-schedule auto".split())
+    assert all(run.exit_codes), run.describe()
+    for log in run.logs:
+        [line] = [line for line in log.splitlines() if "auto has chosen" in line]
+        assert "auto has chosen different schedules: --pipeline-schedule " in line
+        assert " on rank 0, by forecast for 2 x h100 with " in line
+        assert " on rank 1, by forecast for 2 x h100 with 0.0 GiB; name one of them" in line
 
 
 # -- by the costs of a traced run ----------------------------------------------------------------
