@@ -223,7 +223,9 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _refuse_torchs_wrappers(pipeline: Pipeline, chunks: Sequence[torch.nn.Module]) -> None:
     """Reject torch's data parallelism where gradients are not complete when its hooks run."""
-    if not pipeline.full.splits_backward and pipeline.dynamic is None:
+    table = pipeline.full
+    has_twins = table.placement.twins == 2
+    if not (table.splits_backward or has_twins or pipeline.dynamic is not None):
         return
     wrappers = set(_TORCHS_WRAPPERS)
     config = get_model_config(chunks[0])
@@ -238,7 +240,7 @@ def _refuse_torchs_wrappers(pipeline: Pipeline, chunks: Sequence[torch.nn.Module
                 if base.__name__ in wrappers and base.__module__.startswith("torch."):
                     raise ScheduleError(
                         f"a model chunk holds torch's {base.__name__}, which reduces gradients by "
-                        f"hooks in the backward, but {pipeline.full.label} computes weight "
+                        f"hooks in the backward, but {table.label} computes weight "
                         "gradients later, or in another order on each replica; wrap chunks in "
                         "Megatron's DistributedDataParallel, or take 1f1b without --use-dpp"
                     )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ext
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
@@ -363,6 +364,8 @@ def _wrapped_by_torch() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from megatron_ext.runtime import entry
+
     toy.start(2)
     replicas = parallel_state.get_data_parallel_group()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
@@ -383,6 +386,15 @@ def _wrapped_by_torch() -> list[str]:
     silenced = torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas)
     silenced.number = stage.number  # what the forward step reads
     _step(config, [silenced])
+    [stage] = toy.chunks(toy.config(), [dist.get_rank()])
+    wrapped = [torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas)]
+    entry._refuse_torchs_wrappers(make_pipeline("1f1b", 2, M), wrapped)
+    for pipeline in (
+        make_pipeline("1f1b", 2, M, dynamic=DynamicOrder()),
+        make_pipeline("bitpipe", 4, 8, options={"order": "paper"}),
+    ):
+        with pytest.raises(ScheduleError, match="in another order on each replica"):
+            entry._refuse_torchs_wrappers(pipeline, wrapped)
     return refusals
 
 
