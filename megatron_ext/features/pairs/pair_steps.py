@@ -10,6 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.pairs.plans import PlannedCompute
+from megatron_ext.features.pairs.skipped_hooks import log_skipped_hooks
 from megatron_ext.runtime.feature import Feature, Model, Step
 from megatron_ext.runtime.program import PipelineEnds
 
@@ -35,6 +36,7 @@ class PairSteps(Feature):
         """Reject a model or a forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
             _check_plans(chunks, forward_step)
+            log_skipped_hooks(chunks)
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""

@@ -1,0 +1,48 @@
+"""Hooks of a program that do not run in pairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger(__name__)
+# A schedule plan runs the parts of these modules one by one, and not the modules themselves.
+_RUN_IN_PARTS = (TransformerBlock, TransformerLayer, MoELayer)
+
+
+def log_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> None:
+    """Log which modules have hooks that do not run in pairs, under Megatron's schedule either."""
+    names = list(_modules_with_skipped_hooks(chunks))
+    if names:
+        _LOG.warning(
+            "hooks on %s do not run: with --overlap-moe-expert-parallel-comm, Megatron runs the "
+            "parts of these modules one by one; register them on the parts (self_attention, "
+            "router, experts), or leave the flag out",
+            ", ".join(names),
+        )
+
+
+def _modules_with_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    for chunk in map(unwrap_model, chunks):
+        for path, module in chunk.named_modules():
+            if module is not chunk and not isinstance(module, _RUN_IN_PARTS):
+                continue
+            hooks = chain(
+                module._forward_pre_hooks.values(),
+                module._forward_hooks.values(),
+                module._backward_pre_hooks.values(),
+                module._backward_hooks.values(),
+            )
+            # Megatron's DDP registers hooks on all modules.
+            if any(not getattr(hook, "__module__", "").startswith("megatron") for hook in hooks):
+                yield path or type(module).__name__
