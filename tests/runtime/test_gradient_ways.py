@@ -535,3 +535,36 @@ def failures(setting: Setting) -> dict[str, str | None]:
 @pytest.mark.parametrize("setting", _SETTINGS.values(), ids=_SETTINGS)
 def test_every_way_gives_the_bits_of_a_whole_backward(setting: Setting) -> None:
     assert run_ranks(1, failures, setting) == [{}]
+
+
+def freed_inputs() -> list[bool]:
+    """Return for each layer whether the input has been freed after a forward that recomputes."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from tests.pipelines import splits, use
+
+    start_parallel()
+    use(None)
+    stage = Stage(torch.float32)
+    splits().register_modules(0, stage)
+    storages: list[StorageWeakRef] = []
+
+    def remember(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        storages.append(StorageWeakRef(inputs[0].untyped_storage()))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return stage(2 * x)
+
+    for layer in (stage.first, stage.second):
+        layer.register_forward_pre_hook(remember)
+    x = torch.ones(5, 2, _WIDTH, requires_grad=True)
+    output = torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+    freed = [storage.expired() for storage in storages]
+    with splits().defer(0, 0):
+        output.sum().backward()
+    splits().run(0, 0)
+    return freed
+
+
+def test_a_checkpoint_frees_the_inputs_of_split_layers() -> None:
+    assert run_ranks(1, freed_inputs) == [[True, True]]
