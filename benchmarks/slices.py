@@ -11,6 +11,10 @@ is the executor's processor time between two actions, including messages but not
 `memory`: one step of a GPT on CPU ranks with 4096 tokens, one layer per rank, and recomputed
 attention. It shows the peak of what autograd keeps, relative to one whole micro-batch, next to the
 table's peak, which also bounds a dynamic order.
+
+`keys`: keys and values of one layer and one sample, written to the buffer that later slices read,
+and appended to a copy of those of all earlier slices, in turn. It shows the bytes that both write
+in forwards and backwards, what autograd keeps, and the ratio of their times, without attention.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
 from benchmarks.harness.systems import OVERLAPPED, PEERS, Own, System, own
 from megatron_ext.tools.text_table import aligned
 
-_PARTS = ("schedules", "memory")
+_PARTS = ("schedules", "memory", "keys")
 _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens per sample of real models."""
 _SLICES, _ATTENTION = (1, 4, 8, 16), (0.3, 0.6)
@@ -117,6 +121,10 @@ def main() -> int:
         print(executors_own(pp, num_microbatches), flush=True)
     if "memory" in args.parts:
         print(f"{memory_of_a_model(_LENGTH, 8)}\n", flush=True)
+    if "keys" in args.parts:
+        from benchmarks.harness.slice_keys import compare_ways  # with Megatron, torch
+
+        print(f"{compare_ways(_LENGTH if args.quick else 8 * _LENGTH, _SLICES[1:])}\n", flush=True)
     print(
         f"forward {forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of two "
         f"steps; {machine()}"

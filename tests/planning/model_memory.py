@@ -257,12 +257,9 @@ class _Counting(Observer):
         self.saved = max(self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands))
         between = kept_state().microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
-        tensors = [
-            t
-            for pair in pairs
-            for kept in pair
-            for t in (*kept.made.values(), *kept.gradients.values())
-        ]
+        tensors = []
+        for buffer in chain.from_iterable(pairs):
+            tensors += [t for t in (buffer.tokens, buffer.gradient) if t is not None]
         self.kept = max(self.kept, _storage_bytes(tensors))
 
 

@@ -36,17 +36,59 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
 
 
-class _Kept:
-    """The keys, or values, of one layer for one micro-batch, by slice: `[s, b, heads, width]`."""
+class _LayerBuffer:
+    """The keys, or values, of one layer for one micro-batch, and the gradients of earlier ones."""
 
     def __init__(self) -> None:
-        self.made: dict[int, torch.Tensor] = {}
-        self.gradients: dict[int, torch.Tensor] = {}
-        """By slice: the sum of the gradients from later slices."""
+        self.tokens: torch.Tensor | None = None
+        """All tokens of the micro-batch, `[s, b, heads, width]`; each forward writes its slice."""
+        self.gradient: torch.Tensor | None = None
+        """Sum of the gradients from later slices, `[s, b, heads, width]`, for the tokens before
+        the last slice that reads earlier ones."""
+        self._last_read: torch.Tensor | None = None
+        """What the layer read last; its version counts the changes in place."""
+
+    def write(self, tensor: torch.Tensor, begin: int, num_tokens: int) -> None:
+        """Write a slice, `[s, ...]`, to its place in a sequence of `num_tokens`.
+
+        Raises:
+            ScheduleError: The layer has changed what it read.
+        """
+        if self.tokens is None:
+            self.tokens = tensor.new_empty((num_tokens, *tensor.shape[1:]))
+        if self._last_read is not None and self._last_read._version > 0:
+            raise ScheduleError(
+                "a layer changed the keys or values of earlier slices in place, and later slices "
+                "would read the changed ones; write key = key * 2 instead of key.mul_(2), or leave "
+                "the slices out"
+            )
+        self.tokens[begin : begin + len(tensor)].copy_(tensor)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return these tokens without copying them."""
+        assert self.tokens is not None
+        # A backward reads its tokens after later slices were written behind them. Autograd would
+        # reject a view as modified, because it shares the buffer's version counter; `data` is an
+        # alias with a counter that starts at 0. Transformer Engine rejects views, too.
+        alias = self.tokens[begin:end].data
+        # Not the alias itself, which will hold the graph of its slice.
+        self._last_read = alias.detach()
+        return alias
+
+    def add_gradient(self, gradient: torch.Tensor, begin: int) -> None:
+        """Add the gradient of tokens from `begin` on, `[s, ...]`."""
+        end = begin + len(gradient)
+        if self.gradient is None:  # backwards start with the last slice, which reads most tokens
+            self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
+        self.gradient[begin:end] += gradient
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.tokens = self.gradient = self._last_read = None
 
 
 class _Joined(torch.autograd.Function):
-    """Appends the keys, or values, of a slice to those of earlier slices.
+    """Returns the keys, or values, of a slice behind those of earlier slices.
 
     Earlier slices are not autograd inputs: each has a separate graph, whose backward runs later and
     picks up the gradients stored by this one.
@@ -54,35 +96,29 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, layer_state: _Kept, number: int, is_freed: bool
+        ctx: Any, tensor: torch.Tensor, buffer: _LayerBuffer, running: RunningSlice, first: int
     ) -> torch.Tensor:
-        # Clone, because a view would keep the whole projection of queries, keys and values alive.
-        # Recomputation runs this again, with the same result.
-        if is_freed:
-            layer_state.made[number] = tensor.detach().clone()
-        else:
-            layer_state.made[number] = tensor.detach().contiguous()
-        ctx.kept, ctx.number = layer_state, number
-        return torch.cat([layer_state.made[part] for part in range(number + 1)])
+        """Return the tokens from `first` to the end of the slice."""
+        ctx.buffer, ctx.first, ctx.begin, ctx.end = buffer, first, running.begin, running.end
+        ctx.is_first_slice = running.number == 0
+        if not running.is_backward:  # a recomputation has the same result
+            buffer.write(tensor, running.begin, running.num_tokens)
+        return buffer.read(first, running.end)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        layer_state, number = ctx.kept, ctx.number
-        lengths = [len(layer_state.made[part]) for part in range(number + 1)]
-        *before, own_gradient = gradients[0].split(lengths)
-        for part, gradient in enumerate(before):
-            if part in layer_state.gradients:
-                layer_state.gradients[part] += gradient
-            else:
-                # Clone, because a view would keep the gradients of all tokens in memory.
-                layer_state.gradients[part] = gradient.clone()
+        buffer, first, begin = ctx.buffer, ctx.first, ctx.begin
+        num_earlier = begin - first
+        slice_gradient = gradients[0][num_earlier:]
         # Later slices, which attend to this one, have run their backwards; earlier ones never
         # attend to it.
-        del layer_state.made[number]
-        later_gradient = layer_state.gradients.pop(number, None)
-        if later_gradient is not None:
-            own_gradient = own_gradient + later_gradient
-        return own_gradient, None, None, None
+        if buffer.gradient is not None and begin < len(buffer.gradient):
+            slice_gradient = slice_gradient + buffer.gradient[begin : ctx.end]
+        if num_earlier > 0:
+            buffer.add_gradient(gradients[0][:num_earlier], first)
+        if ctx.is_first_slice:
+            buffer.release()
+        return slice_gradient, None, None, None
 
 
 @dataclass
@@ -128,7 +164,7 @@ class _Balance(torch.autograd.Function):
 class _Microbatch:
     """State that the layers of one stage keep for one micro-batch."""
 
-    attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
+    attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(default_factory=dict)
     """Keys and values, by id of the layer."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
@@ -168,8 +204,8 @@ class RunningSlice:
     """First token of the slice."""
     end: int
     """The token after its last token."""
-    share: float
-    """Share of the micro-batch's tokens."""
+    num_tokens: int
+    """Tokens of the whole micro-batch."""
     is_backward: bool
     """Whether this is a backward, so that layers which run are recomputed."""
     _mask: torch.Tensor | None = None
@@ -185,19 +221,31 @@ class RunningSlice:
     """By id of a tensor of the slice: its name, how many tokens it is shifted by, and the
     tensor."""
 
+    @property
+    def share(self) -> float:
+        """Share of the micro-batch's tokens."""
+        return (self.end - self.begin) / self.num_tokens
+
     def with_earlier(
-        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
-        keys, values = self.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
-        # Megatron frees the memory of tensors that it recomputes after attention.
-        config: Any = layer.config
-        is_freed = (
-            config.recompute_granularity == "selective"
-            and "mla_up_proj" in config.recompute_modules
-        )
-        key = _Joined.apply(key, keys, self.number, is_freed)
-        return key, _Joined.apply(value, values, self.number, is_freed)
+        """Return the keys and values of the tokens from `first` to the end of the slice.
+
+        `key` and `value` are those of the slice, `[s, ...]` each.
+
+        Raises:
+            ScheduleError: They have more or fewer tokens than the slice.
+        """
+        num_tokens = self.end - self.begin
+        if len(key) != num_tokens or len(value) != num_tokens:
+            raise ScheduleError(
+                f"{type(layer).__name__} has keys of {len(key)} and values of {len(value)} tokens "
+                f"in a slice of {num_tokens}; pass those of all tokens of the slice, "
+                "[s, ...] each, or leave the slices out"
+            )
+        keys, values = self.kept.attention.setdefault(id(layer), (_LayerBuffer(), _LayerBuffer()))
+        key = _Joined.apply(key, keys, self, first)
+        return key, _Joined.apply(value, values, self, first)
 
     def attend(
         self,
@@ -216,20 +264,19 @@ class RunningSlice:
         queries are `[s, b, heads, width]`, or `[s, heads, width]` if packed. The mask is `[b, 1, s,
         tokens up to the end of the slice]`, True where a token must not attend; None: causal.
         """
-        key, value = self.with_earlier(layer, key, value)
+        packed = arguments.get("packed_seq_params")
+        first = 0
+        if packed is not None:
+            documents = self._documents()
+            first = documents[0].first
+            arguments["packed_seq_params"] = _packed_as_in_slice(packed, documents)
+        key, value = self.with_earlier(layer, key, value, first)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
             # Its kernels get only addresses. It copies parts of one projection, but assumes that
             # queries are contiguous if keys and values have separate memory.
             query = query.contiguous()
-        packed = arguments.get("packed_seq_params")
         if packed is not None:
-            documents = self._documents()
-            first = documents[0].first
-            if first > 0:
-                # Clone, because Transformer Engine rejects views.
-                key, value = key[first:].clone(), value[first:].clone()
-            arguments["packed_seq_params"] = _packed_as_in_slice(packed, documents)
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
                 # Otherwise its unfused attention uses the lengths of queries for keys as well.
@@ -442,8 +489,7 @@ class KeptState:
         """Make layers in this context compute slice `number`; slices start and end at `bounds`."""
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
-        share = (end - begin) / bounds[-1]
-        self.running = RunningSlice(state, number, begin, end, share, backward)
+        self.running = RunningSlice(state, number, begin, end, bounds[-1], backward)
         try:
             yield
         finally:
@@ -483,7 +529,7 @@ def with_earlier_slices(
 
     Custom models with causal attention that declare `runs_in_slices = True` call this once in each
     forward of the layer, with the keys and values of its tokens, `[s, ...]` each. Outside slices it
-    returns its arguments.
+    returns its arguments. All slices read the same memory, so do not change the results in place.
 
     Returns:
         The keys and values of all tokens of the micro-batch up to the last token of `key`, and the

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -385,8 +385,8 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
         for number in reversed(range(len(parts))):
             with kept.of(0, 0, number, BOUNDS, backward=True):
                 losses[number].backward()
-    for pair in kept.microbatches[0, 0].attention.values():
-        assert not any(tensors.made or tensors.gradients for tensors in pair), "kept after backward"
+    for buffer in chain.from_iterable(kept.microbatches[0, 0].attention.values()):
+        assert buffer.tokens is buffer.gradient is None, "kept after backward"
     found = [buffer for name, buffer in model.named_buffers() if "tokens_per_expert" in name]
     assert all(map(torch.equal, found, counted)), "the bias of experts counts other tokens"
     return max(
@@ -402,21 +402,75 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     assert worst < 2e-6
 
 
-def joined_after_freeing() -> list[float]:
-    """Join two slices, the first of whose keys are freed in between, as by recomputation."""
+def read_after_freeing() -> list[float]:
+    """Read two slices, the first of whose keys are freed in between, as by recomputation."""
     import torch
 
-    from megatron_ext.features.slices.sliced_compute import _Joined, _Kept
+    from megatron_ext.features.slices.slice_steps import kept_state
+    from tests.pipelines import use
 
-    kept = _Kept()
+    use(None)
+    layer, kept = torch.nn.Identity(), kept_state()
     first = torch.ones(2, 1, 1, 1)
-    _Joined.apply(first, kept, 0, True)
+    with kept.of(0, 0, 0, (0, 2, 3), backward=False):
+        assert kept.running is not None
+        kept.running.with_earlier(layer, first, first)
     first.untyped_storage().resize_(0)
-    return _Joined.apply(torch.zeros(1, 1, 1, 1), kept, 1, True).flatten().tolist()
+    last = torch.zeros(1, 1, 1, 1)
+    with kept.of(0, 0, 1, (0, 2, 3), backward=False):
+        assert kept.running is not None
+        return kept.running.with_earlier(layer, last, last)[0].flatten().tolist()
 
 
 def test_keys_outlive_the_memory_of_their_layer() -> None:
-    assert run_ranks(1, joined_after_freeing) == [[1.0, 1.0, 0.0]]
+    assert run_ranks(1, read_after_freeing) == [[1.0, 1.0, 0.0]]
+
+
+def shared_storages() -> None:
+    """All slices read one buffer, also those whose backward runs after it was written again."""
+    import torch
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.features.slices.slice_steps import kept_state
+    from tests.pipelines import use
+
+    use(None)
+    layer, kept = torch.nn.Identity(), kept_state()
+    bounds = (0, 5, 6, 11)
+    leaves = torch.randn(11, 2, 3, requires_grad=True)
+    outputs, storages = [], set()
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        with kept.of(0, 0, number, bounds, backward=False):
+            assert kept.running is not None
+            keys, values = kept.running.with_earlier(layer, leaves[begin:end], leaves[begin:end])
+        storages |= {keys.untyped_storage().data_ptr(), values.untyped_storage().data_ptr()}
+        assert keys._base is None
+        # The product saves the keys, and the buffer is written again before its backward.
+        outputs.append((keys * keys * (number + 1)).sum() + values.sum())
+    assert len(storages) == 2
+    for number in reversed(range(3)):
+        with kept.of(0, 0, number, bounds, backward=True):
+            outputs[number].backward()
+    [(key_buffer, value_buffer)] = kept.microbatches[0, 0].attention.values()
+    assert key_buffer.tokens is value_buffer.gradient is None, "kept after the backward"
+    reads = torch.tensor([3.0] * 5 + [2.0] + [1.0] * 5)
+    weights = torch.tensor([6.0] * 5 + [5.0] + [3.0] * 5)
+    expected = 2 * leaves * weights[:, None, None] + reads[:, None, None]
+    torch.testing.assert_close(leaves.grad, expected.detach())
+    one_token = torch.ones(1, 2, 3)  # which would spread over the whole slice
+    with kept.of(0, 1, 0, bounds, backward=False):
+        assert kept.running is not None
+        with pytest.raises(ScheduleError, match="Identity has keys of 1 and values of 5 tokens"):
+            kept.running.with_earlier(layer, one_token, leaves[:5])
+        kept.running.with_earlier(layer, leaves[:5], leaves[:5])[1].mul_(2)
+    with kept.of(0, 1, 1, bounds, backward=False):
+        assert kept.running is not None
+        with pytest.raises(ScheduleError, match="changed the keys or values of earlier slices"):
+            kept.running.with_earlier(layer, leaves[5:6], leaves[5:6])
+
+
+def test_slices_read_one_buffer() -> None:
+    run_ranks(1, shared_storages)
 
 
 WITH_TE = """
