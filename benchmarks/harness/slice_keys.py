@@ -5,9 +5,8 @@ Both ways run here without attention, whose gradients are those of a sum over al
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -78,77 +77,74 @@ class _Figures(NamedTuple):
     """Storages that the reads of all slices keep for their backwards."""
 
 
-Way = Callable[[torch.Tensor, Sequence[int]], list[torch.Tensor]]
-"""Runs the forwards of a sample's slices, which end at the bounds: by slice, what it reads."""
+Way = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Runs the forwards of a sample's slices, `[s, b, heads, width]` each: by slice, what it reads."""
 
 
-def _append(sample: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
+def _append(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     slices: dict[int, torch.Tensor] = {}
     gradients: dict[int, torch.Tensor] = {}
     reads = []
-    for number, (begin, end) in enumerate(pairwise(bounds)):
-        reads.append(_Appended.apply(sample[begin:end], slices, gradients, number))
+    for number, part in enumerate(parts):
+        reads.append(_Appended.apply(part, slices, gradients, number))
     return reads
 
 
-def _buffer(sample: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
+def _buffer(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     layer, kept = torch.nn.Identity(), KeptState()
-    value = sample[:, :, :, :0]  # keys are enough
+    bounds = [0, *accumulate(map(len, parts))]
     reads = []
-    for number, (begin, end) in enumerate(pairwise(bounds)):
+    for number, part in enumerate(parts):
+        value = part[..., :0]  # keys are enough
         with kept.of(0, 0, number, bounds, backward=False):
             assert kept.running is not None
-            key, _ = kept.running.with_earlier(layer, sample[begin:end], value[begin:end])
+            key, _ = kept.running.with_earlier(layer, part, value)
         reads.append(key)
     return reads
 
 
-def _run(way: Way, sample: torch.Tensor, bounds: Sequence[int], incoming: torch.Tensor) -> float:
+def _run(way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor) -> float:
     """Run forwards in order and backwards in reverse; return the seconds."""
-    sample.grad = None
+    for part in parts:
+        part.grad = None
     begin_s = perf_counter()
-    reads = way(sample, bounds)
+    reads = way(parts)
     while reads:
         read = reads.pop()
         read.backward(incoming[: len(read)])
     return perf_counter() - begin_s
 
 
-def _figures(
-    way: Way, sample: torch.Tensor, bounds: Sequence[int], incoming: torch.Tensor
-) -> _Figures:
-    reads = way(sample, bounds)
+def _figures(way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor) -> _Figures:
+    reads = way(parts)
     storages = {read.untyped_storage().data_ptr(): read.untyped_storage() for read in reads}
     kept_bytes = sum(storage.nbytes() for storage in storages.values())
     del reads, storages
-    # The gradients of the sample itself add up outside of both ways.
     with _Written() as written:
-        _run(way, sample, bounds, incoming)
+        _run(way, parts, incoming)
     return _Figures(written.num_bytes, kept_bytes)
 
 
 def compare_ways(length: int, numbers_of_slices: Sequence[int]) -> str:
     """Return a table of both ways for a sample of that many tokens."""
     generator = torch.Generator().manual_seed(1)
-    sample = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator, requires_grad=True)
+    sample = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
     incoming = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
     rows = [["slices", "written, buffer", "appended", "kept, buffer", "appended", "time ratio"]]
     for num_slices in numbers_of_slices:
         bounds = token_bounds(shares_of_equal_cost(num_slices, _ATTENTION), length)
+        parts = [sample[begin:end].clone().requires_grad_() for begin, end in pairwise(bounds)]
         gradients = []
         for way in (_buffer, _append):
-            _run(way, sample, bounds, incoming)
-            assert sample.grad is not None
-            gradients.append(sample.grad)
+            _run(way, parts, incoming)
+            gradients.append(torch.cat([part.grad for part in parts if part.grad is not None]))
         assert gradients[0].equal(gradients[1])
         ratios = []
-        gc.collect()
         for _ in range(_PAIRS):
-            ratios.append(
-                _run(_buffer, sample, bounds, incoming) / _run(_append, sample, bounds, incoming)
-            )
+            buffer_s = _run(_buffer, parts, incoming)
+            ratios.append(buffer_s / _run(_append, parts, incoming))
         row = [str(num_slices)]
-        figures = [_figures(way, sample, bounds, incoming) for way in (_buffer, _append)]
+        figures = [_figures(way, parts, incoming) for way in (_buffer, _append)]
         row += [f"{figure.written_bytes / sample.nbytes:.1f}" for figure in figures]
         row += [f"{figure.kept_bytes / sample.nbytes:.1f}" for figure in figures]
         rows.append([*row, f"{median(ratios):.2f}"])

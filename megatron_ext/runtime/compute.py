@@ -211,7 +211,10 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Tokens of a sequence; only tables with slices read it."""
+    """Tokens of a sequence; only tables with slices of equal shares read it."""
+    slice_bounds: Sequence[Sequence[int]] = ()
+    """By micro-batch of the table: the first token of each slice, followed by the number of tokens.
+    Empty: micro-batches are whole, or have slices of equal shares."""
 
 
 class _Stage(NamedTuple):
@@ -456,15 +459,18 @@ class StageCompute:
             contexts.append(rng_of_this_step(stage, microbatch))
         place = self._stage(stage)
         if place.checks_lengths:
-            contexts.append(
-                refusing_long_sequences(place.model, stage, microbatch, self.call.cp_group_size)
-            )
+            contexts.append(self._checking_lengths(place.model, stage, microbatch))
         if len(contexts) < 2:
             return contexts[0] if contexts else _UNCHANGED
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context)
             return entered.pop_all()
+
+    def _checking_lengths(
+        self, model: torch.nn.Module, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        return refusing_long_sequences(model, stage, microbatch, self.call.cp_group_size)
 
 
 def log_ignored_input(stage: int, microbatch: int) -> None:

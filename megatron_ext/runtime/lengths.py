@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def refusing_long_sequences(
-    model: torch.nn.Module, stage: int, microbatch: int, cp_size: int
+    model: torch.nn.Module, stage: int, microbatch: int, cp_size: int, *, num_earlier: int = 0
 ) -> Iterator[None]:
     """Check the number of tokens that a first stage reads in this context; upstream does not.
+
+    The tokens may be a slice, which `num_earlier` tokens of the sequence precede.
 
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions.
@@ -37,7 +39,7 @@ def refusing_long_sequences(
         packed = kwargs.get("packed_seq_params")
         longest = 0
         if tokens is not None:
-            longest = tokens.shape[-1] * cp_size
+            longest = num_earlier + tokens.shape[-1] * cp_size
         if packed is not None and packed.max_seqlen_q is not None:
             longest = int(packed.max_seqlen_q)
         elif packed is not None and packed.cu_seqlens_q is not None:

@@ -4,17 +4,23 @@ The forwards of a micro-batch's slices run in order, the backwards in reverse. A
 reads the keys and values of all slices before it, so each layer keeps them. Their gradients are
 complete by the time the backward of the slice that produced them starts. The idea is from SlimPipe
 (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
+
+A slice may be empty, because all replicas have the same number of slices, so that the collectives
+inside their layers match. Megatron's layers fail without tokens, so an empty slice runs a few
+padding tokens, which add nothing to losses, gradients or counts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +35,9 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.features.slices.sliceable import check_model, declares_slices, sliced_layers
 from megatron_ext.features.slices.sliced_layers import running_slice
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
+from megatron_ext.runtime.lengths import refusing_long_sequences
 from megatron_ext.schedules.table.slices import token_bounds
+from megatron_ext.upstream.signatures import megatron_arguments
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
@@ -80,7 +88,7 @@ class _LayerBuffer:
         end = begin + len(gradient)
         if self.gradient is None:  # backwards start with the last slice, which reads most tokens
             self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
-        self.gradient[begin:end] += gradient
+        self.gradient[begin:end].add_(gradient)  # `+=` would also copy the sum onto itself
 
     def release(self) -> None:
         """Free the memory."""
@@ -172,22 +180,15 @@ class _Microbatch:
     """By id of the router, and index among its balancing losses."""
     packed: Any = None
     """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence per row."""
+    documents_read: Callable[[], tuple[int, ...]] = tuple
+    """Returns `documents` if this rank has read the micro-batch on the host, else an empty
+    tuple."""
     documents: tuple[int, ...] = ()
-    """The first token of each packed sequence, followed by the total number of tokens."""
+    """The first token of each packed sequence, followed by the total number of tokens, which may
+    be repeated."""
     ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """For multi-token prediction, by name: the whole tensor `[b, s]` shifted by 0, 1, ... tokens,
     each with the sum of its entries."""
-
-
-class _Document(NamedTuple):
-    """A packed sequence with tokens in a slice."""
-
-    first: int
-    """First token of the sequence, possibly in an earlier slice."""
-    begin: int
-    """First of the sequence's tokens in the slice."""
-    end: int
-    """The token after its last token in the slice."""
 
 
 @dataclass
@@ -208,9 +209,15 @@ class RunningSlice:
     """Tokens of the whole micro-batch."""
     is_backward: bool
     """Whether this is a backward, so that layers which run are recomputed."""
+    num_padding: int
+    """Tokens that run if the slice is empty."""
     _mask: torch.Tensor | None = None
     """True where a token must not attend, `[1, 1, s, tokens up to the end of the slice]`; shared by
     all layers."""
+    _packed: Any = None
+    """Megatron's `PackedSeqParams` for attention in this slice; shared by all layers."""
+    _first_packed: int = 0
+    """First token of the first packed sequence with tokens in the slice."""
     _router: Any = None
     """The router that is running."""
     _num_losses: int = 0
@@ -222,8 +229,13 @@ class RunningSlice:
     tensor."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether its tokens are padding."""
+        return self.begin == self.end
+
+    @property
     def share(self) -> float:
-        """Share of the micro-batch's tokens."""
+        """Share of the micro-batch's tokens, of which there are some."""
         return (self.end - self.begin) / self.num_tokens
 
     def with_earlier(
@@ -236,6 +248,9 @@ class RunningSlice:
         Raises:
             ScheduleError: They have more or fewer tokens than the slice.
         """
+        keys, values = self.kept.attention.setdefault(id(layer), (_LayerBuffer(), _LayerBuffer()))
+        if self.is_empty:
+            return key, value
         num_tokens = self.end - self.begin
         if len(key) != num_tokens or len(value) != num_tokens:
             raise ScheduleError(
@@ -243,7 +258,6 @@ class RunningSlice:
                 f"in a slice of {num_tokens}; pass those of all tokens of the slice, "
                 "[s, ...] each, or leave the slices out"
             )
-        keys, values = self.kept.attention.setdefault(id(layer), (_LayerBuffer(), _LayerBuffer()))
         key = _Joined.apply(key, keys, self, first)
         return key, _Joined.apply(value, values, self, first)
 
@@ -266,10 +280,8 @@ class RunningSlice:
         """
         packed = arguments.get("packed_seq_params")
         first = 0
-        if packed is not None:
-            documents = self._documents()
-            first = documents[0].first
-            arguments["packed_seq_params"] = _packed_as_in_slice(packed, documents)
+        if packed is not None and not self.is_empty:
+            arguments["packed_seq_params"], first = self._packed_in_slice(packed)
         key, value = self.with_earlier(layer, key, value, first)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
@@ -290,13 +302,36 @@ class RunningSlice:
         result: torch.Tensor = call(query, key, value, attention_mask, **arguments)
         return result
 
-    def _documents(self) -> list[_Document]:
-        """Return the packed sequences with tokens in the slice."""
-        documents = []
-        for first, end in pairwise(self.kept.documents):
-            if first < self.end and self.begin < end:
-                documents.append(_Document(first, max(first, self.begin), min(end, self.end)))
-        return documents
+    def _packed_in_slice(self, packed: Any) -> tuple[Any, int]:
+        """Return what attention needs in a slice of packed sequences.
+
+        Returns:
+            Megatron's `PackedSeqParams` for queries of the slice and keys up to its end, and the
+            first token of the first sequence with tokens in the slice.
+        """
+        if self._packed is None:  # the same for all layers
+            documents = self.kept.documents
+            # From the sequence of the first token to that of the last one; sequences without tokens
+            # may be between them.
+            end_index = min(bisect_left(documents, self.end), len(documents) - 1)
+            first_index = min(bisect_right(documents, self.begin), end_index) - 1
+            first = documents[first_index]
+            starts = documents[first_index : end_index + 1]
+            query_bounds = [min(max(start, self.begin), self.end) for start in starts]
+            if starts[-1] <= self.begin:  # padding behind all sequences reads no keys
+                first = self.begin
+            key_bounds = [min(max(start, first), self.end) for start in starts]
+            # Cut on the device: a copy from the host would make the host wait for the device.
+            whole_bounds = self.kept.packed.cu_seqlens_q[first_index : end_index + 1]
+            self._packed = replace(
+                packed,
+                cu_seqlens_q=whole_bounds.clamp(self.begin, self.end) - self.begin,
+                cu_seqlens_kv=whole_bounds.clamp(first, self.end) - first,
+                max_seqlen_q=_longest(query_bounds),
+                max_seqlen_kv=_longest(key_bounds),
+            )
+            self._first_packed = first
+        return self._packed, self._first_packed
 
     def _causal_mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         if self._mask is None:  # the same for all layers
@@ -329,17 +364,21 @@ class RunningSlice:
 
     def _keep_packed(self, packed: Any) -> None:
         """Keep the starts of the micro-batch's packed sequences, for all its slices."""
-        # This waits for the device, so do it once per micro-batch.
-        bounds = packed.cu_seqlens_q.tolist()
-        padded = packed.cu_seqlens_q_padded
-        is_padded = padded is not None and padded.tolist() != bounds
+        bounds, padded_bounds = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+        is_padded = False
+        if padded_bounds is not None and padded_bounds is not bounds:
+            is_padded = not torch.equal(padded_bounds, bounds)
         if packed.qkv_format != "thd" or is_padded:
             raise ScheduleError(
                 f"packed sequences of format {packed.qkv_format} with padding between them "
                 "cannot run in slices; pack without padding, or leave the slices out"
             )
         self.kept.packed = packed
-        self.kept.documents = tuple(dict.fromkeys(bounds))
+        documents = self.kept.documents_read()
+        if len(documents) != len(bounds):
+            # This rank read no data. Do this once per micro-batch: it waits for the device.
+            documents = tuple(bounds.tolist())
+        self.kept.documents = documents
 
     def _packed_as_one_sequence(self) -> Any:
         """Return Megatron's `PackedSeqParams` for the slice as if it were one sequence.
@@ -348,14 +387,19 @@ class RunningSlice:
         kernels would start each sequence with the first position. Attention still gets the separate
         sequences.
         """
-        whole_packed = self.kept.packed
-        bounds = _sums([self.end - self.begin], whole_packed.cu_seqlens_q)
-        unset = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+        whole_packed, num_tokens = self.kept.packed, self.end - self.begin
+        changes: dict[str, Any] = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+        if self.is_empty:
+            num_tokens = self.num_padding
+            changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
+        # Not a tensor of a list: the copy from the host would make the host wait for the device.
+        bounds = torch.zeros_like(whole_packed.cu_seqlens_q[:2])
+        bounds[1:] = num_tokens
         if hasattr(whole_packed, "tokens_per_sample"):
             # Lengths of samples matter only if several rows are packed into one, and slices support
             # only one row.
-            unset["tokens_per_sample"] = None
-        return replace(whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **unset)
+            changes["tokens_per_sample"] = None
+        return replace(whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes)
 
     def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`.
@@ -372,13 +416,13 @@ class RunningSlice:
 
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
         """Return the rows of a position table for the tokens of a packed slice."""
-        documents = self.kept.documents
-        num_tokens = documents[-1]
-        places = torch.arange(num_tokens, device=table.device)
-        if len(table) != num_tokens:  # otherwise positions count across all sequences
-            starts = torch.tensor(documents, device=table.device)
+        places = torch.arange(self.num_tokens, device=table.device)
+        if len(table) != self.num_tokens:  # otherwise positions count across all sequences
+            starts = self.kept.packed.cu_seqlens_q.to(places.dtype)
             document_of = torch.bucketize(places, starts, right=True) - 1
             places = places - starts[document_of]
+        if self.is_empty:
+            return table[: self.num_padding]
         return table[places[self.begin : self.end]]
 
     def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
@@ -406,6 +450,8 @@ class RunningSlice:
             shifted.append(call(shifted[-1][0], *args, **kwargs))
         shifted_whole, total = shifted[shift + 1]
         part = shifted_whole[:, self.begin : self.end]
+        if self.is_empty:
+            part = torch.zeros_like(tensor)
         # Keep the tensor as well, because the id of a freed tensor may be reused.
         self._rolled[id(part)] = name, shift + 1, part
         return part, total
@@ -415,19 +461,19 @@ class RunningSlice:
     ) -> Any:
         """Run Megatron's `TopKRouter.routing`, and count tokens for its balancing losses."""
         self._router, self._num_losses = router, 0
+        if self.is_empty:
+            with _without_counts(router):
+                return call(logits, *args, **kwargs)
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
             # Megatron computes these losses only in a layer's recomputation, which is too late: by
             # then, a slice needs the counts of all slices. So run the router for its counts here,
             # without adding to the token counts for the experts' bias, which the recomputation will
             # add.
-            bias_counts = getattr(router, "local_tokens_per_expert", None)
-            before = None if bias_counts is None else bias_counts.clone()
             self._counts_only = True
-            with torch.enable_grad():  # without grad, Megatron computes no losses
+            # Without grad, Megatron computes no losses.
+            with _without_counts(router), torch.enable_grad():
                 call(logits, *args, **kwargs)
             self._counts_only, self._num_losses = False, 0
-            if bias_counts is not None:
-                bias_counts.copy_(before)
         return call(logits, *args, **kwargs)
 
     def balance(
@@ -445,6 +491,8 @@ class RunningSlice:
         This replaces Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes
         the same.
         """
+        if self.is_empty:
+            return probs.new_zeros(())
         sums = self.kept.balanced[id(self._router), self._num_losses]
         self._num_losses += 1
         # Counts and probabilities add up over slices, so only this factor needs the whole
@@ -458,8 +506,8 @@ class RunningSlice:
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
         """Return a slice's share of its micro-batch's z-loss, from the z-loss of the slice."""
-        if self._counts_only:
-            return average * 0  # the recomputation adds it
+        if self._counts_only or self.is_empty:  # the recomputation adds it
+            return average * 0
         loss, weight = average * self.share, self._weight()
         if loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
@@ -484,12 +532,22 @@ class KeptState:
 
     @contextmanager
     def of(
-        self, stage: int, microbatch: int, number: int, bounds: Sequence[int], *, backward: bool
+        self,
+        stage: int,
+        microbatch: int,
+        number: int,
+        bounds: Sequence[int],
+        *,
+        backward: bool,
+        num_padding: int = 1,
     ) -> Iterator[None]:
-        """Make layers in this context compute slice `number`; slices start and end at `bounds`."""
+        """Make layers in this context compute slice `number`; slices start and end at `bounds`.
+
+        An empty one has `num_padding` tokens.
+        """
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
-        self.running = RunningSlice(state, number, begin, end, bounds[-1], backward)
+        self.running = RunningSlice(state, number, begin, end, bounds[-1], backward, num_padding)
         try:
             yield
         finally:
@@ -501,25 +559,24 @@ class KeptState:
         self.microbatches.clear()
 
 
+@contextmanager
+def _without_counts(router: Any) -> Iterator[None]:
+    """Let a router run without counting tokens for the bias of its experts."""
+    bias_counts = getattr(router, "local_tokens_per_expert", None)
+    if bias_counts is None:
+        yield
+        return
+    before = bias_counts.clone()
+    yield
+    bias_counts.copy_(before)
+
+
 # Megatron passes a mask's name on, but `AttnMaskType` lacks this kind of Transformer Engine's.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
-def _packed_as_in_slice(packed: Any, documents: Sequence[_Document]) -> Any:
-    """Return Megatron's `PackedSeqParams` for queries of a slice and keys up to its end."""
-    num_queries = [document.end - document.begin for document in documents]
-    num_keys = [document.end - document.first for document in documents]
-    return replace(
-        packed,
-        cu_seqlens_q=_sums(num_queries, packed.cu_seqlens_q),
-        cu_seqlens_kv=_sums(num_keys, packed.cu_seqlens_kv),
-        max_seqlen_q=max(num_queries),
-        max_seqlen_kv=max(num_keys),
-    )
-
-
-def _sums(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=like.dtype, device=like.device)
+def _longest(bounds: Sequence[int]) -> int:
+    return max(end - begin for begin, end in pairwise(bounds))
 
 
 def with_earlier_slices(
@@ -539,26 +596,40 @@ def with_earlier_slices(
     running = running_slice()
     if running is None:
         return key, value, 0
-    return *running.with_earlier(layer, key, value), running.begin
+    begin = running.begin
+    if running.is_empty:
+        begin = 0
+    return *running.with_earlier(layer, key, value), begin
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
-_OF_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_OF_PACKED = ("cu_seqlens", "max_seqlen")
+"""Beginnings of names."""
 _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
     """The items of a chunk's data, each read once and cut into slices. `view` takes slice numbers.
 
-    Slices are numbered across all micro-batches of the step. `bounds` has the first token of each
-    slice, followed by the total number of tokens.
+    Args:
+        data: The whole items.
+        bounds: By micro-batch: the first token of each slice, followed by all its tokens.
+        num_slices: Slice `s` of micro-batch `m` has the number `m * num_slices + s`.
+        num_padding: Padding tokens of an empty slice.
     """
 
-    def __init__(self, data: MicrobatchData, bounds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        data: MicrobatchData,
+        bounds: Sequence[Sequence[int]],
+        num_slices: int,
+        num_padding: int = 1,
+    ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
-        self._bounds, self._count = bounds, len(bounds) - 1
+        self._bounds, self._num_slices, self._num_padding = bounds, num_slices, num_padding
         # Parts for later slices, because an iterator yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
+        self._documents: dict[int, tuple[int, ...]] = {}
 
     def view(self, number: int) -> Iterator[Any] | None:
         """Return an iterator that yields one slice; None without data."""
@@ -572,7 +643,7 @@ class SlicedData(MicrobatchData):
     def take(self, number: int) -> dict[str, Any]:
         """Return a slice and drop it."""
         if number not in self._parts:
-            self.whole(number // self._count)
+            self.whole(number // self._num_slices)
         return self._parts.pop(number)
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
@@ -580,12 +651,28 @@ class SlicedData(MicrobatchData):
         if self.iterator is None:
             return None
         item: Mapping[str, Any] = super().take(microbatch)
-        self._parts |= dict(enumerate(_cut(item, self._bounds), microbatch * self._count))
+        slices = _cut(item, self._bounds[microbatch], self._num_padding)
+        self._parts |= dict(enumerate(slices, microbatch * self._num_slices))
+        self._documents[microbatch] = _documents_on_host(item)
         return item
 
+    def documents(self, microbatch: int) -> tuple[int, ...]:
+        """Return the bounds of packed sequences, if this rank has read them on the host."""
+        return self._documents.get(microbatch, ())
 
-def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the slices of a micro-batch."""
+
+def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
+    # Megatron's script gives the model the padded bounds if there are any.
+    bounds = item.get("cu_seqlens_padded")
+    if bounds is None:
+        bounds = item.get("cu_seqlens")
+    if bounds is None or bounds.device.type != "cpu":
+        return ()
+    return tuple(bounds.flatten().tolist())
+
+
+def _cut(item: Any, bounds: Sequence[int], num_padding: int = 1) -> list[dict[str, Any]]:
+    """Return the slices of a micro-batch; empty ones have `num_padding` tokens, all 0."""
     # The data iterator yields tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
     # where a token must not attend, and fields that each slice gets whole: bounds of packed
     # sequences, `[1, sequences + 1]`, and per-sample values, `[b]`.
@@ -603,8 +690,13 @@ def _cut(item: Any, bounds: Sequence[int]) -> list[dict[str, Any]]:
                 fields[name] = tensor
             elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (num_tokens,):
                 fields[name] = tensor[:, begin:end].contiguous()
+                if begin == end:
+                    fields[name] = tensor.new_zeros((len(tensor), num_padding))
             elif name == "attention_mask" and tensor.shape[2:] == (num_tokens, num_tokens):
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
+                if begin == end:
+                    mask = tensor.new_ones((*tensor.shape[:2], num_padding, num_padding))
+                    fields[name] = mask.triu(1)
             else:
                 shape = list(getattr(tensor, "shape", ()))
                 raise ScheduleError(
@@ -619,17 +711,21 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
     """Return whether each slice gets the whole of a micro-batch's field."""
     if tensor is None:
         return True
-    if name in _OF_PACKED:
+    if name in _ALONG_SEQUENCE:
+        return False
+    num_dims = getattr(tensor, "ndim", 0)
+    if num_dims == 2 and name.startswith(_OF_PACKED):
         return len(tensor) == 1
     # Per-sample values, such as the data set of each sample, have no token dimension.
-    return name not in _ALONG_SEQUENCE and getattr(tensor, "ndim", 0) < 2
+    return num_dims < 2
 
 
 @dataclass
 class SlicedCompute(StageCompute):
     """Runs the actions of a table of slices.
 
-    `StageCompute` treats each slice as a micro-batch, numbered across the step.
+    `StageCompute` treats each slice as a micro-batch, numbered across the step. A micro-batch of
+    one slice runs as a whole one.
     """
 
     kept: KeptState = field(default_factory=KeptState, kw_only=True)
@@ -642,16 +738,22 @@ class SlicedCompute(StageCompute):
     def __post_init__(self) -> None:
         """Cut the step's data into slices, and wrap the forward step to divide losses later."""
         call, schedule = self.call, self.table.schedule
-        # Tensor-parallel ranks must hold equal parts of a slice.
-        multiple = 1
-        if call.config.sequence_parallel:
-            multiple = call.config.tensor_model_parallel_size
         self._num_slices = schedule.num_slices
-        self._bounds = token_bounds(schedule.slices, call.seq_length, multiple)
+        self._bounds = call.slice_bounds
+        # Tensor-parallel ranks must hold equal parts of a slice.
+        self._multiple = 1
+        if call.config.sequence_parallel:
+            self._multiple = call.config.tensor_model_parallel_size
+        if not self._bounds:
+            bounds = token_bounds(schedule.slices, call.seq_length, self._multiple)
+            self._bounds = [bounds] * schedule.num_microbatches
         self._user_step = call.forward_step_func
         self.call = replace(
             call,
-            data=[SlicedData(data, self._bounds) for data in call.data],
+            data=[
+                SlicedData(data, self._bounds, self._num_slices, self._multiple)
+                for data in call.data
+            ],
             forward_step_func=self._forward_step,
         )
 
@@ -661,29 +763,58 @@ class SlicedCompute(StageCompute):
         Raises:
             ScheduleError: The model, its data or its loss function are not made for slices.
         """
-        stage, kind, microbatch, part = action
+        stage, kind, microbatch, slice_index = action
         number = self._numbered(action)
         numbered = action._replace(microbatch=number, slice=0)
         if kind == "W":  # needs no state that layers keep
             return super().run(numbered, inputs)
-        if kind == "F" and part == 0:
+        if kind == "F" and not self._forwards[stage]:
             # Once per step, because hooks may change between steps, and a large model takes
             # milliseconds.
-            if not self._forwards[stage]:
-                check_model(self._stage(stage).model)
-            if getattr(self.call.config, "mtp_num_layers", None):
-                self._look_ahead(stage, microbatch, inputs)
+            check_model(self._stage(stage).model)
+        is_cut = not self._is_whole(microbatch)
+        if kind == "F" and slice_index == 0 and is_cut:
+            self._begin_microbatch(stage, microbatch, inputs)
         # For the loss function, which Megatron calls inside without naming the slice.
         self._number = number
-        with self.kept.of(stage, microbatch, part, self._bounds, backward=kind != "F"):
+        with self._layers_in_slice(action):
             outputs = super().run(numbered, inputs)
-        if kind == "F" and part == 0:
+        if kind == "F" and slice_index == 0 and is_cut:
             self._check_effect(stage, microbatch)
-        if kind == "F" and part == self._num_slices - 1 and self._stage(stage).is_last:
+        is_last_slice = slice_index == len(self._bounds[microbatch]) - 2
+        if kind == "F" and is_last_slice and self._stage(stage).is_last:
             self._complete_loss(stage, microbatch)
-        if kind != "F" and part == 0:  # the last backward of the micro-batch
-            del self.kept.microbatches[stage, microbatch]
+        if kind != "F" and slice_index == 0:  # the last backward of the micro-batch
+            self.kept.microbatches.pop((stage, microbatch), None)
         return outputs
+
+    def _is_whole(self, microbatch: int) -> bool:
+        """Return whether a micro-batch runs in one slice that has tokens."""
+        bounds = self._bounds[microbatch]
+        return len(bounds) == 2 and bounds[-1] > 0
+
+    def _layers_in_slice(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context in which layers compute the slice of an action."""
+        stage, kind, microbatch, slice_index = action
+        if self._is_whole(microbatch):
+            return nullcontext()
+        return self.kept.of(
+            stage,
+            microbatch,
+            slice_index,
+            self._bounds[microbatch],
+            backward=kind != "F",
+            num_padding=self._multiple,
+        )
+
+    def _begin_microbatch(self, stage: int, microbatch: int, inputs: Tensors) -> None:
+        """Prepare what the slices of a micro-batch share."""
+        data = self._stage(stage).data
+        assert isinstance(data, SlicedData)
+        state = self.kept.microbatches[stage, microbatch]
+        state.documents_read = partial(data.documents, microbatch)
+        if getattr(self.call.config, "mtp_num_layers", None):
+            self._look_ahead(stage, microbatch, inputs)
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
         """Check that all layers of a stage kept keys and values: a patch may not be in effect."""
@@ -702,13 +833,37 @@ class SlicedCompute(StageCompute):
         """Return the inputs and outputs kept for a backward; None once it has run."""
         return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
 
+    def end_step(self) -> None:
+        """Key the reports by micro-batch."""
+        self.reports = {
+            number // self._num_slices: report for number, report in self.reports.items()
+        }
+
     def _numbered(self, action: Action) -> int:
         return action.microbatch * self._num_slices + action.slice
+
+    def _checking_lengths(
+        self, model: torch.nn.Module, stage: int, number: int
+    ) -> AbstractContextManager[None]:
+        microbatch, begin, end = self._place_of(number)
+        if begin == end:
+            return nullcontext()
+        return refusing_long_sequences(
+            model, stage, microbatch, self.call.cp_group_size, num_earlier=begin
+        )
+
+    def _place_of(self, number: int) -> tuple[int, int, int]:
+        """Return the micro-batch of a slice, its first token, and the token after its last one."""
+        microbatch, slice_index = divmod(number, self._num_slices)
+        begin, end = self._bounds[microbatch][slice_index : slice_index + 2]
+        return microbatch, begin, end
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the user's forward step, dividing its loss by the micro-batch's tokens later."""
         number = self._number
-        output, loss_of = self._user_step(*args, **kwargs)
+        microbatch, begin, end = self._place_of(number)
+        with _sequence_length(end - begin or self._multiple):
+            output, loss_of = self._user_step(*args, **kwargs)
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             results = loss_of(tensor, *args, **kwargs)
@@ -718,8 +873,13 @@ class SlicedCompute(StageCompute):
                     "the micro-batch; return (sum of losses, number of tokens, report)"
                 )
             total, num_tokens, report = results
+            if begin == end:  # the loss function may not use a mask
+                total, num_tokens = total * 0, torch.zeros_like(num_tokens)
+                report = {
+                    name: torch.zeros_like(torch.as_tensor(value)) for name, value in report.items()
+                }
             self._num_tokens_of[number] = num_tokens
-            if self.call.config.calculate_per_token_loss:
+            if self.call.config.calculate_per_token_loss or self._is_whole(microbatch):
                 return total, num_tokens, report
             return total, torch.ones_like(num_tokens), report  # divided once all are counted
 
@@ -744,7 +904,7 @@ class SlicedCompute(StageCompute):
                 received = inputs[0]
                 assert received is not None, "the first stage predicts no later tokens"
                 # Micro-batches may differ in size, and this rank sees only activations.
-                shape = received.shape[1], self._bounds[-1]
+                shape = received.shape[1], self._bounds[microbatch][-1]
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if group.size() > 1:
                 source = parallel_state.get_tensor_model_parallel_src_rank()
@@ -757,10 +917,11 @@ class SlicedCompute(StageCompute):
         None of its backwards has run yet: the first one waits for the forward of the last slice.
         """
         first = microbatch * self._num_slices
-        numbers = range(first, first + self._num_slices)
+        numbers = range(first, first + len(self._bounds[microbatch]) - 1)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # With a per-token loss, Megatron itself divides gradients by the tokens of the step.
-        if not self.call.config.calculate_per_token_loss:
+        # With a per-token loss, Megatron itself divides gradients by the tokens of the step, and it
+        # has divided the loss of a whole micro-batch.
+        if not (self.call.config.calculate_per_token_loss or self._is_whole(microbatch)):
             num_tokens = torch.clamp(torch.stack(counts).sum(), min=1)
             for number in numbers:
                 outputs = self._live[stage, number][1]
@@ -768,6 +929,23 @@ class SlicedCompute(StageCompute):
                 outputs[0] /= num_tokens  # in place, as Megatron divides it
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
+
+
+@contextmanager
+def _sequence_length(num_tokens: int) -> Iterator[None]:
+    """Let Megatron's scripts read batches of this length instead of whole sequences.
+
+    On tensor-parallel ranks, they allocate buffers of the length in the arguments.
+    """
+    arguments = megatron_arguments()
+    if arguments is None:
+        yield
+        return
+    whole_length, arguments.seq_length = arguments.seq_length, num_tokens
+    try:
+        yield
+    finally:
+        arguments.seq_length = whole_length
 
 
 def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
-from megatron_ext.upstream.signatures import megatron_arguments
 
 SLICES = "slices"
 """Name of the state that slices keep between steps (`Runtimes.kept_by_feature`)."""
@@ -106,20 +105,15 @@ def _keep_bounds(
     return {**call(*args, **kwargs), **bounds}
 
 
-@PATCHES.row("slices.sequence_length", "megatron.core.pipeline_parallel.schedules:forward_step")
-def _with_length_of_slice(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
-) -> Any:
-    """Megatron lets scripts read batches of whole sequences, whose length is an argument."""
-    # On tensor-parallel ranks, scripts allocate buffers of this length to receive the slice.
-    arguments = megatron_arguments()
-    if arguments is None:
-        return call(*args, **kwargs)
-    whole_length, arguments.seq_length = arguments.seq_length, running.end - running.begin
-    try:
-        return call(*args, **kwargs)
-    finally:
-        arguments.seq_length = whole_length
+@PATCHES.row(
+    "slices.packed_flops",
+    "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
+    since=(0, 18),
+)
+def _count_once(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Megatron's script counts the floating-point operations of a micro-batch in each slice."""
+    if running.number == 0:
+        call(*args, **kwargs)
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")

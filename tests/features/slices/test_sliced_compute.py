@@ -402,6 +402,92 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     assert worst < 2e-6
 
 
+ANY_LENGTHS = (
+    (0, 1),
+    (0, 13),
+    (0, 1, 2, 2, 2),  # a replica with a longer sample has as many slices
+    (0, 7, 7),
+    (0, 5, 9, 13),
+    (0, 0, 0),
+)
+
+
+def differences_by_length(settings: dict[str, Any], documents: bool) -> list[float]:
+    """Return the worst difference of a gradient for each of `ANY_LENGTHS`."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_ext.features.slices import sliced_compute
+    from megatron_ext.features.slices.slice_steps import kept_state
+    from tests.pipelines import use
+    from tests.runtime import small_gpt
+
+    small_gpt.SEQUENCE = SEQUENCE
+    start_parallel()
+    use(None)
+    kept = kept_state()
+    model = small_gpt.build(use_ddp=False, **{**PLAIN, **settings})
+
+    def loss_of(part: dict[str, Any], packed: Any) -> Any:
+        labels, positions = part["labels"], part["position_ids"]
+        losses = model(part["tokens"], positions, None, labels=labels, packed_seq_params=packed)
+        return (losses * part["loss_mask"]).sum()
+
+    worst = []
+    for bounds in ANY_LENGTHS:
+        length = bounds[-1]
+        tokens = torch.arange(length)[None] * 7 % small_gpt.VOCABULARY
+        item = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length)}
+        item["position_ids"] = torch.arange(length)[None]
+        packed = None
+        if documents:
+            # The first and the last sequence have no tokens.
+            sums = torch.tensor([0, 0, length // 3, length, length], dtype=torch.int32)
+            packed = PackedSeqParams("thd", sums, sums, None, None, length, length)
+        model.zero_grad()
+        expected = {}
+        if length > 0:
+            loss_of(item, packed).backward()
+            expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        losses = []
+        for number, part in enumerate(sliced_compute._cut(item, bounds)):
+            with kept.of(0, 0, number, bounds, backward=False):
+                losses.append(loss_of(part, packed))
+        for number in reversed(range(len(losses))):
+            with kept.of(0, 0, number, bounds, backward=True):
+                losses[number].backward()
+        kept.clear()
+        differences = []
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            difference = gradient - expected.get(name, torch.zeros_like(gradient))
+            largest = expected.get(name, torch.ones(1)).abs().max()
+            differences.append((difference.abs().max() / largest).item())
+        worst.append(max(differences))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        ("grouped queries", False),
+        slow("latent", False),
+        ("recomputed experts", False),
+        slow("experts per token", False),
+        ("grouped queries", True),
+        slow("recomputed", True),
+    ],
+)
+def test_slices_of_any_length_and_empty_ones(name: str, documents: bool) -> None:
+    [worst] = run_ranks(1, differences_by_length, MODELS[name], documents)
+    assert len(worst) == len(ANY_LENGTHS)
+    for bounds, difference in zip(ANY_LENGTHS, worst, strict=True):
+        assert difference < 2e-6, bounds  # also false if it is not a number
+
+
 def read_after_freeing() -> list[float]:
     """Read two slices, the first of whose keys are freed in between, as by recomputation."""
     import torch
@@ -532,7 +618,8 @@ def test_without_its_patch_tensors_do_not_fit(patch: str, model: str) -> None:
 
     if patch == "packed_batch" and not hasattr(utils, "flatten_batch_for_packed_sequences"):
         pytest.skip("this Megatron does not join packed sequences")
-    with pytest.raises(RanksFailed, match="must match the size of tensor"):
+    mismatch = "must match the size of tensor|out of bounds for dimension"
+    with pytest.raises(RanksFailed, match=mismatch):
         run_ranks(1, worst_difference, MODELS[model], (f"slices.{patch}",))
 
 
@@ -691,31 +778,43 @@ def cut_batches() -> None:
         given = {"tokens": tokens, "loss_mask": tokens * 1.0, "attention_mask": mask, "max": None}
         return {**given, "dataset_id": torch.tensor([1, 2])}
 
-    data = SlicedData(MicrobatchData(map(item, range(2))), BOUNDS)
-    for number in (0, 3, 1, 4, 2, 5):  # slices of both micro-batches, each in order
+    longer = {"tokens": torch.arange(26).view(1, -1)}
+    empty_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool)
+    empty = {"tokens": torch.zeros(1, 0, dtype=torch.int64), "attention_mask": empty_mask}
+    given = [item(0), item(1), longer, empty]
+    several = (BOUNDS, BOUNDS, (0, 26), (0, 0, 0))
+    data = SlicedData(MicrobatchData(iter(given)), several, 3)
+    for number in (0, 3, 1, 6, 4, 2, 9, 5, 10):  # slices of each micro-batch in order
         microbatch, part = divmod(number, 3)
         items = data.view(number)
         assert items is not None
         found = next(items)
-        begin, end = [*pairwise(BOUNDS)][part]
+        begin, end = [*pairwise(several[microbatch])][part]
+        if microbatch == 2:
+            assert found["tokens"].equal(given[2]["tokens"])
+            continue
+        if microbatch == 3:
+            assert found["tokens"].tolist() == [[0]], "padding"
+            assert found["attention_mask"].tolist() == [[[[False]]]]
+            continue
         assert found["tokens"].equal(torch.arange(begin, end).expand(2, -1) + 100 * microbatch)
         assert found["loss_mask"].is_contiguous()
         assert found["attention_mask"].shape == (2, 1, end - begin, end)
         assert found["max"] is None
         assert found["dataset_id"].tolist() == [1, 2]
-    assert SlicedData(MicrobatchData(None), BOUNDS).view(0) is None
+    assert SlicedData(MicrobatchData(None), [BOUNDS], 3).view(0) is None
     for wrong, reason in [
         ({"tokens": torch.zeros(2, 7)}, r"tokens \[2, 7\] of a micro-batch cannot be cut"),
         ({"images": torch.zeros(2, SEQUENCE)}, "images"),
         ([1], "the data iterator gives a list"),
     ]:
-        items = SlicedData(MicrobatchData(iter([wrong])), BOUNDS).view(0)
+        items = SlicedData(MicrobatchData(iter([wrong])), [BOUNDS], 3).view(0)
         assert items is not None
         with pytest.raises(ScheduleError, match=reason):
             next(items)
     whole: Any = [item(0)]
     with pytest.raises(ScheduleError, match="but the data comes from a list"):
-        SlicedData(MicrobatchData(whole), BOUNDS).view(0)
+        SlicedData(MicrobatchData(whole), [BOUNDS], 3).view(0)
 
 
 def test_a_slice_counts_its_share_of_activations() -> None:
