@@ -302,6 +302,9 @@ class SplitBackward:
             if reason is not None:
                 self._say(weight, reason)
         may_wait = reasons.count(None) == len(reasons)
+        # With fusion, the layer's own backward adds the gradient of a weight that was frozen after
+        # its forward; without, autograd drops it.
+        may_wait = may_wait and all(weight.requires_grad for weight in weights)
         if not may_wait and self._key is not None:
             self._catch_up(weights[0])
         return may_wait

@@ -177,6 +177,22 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
     split.run(1, 2)  # nothing is left to do
 
 
+def test_a_layer_with_a_weight_that_was_frozen_after_its_forward_is_left_whole() -> None:
+    chunk, whole, split = _Chunk(delay=True), _Chunk(delay=False), SplitBackward()
+    split.register_modules(1, chunk)
+    with split.postponing(1):
+        loss = _loss(chunk, 0)
+    expected_loss = _loss(whole, 0)
+    for model in (chunk, whole):
+        model.first.weight.requires_grad_(False)
+    expected_loss.backward()
+    with split.defer(1, 0):
+        loss.backward()
+    split.run(1, 0)
+    for gradient, expected in zip(_main_grads(chunk), _main_grads(whole), strict=True):
+        assert torch.equal(gradient, expected)
+
+
 def test_layers_are_left_alone_where_no_backward_splits() -> None:
     chunk = _Chunk(delay=True)
     SplitBackward().register_modules(1, chunk, splits=False)
