@@ -40,17 +40,18 @@ trap 'exit 143' TERM
 
 if [[ ${MEGATRON_EXT_GPU_CHECKS:-cuda} == emulated ]]; then
     export MEGATRON_EXT_DEVICE=musa
-    eval "$("$python" -c 'import shlex, sys; sys.path[:0] = ["."]
+    exports=$("$python" -c 'import shlex, sys; sys.path[:0] = ["."]
 from tests.fake_musa.build import environment
 from tests.fake_musa.queued import queued
-for name, value in {**environment(devices=1), **queued()}.items(): print(f"export {name}={shlex.quote(value)}")')"
+for name, value in {**environment(devices=1), **queued()}.items(): print(f"export {name}={shlex.quote(value)}")')
+    eval "$exports" # in two lines, so that a failed build ends the script
     forwarded=(--env FAKE_MUSA_LIBRARY --env FAKE_MUSA_DEVICES --env FAKE_MUSA_ASYNC --env FAKE_MUSA_COST
         --env FAKE_MUSA_STUCK_S)
     size=(--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         --max-position-embeddings 32 --vocab-size 127)
     layers=(--transformer-impl local)
     steps=(--steps 4 --rounds 1)
-    limit_s=600
+    limit_s=3600 # the host's speed says nothing of a GPU's
 else
     for program in "$(command -v nvidia-cuda-mps-control || true)" \
         "$(dirname "$(command -v nvidia-smi || echo /usr/bin/)")/nvidia-cuda-mps-control" \
@@ -100,5 +101,6 @@ comparison=$!
 code=0
 wait "$comparison" || code=$?
 comparison=
+((code != 124)) || echo "compare.sh: stopped after $limit_s s; what had ended by then is above" >&2
 ((code)) && tail -n 20 "$work"/compare/*.log >&2 || true
 exit "$code"
