@@ -193,6 +193,7 @@ BOUNDARIES = (
     "patches/drift.py",
     "tools/schedule_commands.py",  # NO_COLOR
     "tracing/digest_files.py",  # MEGATRON_EXT_DIGESTS, around any training
+    "tracing/operator_files.py",  # the same
     "tracing/scalars.py",  # the view of a training log shows them
     "tracing/step_records.py",  # `compare` sets it around a job
     "tools/compare/run.py",  # it starts jobs, which get its environment

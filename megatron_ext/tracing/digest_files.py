@@ -27,6 +27,9 @@ from megatron_ext.files import parse_json
 
 VARIABLE = "MEGATRON_EXT_DIGESTS"
 """Environment variable of a training: the folder for the digests of all ranks."""
+ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
+"""Environment variable of a training that records digests; 1: round the outputs of its modules
+differently (`rounding.py`)."""
 FORMAT = 2
 """Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
@@ -67,6 +70,8 @@ class Header:
     routing: str = ""
     """How activations of twins are routed, for schedules with twins."""
     balance: str = "off"
+    rounded: bool = False
+    """Whether outputs were rounded differently, to learn tolerances."""
     format: int = FORMAT
 
 
@@ -112,6 +117,18 @@ def folder_asked_for() -> Path | None:
     """Return the folder for the digests of this training; None if they were not requested."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else None
+
+
+def rounds_differently() -> bool:
+    """Return whether this training is to round the outputs of its modules differently.
+
+    Raises:
+        DataError: The variable has another value than 0 or 1.
+    """
+    text = os.environ.get(ROUNDING, "")
+    if text not in ("", "0", "1"):
+        raise DataError(f"{ROUNDING}={text} is neither 0 nor 1; set it to 1 or leave it out")
+    return text == "1"
 
 
 class Writer:

@@ -15,6 +15,7 @@ gradients are read after each action instead.
 from __future__ import annotations
 
 import atexit
+import logging
 import re
 import socket
 from collections import Counter
@@ -30,21 +31,28 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
     NO_MICROBATCH,
+    ROUNDING,
     VARIABLE,
     Header,
     Kind,
     Record,
     Writer,
     folder_asked_for,
+    rounds_differently,
 )
-from megatron_ext.tracing.fingerprint import Fingerprint, Fingerprints
+from megatron_ext.tracing.fingerprint import Fingerprint, Fingerprints, bits_text
+from megatron_ext.tracing.operator_files import place_asked_for
+from megatron_ext.tracing.operator_recorder import OperatorRecorder
+from megatron_ext.tracing.rounding import rounded_differently, with_first
 from megatron_ext.upstream.signatures import megatron_arguments
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Active
     from megatron_ext.runtime.compute import StageCompute
     from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.tracing.operator_files import Direction
 
+_log = logging.getLogger(__name__)
 _LAYER_INDEX = re.compile(r"(.*\blayers)\.\d+")
 _HIDDEN_STATES = "hidden_states"
 
@@ -62,7 +70,12 @@ def subscribe(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Diges
             return observer
     folder = folder_asked_for()
     assert folder is not None, f"{VARIABLE} was unset"
-    recorder = DigestRecorder(configuration, Writer(folder, _header(configuration, chunks)))
+    header = _header(configuration, chunks)
+    if header.rounded and header.rank == 0:
+        _log.warning("%s=1 changes the last digits of activations in this training", ROUNDING)
+    place = place_asked_for()
+    operators = None if place is None else OperatorRecorder(place, folder, header)
+    recorder = DigestRecorder(configuration, Writer(folder, header), operators)
     configuration.observers.append(recorder)
     # A run that ends without deconfigure must complete its file too
     atexit.register(recorder.close)
@@ -92,6 +105,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         context_size=groups.get_context_parallel_world_size(),
         expert_size=groups.get_expert_model_parallel_world_size(),
         loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
+        rounded=rounds_differently(),
         **{"tensor_size": groups.get_tensor_model_parallel_world_size(), **fields},
     )
 
@@ -150,10 +164,15 @@ class _Chunk:
 class DigestRecorder(Observer):
     """Records the tensors of one rank's training steps."""
 
-    def __init__(self, configuration: Active, writer: Writer) -> None:
+    def __init__(
+        self, configuration: Active, writer: Writer, operators: OperatorRecorder | None = None
+    ) -> None:
         self._configuration = configuration
         self._writer = writer
+        self._operators = operators
+        """Records the operators of one place in place of digests; None: digests are recorded."""
         self._fingerprints = Fingerprints()
+        self._rounds_differently = rounds_differently()
         self._chunks: list[_Chunk] = []
         self._compute: StageCompute | None = None
         self._num_microbatches = 0
@@ -276,11 +295,8 @@ class DigestRecorder(Observer):
         bits = torch.stack([fingerprint.bits for fingerprint in fingerprints]).tolist()
         sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints]).tolist()
         records = []
-        for record, (rows, columns), (norm, *projections) in zip(
-            self._records, bits, sizes, strict=True
-        ):
-            text = f"{rows % 2**64:016x}{columns % 2**64:016x}"
-            records.append(Record(*record[:-1], text, norm, projections))
+        for record, sums, (norm, *projections) in zip(self._records, bits, sizes, strict=True):
+            records.append(Record(*record[:-1], bits_text(*sums), norm, projections))
         self._writer.step(number, records)
         self._drop()
 
@@ -312,11 +328,16 @@ class DigestRecorder(Observer):
         self._deferred = frozenset()
         if action.kind == "W" and self._compute is not None:
             self._deferred = self._compute.splits.waiting(action.stage, action.microbatch)
+        if self._operators is not None:
+            microbatch = self._number_in_batch(action.stage, action.microbatch)
+            self._operators.begin_action(self._number, microbatch, action)
 
     def end_action(self, position: int, action: Action) -> None:
         """Record the weight gradients to which an action has added."""
         if not self._is_training:
             return
+        if self._operators is not None:
+            self._operators.end_action(action)
         if action.kind in ("B", "I", "W"):
             self._record_weight_gradients(action)
         self._running.remove(action)
@@ -360,18 +381,38 @@ class DigestRecorder(Observer):
     ) -> None:
         """Watch the gradient of a module's input."""
         action = self._watched_action()
-        if action is None or not torch.is_grad_enabled():
+        if action is None:
+            return
+        operators = self._operators_of(action.stage, name, "forward")
+        if operators is not None:
+            operators.begin_module()
+        if not torch.is_grad_enabled():
             return  # with recomputation, the graph is built later
         tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, action))
 
-    def _after_forward(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Record a module's output."""
+    def _after_forward(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        """Record a module's output; return what replaces it, or None."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
-        if action is not None and action.kind == "F" and tensor is not None:
+        if action is None or tensor is None:
+            return None
+        operators = self._operators_of(action.stage, name, "forward")
+        if operators is not None:
+            operators.end_module()
+        operators = self._operators_of(action.stage, name, "backward")
+        if operators is not None and tensor.requires_grad:
+            tensor.register_hook(partial(_begin_module, operators))
+        replacement = None
+        if self._rounds_differently:
+            seeds = name, self._number, self._number_in_batch(action.stage, action.microbatch)
+            rounded = rounded_differently(tensor, *seeds)
+            replacement = with_first(output, tensor, rounded)
+            tensor = rounded
+        if action.kind == "F":
             self._add("forward", name, tensor, action)
+        return replacement
 
     def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         """Record the last stage's output, which goes to the loss function, and its gradient."""
@@ -403,8 +444,20 @@ class DigestRecorder(Observer):
         if not (self._is_training and self._running):
             return  # for example a gradient that a forward computes internally
         action = self._running[-1]
+        operators = self._operators_of(action.stage, name, "backward")
+        if operators is not None:
+            operators.end_module()
         if action.kind in ("B", "I"):
             self._add("backward", name, gradient, action, microbatch=of.microbatch)
+
+    def _operators_of(self, stage: int, name: str, direction: Direction) -> OperatorRecorder | None:
+        """Return the recorder of a module's operators; None: they are not recorded."""
+        recorder = self._operators
+        if recorder is None:
+            return None
+        place = recorder.place
+        is_place = (self._recorded_name(stage, name), direction) == (place.module, place.direction)
+        return recorder if is_place else None
 
     # Records.
 
@@ -447,8 +500,9 @@ class DigestRecorder(Observer):
         action: str,
         tensor: torch.Tensor,
     ) -> None:
-        if not self._chunks[0].is_megatrons:
-            name = f"stage {stage}.{name}"
+        if self._operators is not None:
+            return  # a fingerprint would count as operators of the module
+        name = self._recorded_name(stage, name)
         part = ".".join(filter(None, parts))
         # Some modules run several times, such as the output layer with multi-token prediction.
         occurrence = self._occurrences[kind, microbatch, name, part]
@@ -462,12 +516,22 @@ class DigestRecorder(Observer):
             )
         )
 
+    def _recorded_name(self, stage: int, name: str) -> str:
+        """Return the name of a module or parameter in the whole model."""
+        if self._chunks[0].is_megatrons:
+            return name
+        return f"stage {stage}.{name}"
+
     def _number_in_batch(self, stage: int, microbatch: int) -> int:
         """Return the number of a micro-batch in the global batch."""
         replica, pipeline = self._replica, self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
             replica ^= 1  # it started on the twin, the neighbour in the data-parallel group
         return microbatch * self._num_replicas + replica
+
+
+def _begin_module(operators: OperatorRecorder, _gradient: torch.Tensor) -> None:
+    operators.begin_module()
 
 
 def _tensor_place() -> tuple[int, int]:

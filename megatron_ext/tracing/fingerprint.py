@@ -27,6 +27,16 @@ class Fingerprint(NamedTuple):
     """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed signs. The norm of
     the difference of two tensors is about that of the difference of their projections."""
 
+    @property
+    def text(self) -> str:
+        """The bits as text. Reading them waits for the device."""
+        return bits_text(*self.bits.tolist())
+
+
+def bits_text(by_row: int, by_column: int) -> str:
+    """Return the two sums of a fingerprint as text."""
+    return f"{by_row % 2**64:016x}{by_column % 2**64:016x}"
+
 
 class Fingerprints:
     """Computes fingerprints, and caches the constants that they need."""

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_ext import DynamicOrder
+from megatron_ext.tools.compare.locate import compare
+from megatron_ext.tracing.digest_files import read_folder
 from tests.hosts import bridge_runs
 from tests.ranks import run_ranks, start_ranks
 
@@ -115,6 +117,24 @@ def check(expected: bridge_runs.Trained, ours: list[bridge_runs.Trained]) -> Non
     assert len(set(expected.losses)) == 4, "nothing was trained"
     assert "none" not in expected.losses
     assert expected.evaluated in [rank.evaluated for rank in ours]
+
+
+def test_digests_around_a_training_of_bridge_are_compared(tmp_path: Path) -> None:
+    """A variable around the launch records them; zb-v cuts the model otherwise."""
+    for name, settings in (("own", None), ("zb-v", {"schedule": "zb-v"})):
+        run_ranks(
+            4,
+            bridge_runs.train,
+            {},
+            settings,
+            env={"MEGATRON_EXT_DIGESTS": str(tmp_path / name)},
+            timeout_s=280,
+        )
+    comparison = compare(tmp_path / "own", tmp_path / "zb-v")
+    assert comparison.difference is None
+    assert comparison.num_steps == 5, "four steps, and the weights before the first"
+    headers = [file.header.schedule for file in read_folder(tmp_path / "zb-v")]
+    assert headers == ["zb-v"] * 4
 
 
 def test_iterations_are_skipped_on_ranks_with_several_chunks(own: Any) -> None:

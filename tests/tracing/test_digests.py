@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.tools.compare.locate import locate
-from megatron_ext.tracing.digest_files import KINDS, VARIABLE, read_folder
+from megatron_ext.tools.compare.locate import compare, locate
+from megatron_ext.tracing.digest_files import KINDS, ROUNDING, VARIABLE, read_folder
 from tests.ranks import run_ranks, run_script
 from tests.runtime.capture import PP2
 from tests.tracing.recorded import Training, train
@@ -108,6 +108,43 @@ def test_a_run_that_is_not_deterministic_differs_from_itself(tmp_path: Path) -> 
     assert (difference.layer, difference.module) == (2, "mlp")
     assert difference.candidate is not None
     assert difference.candidate.action == "2F1"
+
+
+def _slightly_wrong(chunks: list[Any]) -> AbstractContextManager[Any]:
+    from tests.mutations.silent_faults import at_output
+
+    def change(output: Any) -> Any:
+        """Change the gradient alone: the value is that of the output."""
+        return output + 1e-5 * (output.detach() - output)
+
+    return at_output(2, "mlp", change)(chunks)
+
+
+def _train_in_orders(own: Training, other: Training, wrong: Training, rounded: Training) -> None:
+    import os
+
+    train(own)
+    train(other)
+    train(wrong, _slightly_wrong)
+    os.environ[ROUNDING] = "1"
+    train(rounded)
+
+
+@pytest.mark.short_s(8)
+def test_other_sums_stay_within_what_rounding_changes_and_a_fault_does_not(tmp_path: Path) -> None:
+    """The fault is smaller than the stated tolerance."""
+    own = Training(str(tmp_path / "own"), pipeline_ranks=1)
+    rounded = replace(own, folder=str(tmp_path / "rounded"))
+    other = Training(str(tmp_path / "other"), num_microbatches=8)
+    wrong = replace(other, folder=str(tmp_path / "wrong"))
+    run_ranks(2, _train_in_orders, own, other, wrong, rounded)
+    folders = {name: tmp_path / name for name in ("own", "other", "wrong", "rounded")}
+    assert compare(folders["own"], folders["other"], folders["rounded"]).difference is None
+    assert locate(folders["own"], folders["wrong"]) is None
+    difference = compare(folders["own"], folders["wrong"], folders["rounded"]).difference
+    assert difference is not None
+    assert (difference.kind, difference.iteration) == ("backward", 1)
+    assert (difference.layer, difference.module) == (2, "mlp")
 
 
 def _without_the_variable(training: Training) -> tuple[int, int]:

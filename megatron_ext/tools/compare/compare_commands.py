@@ -20,7 +20,7 @@ def add_subcommand(subparsers: Any) -> None:
         "compare",
         help="measure a recipe under several pipelines, and prove that the numbers are equal",
         usage="megatron-ext compare [--with SCHEDULE|'FLAGS']... [options of launch] -- SCRIPT.py "
-        "FLAGS...",
+        "FLAGS...\n       megatron-ext compare --folders REFERENCE CANDIDATE [ROUNDED]",
         description="Train a recipe some steps under Megatron's own schedule and under each "
         "candidate, with the same weights and data, on the same ranks, and say what each is worth. "
         "Exit code 0: the numbers are equal as docs/schedules.md states; 3: they differ; 2: a run "
@@ -80,6 +80,12 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "and name the first tensor that differs",
     )
     add(
+        "--calibrate",
+        action="store_true",
+        help="where a candidate sums in another order, learn how much its numbers may differ from "
+        "one more run of the reference, whose activations are changed in their last digits",
+    )
+    add(
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
         default=20,
@@ -106,6 +112,16 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         help="check the candidates, print the runs and what their numbers must be, and train "
         "nothing",
     )
+    add(
+        "--folders",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="train nothing: compare the digests that two trainings recorded with "
+        "MEGATRON_EXT_DIGESTS=DIR, whatever launched them; a third folder, recorded with "
+        "MEGATRON_EXT_DIGESTS_ROUNDING=1 too, gives the tolerances",
+    )
     add("--json", action="store_true", help="print JSON, with the numbers of each step")
     add(
         "-o",
@@ -126,6 +142,10 @@ def launch_words(words: Sequence[str]) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.folders:
+        from megatron_ext.tools.compare.folders import compare_folders
+
+        return compare_folders(args)
     from megatron_ext.tools.compare.rounds import compare
 
     words = sys.argv[1:]

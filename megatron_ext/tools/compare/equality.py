@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.cut import UserCut
 from megatron_ext.schedules.table.placement import loop
+from megatron_ext.tools.compare.locate import LEARNED_MARGIN
 
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.tools.compare.run_records import Deviations
+
+_RESOLUTION = 1e-6
+"""A learned tolerance is at least this: a few roundings in single precision."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,32 @@ class Promise:
     """The same for gradient norms."""
     reason: str = ""
     """Why the numbers are not bit-identical."""
+    is_learned: bool = False
+    """Whether the differences were learned from a run of the reference; otherwise they are stated
+    for all models."""
+
+    @property
+    def allowance(self) -> str:
+        """The differences that are allowed, and where they come from."""
+        source = "learned by --calibrate" if self.is_learned else "stated for all models"
+        return f"{self.loss:.1g} of a loss and {self.norm:.1g} of a norm, {source}"
+
+    @property
+    def has_tolerance(self) -> bool:
+        """Whether the numbers are judged, but need not be bit-identical."""
+        return self.loss is not None and not self.is_exact
+
+    def learned(self, rounded: Deviations) -> Promise:
+        """Return the same promise with tolerances from a run that was rounded differently.
+
+        Args:
+            rounded: The differences of that run from the reference.
+        """
+        relatives = [
+            0.0 if item is None else item.relative for item in (rounded.loss, rounded.norm)
+        ]
+        loss, norm = (max(LEARNED_MARGIN * relative, _RESOLUTION) for relative in relatives)
+        return replace(self, loss=loss, norm=norm, is_learned=True)
 
     @property
     def is_exact(self) -> bool:

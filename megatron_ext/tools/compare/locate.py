@@ -7,7 +7,8 @@ micro-batches differ at the same place, all of them are named.
 
 Two runs that sum in the same order must be bit-identical. If the order differs (because of
 different numbers of replicas, tensor-parallel ranks or slices), tensors may differ by a tolerance:
-the stated one, or the difference of a run of the reference with another order.
+the stated one, or one learned from a run like the reference whose outputs were rounded differently
+(`tracing/rounding.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from megatron_ext.errors import DataError
 from megatron_ext.tracing.digest_files import (
     KINDS,
     NO_MICROBATCH,
+    ROUNDING,
     Header,
     Kind,
     RankFile,
@@ -39,7 +42,21 @@ single precision; `_GROWTH` times as much in each later step."""
 _GROWTH = 2.0
 _UNKNOWN_BITS = ""
 """Differs from the bits of every record."""
-_LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
+LEARNED_MARGIN = 4.0
+"""A tensor may differ by this many times what the same module's tensors differ by in the run that
+was rounded differently."""
+_RESOLUTION = 1e-6
+"""Relative differences that digests do not resolve: norms and projections are summed in single
+precision."""
+_SIZES = {
+    "tensor_size": "tensor-parallel ranks",
+    "context_size": "context-parallel ranks",
+    "expert_size": "expert-parallel ranks",
+    "slices": "slices",
+}
+"""Fields of a header that decide the order of sums in every tensor."""
+LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
+"""A module or parameter in a layer."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,8 @@ class Difference:
     """Number of the layer in the model, from 0; None: the tensor belongs to no layer."""
     module: str
     """Module or parameter, relative to the layer if there is one; empty: the layer itself."""
+    name: str
+    """Module or parameter as it is recorded, with the number of its layer."""
     reference: Origin | None
     """None: the reference never computed it."""
     candidate: Origin | None
@@ -83,8 +102,6 @@ class Difference:
     differently."""
     tolerance: float = 0.0
     """Allowed relative difference; 0: equal bits."""
-    notes: tuple[str, ...] = ()
-    """Notes on what could not be compared."""
 
     @property
     def tensor(self) -> str:
@@ -140,21 +157,54 @@ class Difference:
         return f"{first} differs {amount}: reference {self.reference}; candidate {self.candidate}"
 
 
-def locate(reference: Path, candidate: Path) -> Difference | None:
-    """Return the first tensor that differs between two runs, or None.
+@dataclass(frozen=True)
+class Comparison:
+    """The result of comparing two runs."""
+
+    difference: Difference | None
+    """None: no tensor differs by more than it may."""
+    num_steps: int
+    """Steps that were compared, up to the one with the difference; the weights before the first
+    step count as one."""
+    num_tensors: int
+    tolerance: str
+    """How much tensors may differ, and why."""
+    notes: tuple[str, ...]
+    """Notes on what could not be compared."""
+
+
+def compare(reference: Path, candidate: Path, rounded: Path | None = None) -> Comparison:
+    """Compare the digests of two runs.
 
     Args:
         reference: Folder with the digests of one run, such as a run under Megatron's own schedule.
         candidate: Folder of the other run. Both must start with the same weights and read the same
             data.
+        rounded: Folder of a run like the reference whose outputs were rounded differently. Where
+            the candidate sums in another order, its tensors may then differ by `LEARNED_MARGIN`
+            times as much as those of this run, in place of the stated tolerance.
 
     Raises:
-        DataError: A folder has no digests or damaged ones, or the micro-batches of the two runs
-            cannot be matched.
+        DataError: A folder has no digests or damaged ones, the micro-batches of the two runs cannot
+            be matched, or a folder is of the wrong kind of run.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
-    return _Comparison(first, second).first_difference()
+    for folder, run in ((reference, first), (candidate, second)):
+        if run.header.rounded:
+            raise DataError(
+                f"{folder} was recorded with {ROUNDING}, which changes outputs; name it third, as "
+                "the run to learn tolerances from"
+            )
+    tolerances: _Tolerances = _StatedTolerances(first.first_step)
+    if rounded is not None:
+        tolerances = _LearnedTolerances.of_runs(first, rounded)
+    return _Comparing(first, second, tolerances).result()
+
+
+def locate(reference: Path, candidate: Path) -> Difference | None:
+    """Return the first tensor that differs between two runs, or None; see `compare`."""
+    return compare(reference, candidate).difference
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -268,7 +318,17 @@ def _check_alignment(first: Header, second: Header) -> None:
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _relative_difference(first: Record, second: Record) -> float:
+class _Sized(Protocol):
+    """A tensor whose norm and projections are known."""
+
+    @property
+    def norm(self) -> float: ...
+
+    @property
+    def projections(self) -> Sequence[float]: ...
+
+
+def relative_difference(first: _Sized, second: _Sized) -> float:
     """Return the approximate norm of two tensors' difference, relative to the first's norm."""
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
@@ -312,23 +372,110 @@ class _Mismatch:
         return phase, stage, position, microbatch
 
 
+class _Tolerances(Protocol):
+    """How much tensors may differ if the two runs sum in different orders."""
+
+    @property
+    def description(self) -> str: ...
+
+    def of(self, step: int, key: _Key) -> float:
+        """Return the largest relative difference of a tensor."""
+
+
+class _StatedTolerances:
+    """Tolerances that hold for any model in single precision."""
+
+    description = (
+        f"the stated {STATED_TOLERANCE:g} of a tensor's norm, and {_GROWTH:g} times as much in "
+        "each later step"
+    )
+
+    def __init__(self, first_step: int) -> None:
+        self._first_step = first_step
+
+    def of(self, step: int, _key: _Key) -> float:
+        return STATED_TOLERANCE * _GROWTH ** max(step - self._first_step, 0)
+
+
+class _LearnedTolerances:
+    """Tolerances learned from a run that was rounded differently.
+
+    The tensors of the same module in all layers, and of all micro-batches, share a tolerance.
+    """
+
+    def __init__(self, largest: Mapping[tuple[int, Kind, str], float], folder: Path) -> None:
+        self._largest = largest
+        self._folder = folder
+
+    @classmethod
+    def of_runs(cls, reference: _Run, folder: Path) -> _LearnedTolerances:
+        """Learn from the digests in a folder.
+
+        Raises:
+            DataError: The run was not rounded differently, or its ranks hold other tensors.
+        """
+        run = _Run.read(folder)
+        if not run.header.rounded:
+            raise DataError(f"{folder} was recorded without {ROUNDING}=1; record it again with it")
+        largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
+        for step in set(reference.steps) & set(run.steps):
+            for key, tensor in reference.steps[step].items():
+                rounded_tensor = run.steps[step].get(key)
+                if rounded_tensor is None or not _has_same_parts(tensor, rounded_tensor):
+                    raise DataError(
+                        f"{folder}: its ranks hold other tensors than the reference's; record it "
+                        "with the reference's flags"
+                    )
+                kind, _, name = key
+                place = step, kind, _role(name)
+                for part, record in tensor.parts.items():
+                    relative = relative_difference(record, rounded_tensor.parts[part])
+                    largest[place] = max(largest[place], relative)
+        return cls(dict(largest), folder)
+
+    @property
+    def description(self) -> str:
+        return (
+            f"{LEARNED_MARGIN:g} times what each module's tensors differ by in {self._folder}, at "
+            f"most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.1g} of a norm"
+        )
+
+    def of(self, step: int, key: _Key) -> float:
+        kind, _, name = key
+        learned = self._largest.get((step, kind, _role(name)), 0.0)
+        return max(LEARNED_MARGIN * learned, _RESOLUTION)
+
+
+def _role(name: str) -> str:
+    """Return a module's or parameter's name without the number of its layer."""
+    match = LAYER.fullmatch(name)
+    return name if match is None else f"{match['stack']}.{match['module'] or ''}"
+
+
 @dataclass
-class _Comparison:
+class _Comparing:
     """Two runs, and how much they may differ."""
 
     reference: _Run
     candidate: _Run
+    tolerances: _Tolerances
 
-    def first_difference(self) -> Difference | None:
-        """Return the first difference in the steps that both runs have."""
+    def result(self) -> Comparison:
+        """Compare the steps that both runs have, up to the first difference."""
         common = sorted(set(self.reference.steps) & set(self.candidate.steps))
         if not common:
             raise DataError("the two runs have no complete step in common; record them again")
+        notes = [*self.reference.notes, *self.candidate.notes]
+        num_steps = num_tensors = 0
+        difference = None
         for step in common:
+            num_steps += 1
+            num_tensors += len(set(self.reference.steps[step]) & set(self.candidate.steps[step]))
             mismatches = list(self._mismatches(step))
             if mismatches:
-                return self._chosen(step, mismatches)
-        return None
+                difference = self._chosen(step, mismatches)
+                break
+        return Comparison(difference, num_steps, num_tensors, self._tolerance_text, tuple(notes))
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
         references, candidates = self.reference.steps[step], self.candidate.steps[step]
@@ -359,7 +506,7 @@ class _Comparison:
             other_record = candidate.parts[part]
             if record.bits == other_record.bits:
                 continue
-            relative = _relative_difference(record, other_record)
+            relative = relative_difference(record, other_record)
             if not tolerance or not relative <= tolerance:
                 yield _Mismatch(
                     key, reference.order, reference, candidate, part, relative, tolerance
@@ -411,16 +558,24 @@ class _Comparison:
         kind = key[0]
         if not self._may_differ(step, kind):
             return 0.0
-        return STATED_TOLERANCE * _GROWTH ** max(step - self.reference.first_step, 0)
+        return self.tolerances.of(step, key)
+
+    @cached_property
+    def _reason_for_all(self) -> str:
+        """Why all tensors come from sums in different orders; empty: they do not."""
+        first, second = self.reference.header, self.candidate.header
+        for name, description in _SIZES.items():
+            sizes = getattr(first, name), getattr(second, name)
+            if sizes[0] != sizes[1]:
+                return f"the runs have {sizes[0]} and {sizes[1]} {description}"
+        # Experts of both twins then sum over tokens in an order that depends on the routing.
+        if first.routing != second.routing and first.expert_size > 1:
+            return "the experts of mirrored pipelines sum over tokens in another order"
+        return ""
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
         """Return whether the two runs compute a tensor from sums in different orders."""
-        first, second = self.reference.header, self.candidate.header
-        for name in ("tensor_size", "context_size", "expert_size", "slices"):
-            if getattr(first, name) != getattr(second, name):
-                return True
-        # Experts of both twins then sum over tokens in an order that depends on the routing.
-        if first.routing != second.routing and first.expert_size > 1:
+        if self._reason_for_all:
             return True
         if not self._replicas_differ:
             return False
@@ -429,6 +584,16 @@ class _Comparison:
         first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
+
+    @property
+    def _tolerance_text(self) -> str:
+        reason = self._reason_for_all
+        if not reason and self._replicas_differ:
+            sizes = self.reference.header.data_size, self.candidate.header.data_size
+            reason = f"the runs have {sizes[0]} and {sizes[1]} replicas"
+        if not reason:
+            return "none, all bits must be equal"
+        return f"{self.tolerances.description}, because {reason}"
 
     def _chosen(self, step: int, mismatches: Sequence[_Mismatch]) -> Difference:
         """Return the first of a step's mismatches."""
@@ -439,7 +604,7 @@ class _Comparison:
             numbers = {microbatch}  # later sums contain this one
         elif microbatch != NO_MICROBATCH:
             numbers = {m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)}
-        match = _LAYER.fullmatch(name)
+        match = LAYER.fullmatch(name)
         layer, module = None, name
         # Only layers in the model's main stack are numbered from the model's first layer.
         if match is not None and match["stack"] in ("decoder.layers", "encoder.layers"):
@@ -452,11 +617,11 @@ class _Comparison:
             kind=kind,
             layer=layer,
             module=module,
+            name=name,
             reference=None if reference is None else reference.origin(first.part),
             candidate=None if candidate is None else candidate.origin(first.part),
             relative=first.relative,
             tolerance=first.tolerance,
-            notes=(*self.reference.notes, *self.candidate.notes),
         )
 
     def _num_microbatches(self, step: int) -> int:

@@ -183,7 +183,7 @@ def _judged(
     if difference.skipped is not None:
         return "different", f"only one of the two skipped iteration {difference.skipped}"
     if _relative(difference.loss) <= promise.loss and _relative(difference.norm) <= promise.norm:
-        return "close", promise.reason
+        return "close", f"{promise.reason}; allowed: {promise.allowance}"
     # If two runs of the same contender differ, a difference of similar size means nothing.
     spread = max(_spread(reference), _spread(contender))
     if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
@@ -193,7 +193,7 @@ def _judged(
         )
     if promise.is_exact:
         return "different", "the numbers should be equal to the last bit"
-    return "different", f"more than {promise.loss:g} of a loss, or {promise.norm:g} of a norm"
+    return "different", f"more than what is allowed: {promise.allowance}"
 
 
 def _relative(deviation: Deviation | None) -> float:
@@ -355,18 +355,18 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
         "exit_code": answer.code,
         "runs": rows,
     }
-    finite: dict[str, Any] = _with_finite_numbers(content)
+    finite: dict[str, Any] = with_finite_numbers(content)
     return finite
 
 
-def _with_finite_numbers(content: Any) -> Any:
+def with_finite_numbers(content: Any) -> Any:
     """Return JSON content with `nan` and `inf` as text: JSON has no such numbers."""
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     if isinstance(content, dict):
-        return {key: _with_finite_numbers(value) for key, value in content.items()}
+        return {key: with_finite_numbers(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return [_with_finite_numbers(value) for value in content]
+        return [with_finite_numbers(value) for value in content]
     return content
 
 

@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,17 +29,23 @@ from megatron_ext.config.hosting import preflight
 from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.errors import ArgumentsError, DataError, line_of
 from megatron_ext.tools.compare import equality, outcome, run, run_records
-from megatron_ext.tools.compare.locate import locate
+from megatron_ext.tools.compare.locate import compare as compare_digests
+from megatron_ext.tools.compare.operators import first_operator, place_of
 from megatron_ext.tools.compare.page import page
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
+from megatron_ext.tracing.digest_files import ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
+from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
+from megatron_ext.tracing.operator_files import why_unavailable
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.tools.compare.locate import Difference
+    from megatron_ext.tracing.operator_files import Place
 
 _TRACED_STEPS = 3
 """Traced steps of each run: the warm-up steps, so that no step that counts is traced."""
@@ -92,10 +98,15 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
         raise ArgumentsError(
             "--locate holds tensors of equal weights against each other; leave --speed-only out"
         )
+    if args.calibrate and args.speed_only:
+        raise ArgumentsError(
+            "--calibrate learns how much numbers may differ, and --speed-only judges none; leave "
+            "one of them out"
+        )
     if args.against_itself:
-        if args.additions or args.reference:
+        if args.additions or args.reference or args.calibrate:
             raise ArgumentsError(
-                "--self trains the recipe as it is; leave --with and --reference out"
+                "--self trains the recipe as it is; leave --with, --reference and --calibrate out"
             )
         label = " ".join(recipe.pipeline) or REFERENCE
         contenders = [
@@ -126,6 +137,7 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
         speed_only=args.speed_only,
         against_itself=args.against_itself,
         locates=args.locate,
+        calibrates=args.calibrate,
     )
 
 
@@ -220,7 +232,11 @@ class Comparison:
     against_itself: bool
     locates: bool
     """Whether to name the first tensor that differs."""
+    calibrates: bool
+    """Whether to learn how much numbers may differ from a run that is rounded differently."""
     folder: Path = Path()
+    rounded_digests: Path | None = None
+    """The digests of that run; None: there is none."""
 
     @property
     def saves_weights(self) -> bool:
@@ -272,6 +288,8 @@ class Comparison:
                         return
                     if not contender.failure:
                         self._train_one(contender, number, load, counter, stop)
+            if self.calibrates and stop.number is None:
+                self._calibrate(load, counter, stop)
             if self.locates and stop.number is None:
                 self._locate(load, counter, stop)
 
@@ -300,6 +318,48 @@ class Comparison:
             self.contenders, speed_only=self.speed_only, against_itself=self.against_itself
         )
 
+    def _calibrate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
+        """Train the reference once more, rounded differently, and learn tolerances from it."""
+        reference = self.contenders[0]
+        tolerant = [owner for owner in self.contenders[1:] if owner.promise.has_tolerance]
+        if not tolerant:
+            say("--calibrate has nothing to learn: no candidate may differ by rounding")
+            return
+        if not reference.records:
+            return
+        counter.add(1)
+        counter.begin(f"{reference.candidate.label}, rounded differently")
+        digests = self.folder / "digests" / "rounded"
+        record_folder = self.folder / "steps" / "rounded"
+        ended = run.launch(
+            [*self.options, "--", *self.recipe.command(reference.candidate, *load)],
+            log_path=self.folder / "rounded.log",
+            environment={
+                DIGESTS: str(digests),
+                ROUNDING: "1",
+                FOLDER: str(record_folder),
+                LIMIT: str(self.num_steps),
+            },
+            stop=stop,
+            progress=lambda: counter.tick(record_folder, self.num_steps),
+        )
+        reason = ended.reason
+        if not ended.code:
+            try:
+                record = run_records.read(record_folder)
+            except DataError as error:
+                reason = str(error)
+        if reason:
+            counter.end(reason)
+            for owner in tolerant:
+                owner.notes.append(f"no tolerance was learned, so the stated one holds: {reason}")
+            return
+        differences = run_records.deviations(reference.records[0], record)
+        for owner in tolerant:
+            owner.promise = owner.promise.learned(differences)
+        self.rounded_digests = digests
+        counter.end(f"allows {tolerant[0].promise.allowance}")
+
     def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
         """Train differing contenders again, up to that step; name the first tensor that differs."""
         reference = self.contenders[0]
@@ -310,31 +370,92 @@ class Comparison:
             first_step = reference.records[0].steps[0].iteration
             last_step = row.deviations.first_iteration if row.deviations is not None else None
             num_steps = (last_step or first_step) - first_step + 1
-            counter.add(2)
-            digests = []
-            for owner in (reference, contender):
-                name = f"{self.contenders.index(contender)}-{self.contenders.index(owner)}"
-                folder = self.folder / "digests" / name
-                command = self.recipe.command(owner.candidate, *load)
-                counter.begin(f"{owner.candidate.label}, {num_steps} steps with digests")
-                ended = run.launch(
-                    [*self.options, "--", *command],
-                    log_path=self.folder / f"digests-{name}.log",
-                    environment={
-                        DIGESTS: str(folder),
-                        FOLDER: str(self.folder / "steps" / f"digests-{name}"),
-                        LIMIT: str(num_steps),
-                    },
-                    stop=stop,
-                    progress=counter.tick,
+            try:
+                digests = self._record(contender, num_steps, {}, load, counter, stop)
+                comparison = compare_digests(*digests, self.rounded_digests)
+            except DataError as error:
+                contender.located = f"no tensor was located: {error}"
+                continue
+            difference = comparison.difference
+            if difference is None:
+                contender.located = (
+                    "no tensor differs in the runs that recorded digests; the difference did not "
+                    "recur"
                 )
-                counter.end(ended.reason or "recorded")
-                if ended.code:
-                    contender.located = f"no tensor was located: {ended.reason}"
-                    break
-                digests.append(folder)
-            if len(digests) == 2:
-                contender.located = _first_difference(*digests)
+                continue
+            contender.located = f"{difference.sentence()}; tolerance: {comparison.tolerance}"
+            place = place_of(difference)
+            if place is not None and stop.number is None:
+                operator = self._operator(contender, place, difference, load, counter, stop)
+                contender.located += f"\n{contender.candidate.label}: {operator}"
+
+    def _operator(
+        self,
+        contender: outcome.Contender,
+        place: Place,
+        difference: Difference,
+        load: Sequence[str],
+        counter: _Progress,
+        stop: run.Stop,
+    ) -> str:
+        """Train twice more, and return a sentence about the first operator that differs."""
+        if reason := why_unavailable():
+            return f"no operator was located: {reason}"
+        first_step = self.contenders[0].records[0].steps[0].iteration
+        num_steps = max(place.iteration - first_step + 1, 1)
+        variables = {OPERATORS: str(place)}
+        try:
+            folders = self._record(contender, num_steps, variables, load, counter, stop)
+            return first_operator(*folders, difference.tolerance).sentence
+        except DataError as error:
+            return f"no operator was located: {error}"
+
+    def _record(
+        self,
+        contender: outcome.Contender,
+        num_steps: int,
+        variables: Mapping[str, str],
+        load: Sequence[str],
+        counter: _Progress,
+        stop: run.Stop,
+    ) -> tuple[Path, Path]:
+        """Train the reference and a contender again with digests; return the folders.
+
+        Args:
+            contender: The contender that differs.
+            num_steps: Steps of each run.
+            variables: What to record besides or in place of digests.
+            load: Flags that load the common weights.
+            counter: Shows the two runs.
+            stop: Passes signals on to them.
+
+        Raises:
+            DataError: A run failed.
+        """
+        what = "operators" if variables else "digests"
+        counter.add(2)
+        folders = []
+        for owner in (self.contenders[0], contender):
+            name = f"{what}-{self.contenders.index(contender)}-{self.contenders.index(owner)}"
+            folder = self.folder / "digests" / name
+            counter.begin(f"{owner.candidate.label}, {num_steps} steps with {what}")
+            ended = run.launch(
+                [*self.options, "--", *self.recipe.command(owner.candidate, *load)],
+                log_path=self.folder / f"{name}.log",
+                environment={
+                    DIGESTS: str(folder),
+                    FOLDER: str(self.folder / "steps" / name),
+                    LIMIT: str(num_steps),
+                    **variables,
+                },
+                stop=stop,
+                progress=counter.tick,
+            )
+            counter.end(ended.reason or "recorded")
+            if ended.code:
+                raise DataError(ended.reason)
+            folders.append(folder)
+        return folders[0], folders[1]
 
     @contextmanager
     def _weights(self) -> Iterator[Path]:
@@ -359,7 +480,7 @@ class Comparison:
             progress=counter.tick,
         )
         if ended.code:
-            reference.failure = ended.reason
+            reference.failure = f"the run that saves weights: {ended.reason}"
             reference.is_refused = ended.code == outcome.REFUSED
         counter.end(ended.reason or "saved")
         return not ended.code
@@ -420,17 +541,6 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
         return
     contender.bubble_ratio = survey.figures(traced.surveys).bubble_ratio
     contender.timeline = median_step
-
-
-def _first_difference(reference: Path, candidate: Path) -> str:
-    """Return a sentence about the first tensor that differs between two folders of digests."""
-    try:
-        difference = locate(reference, candidate)
-    except DataError as error:
-        return f"no tensor was located: {error}"
-    if difference is None:
-        return "no tensor differs in the runs that recorded digests; the difference did not recur"
-    return difference.sentence()
 
 
 def _file_name(label: str) -> str:

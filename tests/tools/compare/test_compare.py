@@ -17,8 +17,12 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.tools.compare import rounds, run
 from megatron_ext.tools.compare.compare_commands import add_subcommand, launch_words
+from megatron_ext.tools.compare.locate import Comparison, Difference, Origin
+from megatron_ext.tools.compare.operators import OperatorComparison
 from megatron_ext.tools.launch import launch_commands
+from megatron_ext.tracing.digest_files import ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
+from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 from tests.commands import run_package
 from tests.ranks import require_training
@@ -93,6 +97,13 @@ class Launches:
         self.failing = ""
         """A word of the command of a run that fails."""
         self.failing_code = 1
+        self.failing_run = 0
+        """Number of a run that fails; 0: none."""
+        self.failing_reason = "localhost: rank 1 was ended by SIGKILL"
+        self.failing_environment = ""
+        """A variable of a run that fails."""
+        self.rounded_losses: Sequence[float] = LOSSES
+        """The losses of a run that is rounded differently."""
         self.stops_after = 0
         """Runs after which Ctrl-C comes; 0: it does not."""
 
@@ -111,12 +122,16 @@ class Launches:
         if len(self.words) == self.stops_after:
             os.kill(os.getpid(), signal.SIGINT)
             return run.Ended(130, "interrupted")
-        if self.failing and self.failing in words:
-            return run.Ended(self.failing_code, "localhost: rank 1 was ended by SIGKILL")
+        is_failing = bool(self.failing) and self.failing in words
+        is_failing = is_failing or self.failing_environment in environment
+        if is_failing or len(self.words) == self.failing_run:
+            return run.Ended(self.failing_code, self.failing_reason)
         if "--save" in words:
             Path(words[words.index("--save") + 1]).mkdir()
         if folder := environment.get(FOLDER):
             losses = next((self.losses[word] for word in words if word in self.losses), LOSSES)
+            if ROUNDING in environment:
+                losses = self.rounded_losses
             if len(self.words) == self.changing_run:
                 losses = (*losses[:-1], losses[-1] + 1e-9)
             write(Path(folder), losses)
@@ -219,6 +234,66 @@ def test_a_killed_rank_is_said_and_the_other_runs_go_on(
     assert "\ngpipe failed; " in shown
 
 
+OUT_OF_MEMORY = "localhost: rank 0: OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.parametrize(
+    ("failing_run", "code", "message", "rounds_kept"),
+    [
+        # The recipe does not fit, before or after its weights are saved.
+        (1, 1, "Megatron's own: the run that saves weights: ", [0, 0, 0]),
+        (2, 1, "Megatron's own: round 1: ", [0, 0, 0]),
+        # A candidate does not fit, in the first or in the second round.
+        (3, 1, "zb-h1: round 1: ", [2, 0, 2]),
+        (6, 1, "zb-h1: round 2: ", [2, 1, 2]),
+        # Its ranks refuse what only they can judge.
+        (3, 2, "zb-h1: round 1: ", [2, 0, 2]),
+    ],
+)
+def test_a_run_that_fails_is_named_in_one_line_and_the_others_are_kept(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing_run: int,
+    code: int,
+    message: str,
+    rounds_kept: list[int],
+) -> None:
+    launches.failing_run, launches.failing_code = failing_run, code
+    launches.failing_reason = OUT_OF_MEMORY
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "--with", "gpipe", "-o", "out", "--", *recipe) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(message)] == [f"{message}{OUT_OF_MEMORY}"]
+    if any(rounds_kept):
+        answer = json.loads(Path("out/results.json").read_text())
+        assert [len(row["rounds"]) for row in answer["runs"]] == rounds_kept
+    assert not Path("out/weights").exists()
+
+
+def test_a_run_with_fewer_steps_is_named(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.losses["zb-h1"] = LOSSES[:-1]
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "--with", "gpipe", "-o", "out", "--", *recipe) == 3
+    shown = capsys.readouterr().out
+    assert shown.count("\nzb-h1: it trained 4 steps, and the reference 5\n") == 1
+    answer = json.loads(Path("out/results.json").read_text())
+    assert [len(row["rounds"]) for row in answer["runs"]] == [2, 2, 2]
+
+
+def test_a_script_that_is_not_deterministic_is_named(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.changing_run = 2  # the first round of the reference
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "-o", "out", "--", *recipe) == 0
+    shown = capsys.readouterr().out
+    assert "\nMegatron's own: two runs with the same flags differ; see compare --self\n" in shown
+    assert "\nzb-h1: the recipe does not repeat itself" in shown
+
+
 def test_ctrl_c_keeps_what_was_measured_and_removes_the_weights(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,30 +340,114 @@ def test_a_recipe_that_does_not_repeat_itself(
     assert verdict in capsys.readouterr().out
 
 
-def test_what_differs_is_located_by_two_short_runs(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+FORWARD_OF_LAYER_2 = Difference(
+    iteration=3,
+    microbatches=(1,),
+    num_microbatches=4,
+    kind="forward",
+    layer=2,
+    module="mlp",
+    name="decoder.layers.2.mlp",
+    reference=Origin("1F1", 1, ""),
+    candidate=Origin("1F1", 1, ""),
+    relative=0.5,
+)
+
+
+OLD_TORCH = "operators are recorded by torch 2.10 and later, and torch is 2.9.1"
+
+
+@pytest.mark.parametrize("unavailable", ["", OLD_TORCH])
+def test_what_differs_is_located_by_short_runs(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    unavailable: str,
 ) -> None:
+    """Two record the digests of all tensors, two more the operators of the layer that differs."""
     launches.losses["zb-h1"] = (*LOSSES[:2], *(2 * loss for loss in LOSSES[2:]))
-    folders: list[tuple[Path, Path]] = []
+    folders: list[tuple[Path, Path, Path | None]] = []
 
-    class Found:
-        def sentence(self) -> str:
-            return "first difference: iteration 3"
+    def compare_digests(reference: Path, candidate: Path, rounded: Path | None) -> Comparison:
+        folders.append((reference, candidate, rounded))
+        return Comparison(FORWARD_OF_LAYER_2, 3, 99, "none, all bits must be equal", ())
 
-    def locate(reference: Path, candidate: Path) -> Found:
-        folders.append((reference, candidate))
-        return Found()
+    def first_operator(reference: Path, candidate: Path, tolerance: float) -> OperatorComparison:
+        operator_folders.append((reference, candidate))
+        assert tolerance == 0
+        return OperatorComparison("first operator that differs in it: aten.mm", are_equal=False)
 
-    monkeypatch.setattr(rounds, "locate", locate)
+    operator_folders: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(rounds, "compare_digests", compare_digests)
+    monkeypatch.setattr(rounds, "first_operator", first_operator)
+    monkeypatch.setattr(rounds, "why_unavailable", lambda: unavailable)
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     words = ["--with", "gpipe", "--locate", "--rounds", "1", "-o", "out", "--", *recipe]
     assert compare(monkeypatch, *words) == 3
-    own, candidate = launches.environments[-2:]
+    own, candidate = launches.environments[4:6]
     assert own[LIMIT] == candidate[LIMIT] == "3", "digests are recorded up to the difference"
-    assert folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]))]
-    assert len(launches.words) == 6, "gpipe is equal, so nothing of it is located"
-    assert "zb-h1: first difference: iteration 3" in capsys.readouterr().out
+    assert folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]), None)]
+    shown = capsys.readouterr().out
+    assert "zb-h1: first difference: iteration 3, micro-batch 1: the output of layer 2" in shown
+    if unavailable:
+        assert len(launches.words) == 6, "gpipe is equal, so nothing of it is located"
+        assert f"zb-h1: no operator was located: {OLD_TORCH}" in shown
+        return
+    assert len(launches.words) == 8
+    own, candidate = launches.environments[6:]
+    assert own[OPERATORS] == candidate[OPERATORS] == "3:1:forward:decoder.layers.2"
+    assert operator_folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]))]
+    assert "zb-h1: first operator that differs in it: aten.mm" in shown
     assert not Path("out/weights").exists()
+
+
+SLICES = "--pipeline-schedule 1f1b --pipeline-slices 2 --transformer-impl local"
+
+
+def _slightly_other(by: float) -> Sequence[float]:
+    return (*LOSSES[:-1], LOSSES[-1] * (1 + by))
+
+
+@pytest.mark.parametrize(("by", "code"), [(3e-5, 0), (6e-5, 3)])
+def test_a_rounded_run_of_the_reference_gives_the_tolerance(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    by: float,
+    code: int,
+) -> None:
+    """Both differences are within what is stated for all models."""
+    launches.losses["--pipeline-slices"] = _slightly_other(by)
+    launches.rounded_losses = _slightly_other(1e-5)
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == code
+    assert launches.environments[-1][ROUNDING] == "1"
+    assert "--pipeline-slices" not in launches.words[-1]
+    shown = capsys.readouterr()
+    allowance = "4e-05 of a loss and 1e-06 of a norm, learned by --calibrate"
+    assert f"rounded differently: allows {allowance}" in shown.err
+    assert allowance in shown.out
+
+
+def test_a_rounded_run_that_fails_leaves_what_was_measured(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.losses["--pipeline-slices"] = _slightly_other(1e-5)
+    launches.failing_environment = ROUNDING
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 0
+    shown = capsys.readouterr().out
+    assert "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
+    assert "0.0001 of a loss and 0.001 of a norm, stated for all models" in shown
+
+
+def test_bits_need_no_tolerance(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--calibrate", "--rounds", "1", "--with", "zb-h1", "-o", "out", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 0
+    assert len(launches.words) == 3
+    assert "--calibrate has nothing to learn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -304,12 +463,16 @@ def test_what_differs_is_located_by_two_short_runs(
         ),
         (
             ["--self", "--with=--use-dpp", "--", *RECIPE.split()],
-            "leave --with and --reference out",
+            "leave --with, --reference and --calibrate out",
         ),
         (["--trace-dir", "x", "--", *RECIPE.split()], "add --best 3"),
         (
             ["--locate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
             "leave --speed-only out",
+        ),
+        (
+            ["--calibrate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
+            "leave one of them out",
         ),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.compare.locate import Difference, locate
+from megatron_ext.tools.compare.locate import Difference, compare, locate
 from megatron_ext.tracing.digest_files import (
     FILE_NAME,
     KINDS,
@@ -22,52 +22,15 @@ from megatron_ext.tracing.digest_files import (
     Writer,
     read,
 )
-
-_NUM_LAYERS = 4
-_NUM_MICROBATCHES = 2
-_RANK_0 = Header(0, "a")
-
-
-def record(kind: Kind, microbatch: int, layer: int, **changes: object) -> Record:
-    """Return a record of a layer, one stage for each."""
-    letters = {"forward": "F", "backward": "B", "weight gradient": "B"}
-    action = f"{layer}{letters[kind]}{microbatch}" if kind in letters else ""
-    fields: dict[str, object] = {"part": "", "position": 0, "num_elements": 64}
-    fields |= {"bits": "0" * 32, "norm": 2.0, "projections": [1.0, -1.0, 2.0, 0.5]}
-    module = f"decoder.layers.{layer}"
-    whole = Record(kind, microbatch, module, stage=layer, action=action, **fields)  # type: ignore[arg-type]
-    return whole._replace(**changes)  # type: ignore[arg-type]
-
-
-def step_records() -> list[Record]:
-    """Return what one rank records in a step."""
-    records = []
-    for kind in KINDS:
-        numbers = range(_NUM_MICROBATCHES)
-        if kind in ("reduced gradient", "weights"):
-            numbers = range(NO_MICROBATCH, 0)
-        records += [record(kind, m, layer) for m in numbers for layer in range(_NUM_LAYERS)]
-    return records
-
-
-def write(folder: Path, *steps: Sequence[Record], header: Header = _RANK_0) -> Path:
-    """Write the file of a rank, and return the folder."""
-    writer = Writer(folder, header)
-    for number, records in enumerate(steps, 1):
-        writer.step(number, records)
-    writer.close()
-    return folder
-
-
-def changed(records: Sequence[Record], *places: tuple[Kind, int, int]) -> list[Record]:
-    """Return records of which some have other bits, by half of their norm."""
-    result = []
-    for item in records:
-        place = item.kind, item.microbatch, item.stage
-        if place in places:
-            item = item._replace(bits="1" * 32, projections=[2.0, 0.0, 3.0, -0.5])
-        result.append(item)
-    return result
+from tests.tools.compare.digests import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    changed,
+    record,
+    slightly,
+    step_records,
+    write,
+)
 
 
 def compared(folder: Path, candidate: Sequence[Record]) -> Difference | None:
@@ -98,8 +61,8 @@ def test_all_micro_batches_that_differ_at_the_place_are_named(tmp_path: Path) ->
 
 _PLACES = st.tuples(
     st.sampled_from(KINDS[:2]),
-    st.integers(0, _NUM_MICROBATCHES - 1),
-    st.integers(0, _NUM_LAYERS - 1),
+    st.integers(0, NUM_MICROBATCHES - 1),
+    st.integers(0, NUM_LAYERS - 1),
 )
 
 
@@ -202,16 +165,6 @@ def _with_larger_gradients(factor: float) -> list[Record]:
     return records
 
 
-def _slightly(records: Sequence[Record], kind: Kind, by: float) -> list[Record]:
-    result = []
-    for item in records:
-        if item.kind == kind:
-            near = [projection + by for projection in item.projections]
-            item = item._replace(bits="2" * 32, projections=near)
-        result.append(item)
-    return result
-
-
 @pytest.mark.parametrize(
     ("kind", "by", "is_allowed"),
     [("reduced gradient", 1e-6, True), ("reduced gradient", 1e-2, False), ("forward", 1e-6, False)],
@@ -221,7 +174,7 @@ def test_other_numbers_of_replicas_may_differ_where_they_add_up(
 ) -> None:
     """The first forwards still have the same bits: no sum over replicas comes before them."""
     first = write(tmp_path / "reference", step_records())
-    candidate = _slightly(_with_larger_gradients(2.0), kind, by)
+    candidate = slightly(_with_larger_gradients(2.0), kind, by)
     second = write(tmp_path / "candidate", candidate, header=Header(0, data_size=2))
     difference = locate(first, second)
     assert (difference is None) == is_allowed
@@ -250,7 +203,7 @@ def test_gradients_of_ranks_that_average_over_more_are_larger(
     difference = locate(first, second)
     assert (difference is None) == is_allowed
     if difference is not None:
-        assert (difference.kind, difference.layer) == ("backward", _NUM_LAYERS - 1)
+        assert (difference.kind, difference.layer) == ("backward", NUM_LAYERS - 1)
 
 
 def test_losses_of_other_kinds_are_refused(tmp_path: Path) -> None:
@@ -275,3 +228,86 @@ def test_parts_that_are_cut_differently_are_held_against_each_other_by_norm(
     difference = locate(first, write(tmp_path / "changed", parts))
     assert difference is not None
     assert "differs in its norm, where" in difference.sentence()
+
+
+# Tolerances learned from a run that was rounded differently.
+
+ROUNDED = Header(0, "a", rounded=True)
+
+
+@pytest.mark.parametrize(("by", "is_allowed"), [(3e-5, True), (9e-5, False)])
+def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
+    tmp_path: Path, by: float, is_allowed: bool
+) -> None:
+    """The stated tolerance allows both; four times what rounding does allows one of them."""
+    records = step_records()
+    first = write(tmp_path / "reference", records)
+    rounded = records
+    for kind in KINDS:
+        rounded = slightly(rounded, kind, 1e-5)
+    learned_from = write(tmp_path / "rounded", rounded, header=ROUNDED)
+    candidate = slightly(records, "backward", by)
+    second = write(tmp_path / "candidate", candidate, header=Header(0, slices=2))
+    assert locate(first, second) is None
+    comparison = compare(first, second, learned_from)
+    assert (comparison.difference is None) == is_allowed
+    assert comparison.tolerance.startswith("4 times what each module's tensors differ by in")
+    assert comparison.tolerance.endswith(
+        "at most 2e-05 of a norm, because the runs have 1 and 2 slices"
+    )
+
+
+def test_a_learned_tolerance_allows_nothing_where_bits_are_promised(tmp_path: Path) -> None:
+    records = step_records()
+    first = write(tmp_path / "reference", records)
+    learned_from = write(tmp_path / "rounded", slightly(records, "forward", 1e-2), header=ROUNDED)
+    second = write(tmp_path / "candidate", slightly(records, "forward", 1e-6))
+    comparison = compare(first, second, learned_from)
+    assert comparison.difference is not None
+    assert comparison.tolerance == "none, all bits must be equal"
+
+
+def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(tmp_path: Path) -> None:
+    """The gradient of a loss is a constant, which no rounding changes; other numbers of replicas
+    scale it."""
+    records = [*step_records(), record("backward", 0, 0, module="model")]
+    first = write(tmp_path / "reference", records)
+    learned_from = write(tmp_path / "rounded", records, header=ROUNDED)
+    doubled = []
+    for item in records:
+        if item.kind == "backward":
+            projections = [2 * projection for projection in item.projections]
+            item = item._replace(bits="3" * 32, norm=2 * item.norm, projections=projections)
+        doubled.append(item)
+    second = write(tmp_path / "candidate", doubled, header=Header(0, data_size=2))
+    assert compare(first, second, learned_from).difference is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        (
+            (Header(0, "a"), Header(0, "b"), Header(0, "c")),
+            "without MEGATRON_EXT_DIGESTS_ROUNDING=1",
+        ),
+        ((Header(0, "a"), ROUNDED, ROUNDED), "name it third"),
+        ((ROUNDED, Header(0, "a"), ROUNDED), "name it third"),
+    ],
+)
+def test_a_folder_of_the_wrong_kind_of_run_is_refused(
+    tmp_path: Path, headers: tuple[Header, Header, Header], message: str
+) -> None:
+    folders = []
+    for name, header in zip(("reference", "candidate", "rounded"), headers, strict=True):
+        folders.append(write(tmp_path / name, step_records(), header=header))
+    with pytest.raises(DataError, match=message):
+        compare(*folders)
+
+
+def test_tolerances_of_another_cut_are_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "reference", step_records())
+    second = write(tmp_path / "candidate", step_records(), header=Header(0, slices=2))
+    other_parts = [item._replace(part="t0") for item in step_records()]
+    learned_from = write(tmp_path / "rounded", other_parts, header=ROUNDED)
+    with pytest.raises(DataError, match="record it with the reference's flags"):
+        compare(first, second, learned_from)

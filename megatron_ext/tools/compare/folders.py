@@ -1,0 +1,96 @@
+"""`compare --folders`: compares the digests that two trainings recorded, and trains nothing."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.tools.compare import outcome
+from megatron_ext.tools.compare.locate import Comparison, compare
+from megatron_ext.tools.compare.operators import first_operator, place_of
+from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
+from megatron_ext.tracing.operator_files import read_folder
+
+_TRAINING_FLAGS = {
+    "additions": "--with",
+    "best": "--best",
+    "reference": "--reference",
+    "against_itself": "--self",
+    "locate": "--locate",
+    "calibrate": "--calibrate",
+    "dry_run": "--dry-run",
+    "speed_only": "--speed-only",
+    "output": "--output",
+    "command_words": "the command after --",
+}
+"""Settings of a comparison that trains, by the name of the parsed argument."""
+
+
+def compare_folders(args: argparse.Namespace) -> int:
+    """Run `compare --folders` and return its exit code.
+
+    Raises:
+        ArgumentsError: There are not two or three folders, or a flag is for trainings.
+        DataError: A folder has no digests, damaged ones, or ones of another kind of run.
+    """
+    for name, flag in _TRAINING_FLAGS.items():
+        if getattr(args, name):
+            raise ArgumentsError(f"--folders compares what was recorded; leave {flag} out")
+    folders: Sequence[Path] = args.folders
+    if len(folders) not in (2, 3):
+        raise ArgumentsError(
+            f"--folders got {len(folders)}; name the reference's folder and the candidate's, and "
+            "as a third one that of a run to learn tolerances from"
+        )
+    if all(read_folder(folder) for folder in folders[:2]):
+        return _compare_operators(folders[0], folders[1], as_json=args.json)
+    comparison = compare(*folders)
+    code = outcome.EQUAL if comparison.difference is None else outcome.DIFFERENT
+    if args.json:
+        print(json.dumps(_as_json(comparison, code), indent=1, allow_nan=False))
+    else:
+        print(_text(comparison))
+    return code
+
+
+def _compare_operators(reference: Path, candidate: Path, *, as_json: bool) -> int:
+    comparison = first_operator(reference, candidate)
+    code = outcome.EQUAL if comparison.are_equal else outcome.DIFFERENT
+    if as_json:
+        print(json.dumps({"operator": comparison.sentence, "exit_code": code}, indent=1))
+    else:
+        print(comparison.sentence)
+    return code
+
+
+def _text(comparison: Comparison) -> str:
+    difference = comparison.difference
+    verdict = (
+        f"no difference in {comparison.num_tensors:,} tensors of {comparison.num_steps} steps, "
+        "with the weights before the first as one"
+    )
+    if difference is not None:
+        verdict = difference.sentence()
+    lines = [verdict, f"tolerance: {comparison.tolerance}", *comparison.notes]
+    place = None if difference is None else place_of(difference)
+    if place is not None:
+        lines.append(
+            f"for the operator, record both again in new folders with {OPERATORS}={place} as well"
+        )
+    return "\n".join(lines)
+
+
+def _as_json(comparison: Comparison, code: int) -> dict[str, Any]:
+    difference = comparison.difference
+    content: dict[str, Any] = asdict(comparison)
+    if difference is not None:
+        content["difference"] |= {"sentence": difference.sentence(), "tensor": difference.tensor}
+    finite: dict[str, Any] = outcome.with_finite_numbers({**content, "exit_code": code})
+    return finite

@@ -1,0 +1,153 @@
+"""The operators that one rank ran inside a module: which ones to record, and their file.
+
+A file is text, one JSON value in each line: first the header, then one line for each operator, in
+the order in which they ran:
+
+    {"format":1,"rank":0,"host":"node-1","tensor":0,"action":"2F0","place":"1:0:forward:..."}
+    ["aten.mm.default",[[16,32]],"9f...",1.5,[...]]
+
+Reading needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megatron_ext.errors import DataError
+from megatron_ext.files import parse_json
+
+VARIABLE = "MEGATRON_EXT_DIGESTS_OPERATORS"
+"""Environment variable of a training that records digests: the `Place` whose operators to record
+in place of digests."""
+FORMAT = 1
+FILE_NAME = "operators-rank-{:05d}.jsonl"
+_FIRST_TORCH = 2, 10
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module in a forward or backward of one micro-batch."""
+
+    iteration: int
+    microbatch: int
+    """Number in the global batch."""
+    direction: Direction
+    module: str
+    """Name of a module that digests cover, with the number of its layer in the model."""
+
+    def __str__(self) -> str:
+        return f"{self.iteration}:{self.microbatch}:{self.direction}:{self.module}"
+
+    @classmethod
+    def parsed(cls, text: str) -> Place:
+        """Return the place that `str` has written.
+
+        Raises:
+            DataError: The text is not a place.
+        """
+        iteration, _, remainder = text.partition(":")
+        microbatch, _, remainder = remainder.partition(":")
+        direction, _, module = remainder.partition(":")
+        are_numbers = iteration.isdecimal() and microbatch.isdecimal()
+        if not are_numbers or direction not in ("forward", "backward") or not module:
+            raise DataError(
+                f"{VARIABLE}={text} names no operators; write iteration, micro-batch, forward or "
+                "backward, and module, as in 1:0:forward:decoder.layers.2"
+            )
+        return cls(int(iteration), int(microbatch), direction, module)  # type: ignore[arg-type]
+
+
+def place_asked_for() -> Place | None:
+    """Return the place whose operators this training is to record; None: none was requested.
+
+    Raises:
+        DataError: The variable names no place, or torch cannot record operators.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    if reason := why_unavailable():
+        raise DataError(f"{VARIABLE}: {reason}; leave it out")
+    return Place.parsed(text)
+
+
+def why_unavailable() -> str:
+    """Return why torch cannot record operators; empty: it can."""
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        return "torch is not installed"
+    major, minor = installed.split(".")[:2]
+    if (int(major), int(minor)) < _FIRST_TORCH:
+        return f"operators are recorded by torch 2.10 and later, and torch is {installed}"
+    return ""
+
+
+class Operator(NamedTuple):
+    """One operator that ran."""
+
+    name: str
+    shapes: list[list[int]]
+    """Of its floating-point results."""
+    bits: str
+    norm: float
+    projections: list[float]
+    """Of its first floating-point result, as in a digest."""
+
+    @property
+    def text(self) -> str:
+        """The operator with the shapes of its results."""
+        return f"{self.name} -> {', '.join(map(str, self.shapes))}"
+
+
+@dataclass(frozen=True)
+class OperatorHeader:
+    """The rank that wrote a file."""
+
+    rank: int
+    host: str
+    tensor: int
+    """Rank in its tensor-parallel group."""
+    action: str
+    place: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class OperatorFile:
+    """The content of a file."""
+
+    header: OperatorHeader
+    operators: list[Operator]
+
+
+def write(folder: Path, content: OperatorFile) -> None:
+    """Write the file of a rank."""
+    lines = [json.dumps(asdict(content.header)), *map(json.dumps, content.operators)]
+    path = folder / FILE_NAME.format(content.header.rank)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_folder(folder: Path) -> dict[int, OperatorFile]:
+    """Return the files of a run, by tensor-parallel rank; empty if no operators were recorded.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    contents = {}
+    for path in sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*"))):
+        try:
+            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            header = OperatorHeader(**parse_json(first))
+            operators = [Operator(*parse_json(line)) for line in lines]
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path}: no operators: {error}; record the training again") from error
+        contents[header.tensor] = OperatorFile(header, operators)
+    return contents

@@ -1,0 +1,121 @@
+"""Records the operators that run inside one module, with a fingerprint of each result.
+
+torch's DebugMode sees every operator of an action; hooks of the module mark where its own begin and
+end. It is active in that one action only, since every operator then takes several times as long.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.tracing.fingerprint import Fingerprint, Fingerprints
+from megatron_ext.tracing.operator_files import (
+    Operator,
+    OperatorFile,
+    OperatorHeader,
+    Place,
+    write,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.tracing.digest_files import Header
+
+_KINDS = {"forward": ("F",), "backward": ("B", "I")}
+"""Kinds of actions, by the direction of a place."""
+
+
+class OperatorRecorder:
+    """Records the operators of one place on one rank."""
+
+    def __init__(self, place: Place, folder: Path, header: Header) -> None:
+        self.place = place
+        self._folder = folder
+        self._header = header
+        self._fingerprints = Fingerprints()
+        self._operators: list[tuple[str, list[list[int]], Fingerprint]] = []
+        """All operators of the action so far."""
+        self._first: int | None = None
+        """Index of the module's first operator; None: the module has not begun."""
+        self._end: int | None = None
+        self._mode: ExitStack | None = None
+        """Active during the action."""
+        self._action: Action | None = None
+
+    def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
+        """Watch the operators of an action if it is the one of the place.
+
+        Args:
+            iteration: Number of the training step.
+            microbatch: Number of its micro-batch in the global batch.
+            action: The action that begins.
+        """
+        is_place = (iteration, microbatch) == (self.place.iteration, self.place.microbatch)
+        if not is_place or action.kind not in _KINDS[self.place.direction] or self._mode:
+            return
+        from torch.utils._debug_mode import DebugMode
+
+        self._operators.clear()
+        self._action, self._first, self._end = action, None, None
+        self._mode = ExitStack()
+        self._mode.enter_context(DebugMode(record_output=False))
+        self._mode.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
+
+    def begin_module(self) -> None:
+        """Mark where the operators of the module begin."""
+        if self._mode is not None and self._first is None:
+            self._first = len(self._operators)
+
+    def end_module(self) -> None:
+        """Mark where the operators of the module end."""
+        if self._mode is not None and self._first is not None:
+            self._end = len(self._operators)
+
+    def end_action(self, action: Action) -> None:
+        """Write the operators of the module if it ran in this action."""
+        if self._mode is None or action is not self._action:
+            return
+        self._mode.close()
+        self._mode = None
+        if self._first is None or self._end is None:
+            return
+        operators = []
+        for name, shapes, fingerprint in self._operators[self._first : self._end]:
+            norm, *projections = fingerprint.sizes.tolist()
+            operators.append(Operator(name, shapes, fingerprint.text, norm, projections))
+        header = self._header
+        written = OperatorHeader(
+            header.rank, header.host, header.tensor, str(action), str(self.place)
+        )
+        write(self._folder, OperatorFile(written, operators))
+
+    def _record(
+        self,
+        operator: Any,
+        _types: Sequence[type],
+        _args: Sequence[Any],
+        _kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """Keep the name and the fingerprint of an operator that has computed something."""
+        # A view computes nothing, an empty tensor has arbitrary bits, and a collective may still
+        # be on its way.
+        if getattr(operator, "is_view", False) or operator.namespace == "c10d":
+            return
+        if "empty" in operator.__name__:
+            return
+        tensors = [
+            leaf
+            for leaf in torch.utils._pytree.tree_leaves(result)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+        ]
+        if tensors:
+            shapes = [list(tensor.shape) for tensor in tensors]
+            name = f"{operator.namespace}.{operator.__name__}"
+            self._operators.append((name, shapes, self._fingerprints.of(tensors[0])))

@@ -1,0 +1,109 @@
+"""`megatron-ext compare --folders`: digests that other launchers' trainings recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.tracing.digest_files import VARIABLE, Header
+from tests.examples.test_configure import PROGRAM, losses
+from tests.tools.compare.digests import changed, step_records, write
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["megatron-ext", "compare", *words])
+    return cli.main(["compare", *words])
+
+
+def test_equal_folders_end_with_exit_code_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(write(tmp_path / name, step_records())) for name in ("one", "two")]
+    assert compare(monkeypatch, "--folders", *folders) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no difference in 32 tensors of 1 steps, with the weights before the first as one",
+        "tolerance: none, all bits must be equal",
+    ]
+
+
+def test_a_difference_is_named_and_ends_with_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path / "one", step_records())
+    second = write(tmp_path / "two", changed(step_records(), ("forward", 1, 2)))
+    assert compare(monkeypatch, "--folders", str(first), str(second)) == 3
+    assert capsys.readouterr().out.startswith(
+        "first difference: iteration 1, micro-batch 1: the output of layer 2 differs by 0.5"
+    )
+    assert compare(monkeypatch, "--json", "--folders", str(first), str(second)) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["exit_code"] == 3
+    difference = answer["difference"]
+    assert (difference["kind"], difference["layer"], difference["microbatches"]) == (
+        "forward",
+        2,
+        [1],
+    )
+    assert difference["candidate"]["action"] == "2F1"
+    assert difference["sentence"].startswith("first difference: iteration 1")
+
+
+def test_a_third_folder_gives_the_tolerances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name, header in (
+        ("one", Header(0)), ("two", Header(0, slices=2)), ("three", Header(0, rounded=True)),
+    ):  # fmt: skip
+        folders.append(str(write(tmp_path / name, step_records(), header=header)))
+    assert compare(monkeypatch, "--folders", *folders) == 0
+    assert "4 times what each module's tensors differ by in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folders", "a"], "--folders got 1; name the reference's folder"),
+        (["--folders", "a", "b", "--self"], "leave --self out"),
+        (["--folders", "a", "b", "--", "pretrain_gpt.py"], "leave the command after -- out"),
+        (["--folders", "a", "b"], "a has no digests; run the training with MEGATRON_EXT_DIGESTS=a"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compare(monkeypatch, *words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ext: error: ")
+    assert message in line
+
+
+@pytest.mark.slow
+def test_a_program_with_its_own_loop_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its step is no `pretrain` of Megatron's, and torchrun launches it."""
+    broken = tmp_path / "broken.py"
+    text = PROGRAM.read_text()
+    loss = "losses.mean(), losses.mean().item()"
+    assert loss in text
+    broken.write_text(text.replace(loss, loss.replace("losses.mean(),", "losses.mean() * 1.0001,")))
+    for name, words, program in (
+        ("own", (), PROGRAM), ("zb-v", ("zb-v",), PROGRAM), ("broken", ("zb-v",), broken),
+    ):  # fmt: skip
+        monkeypatch.setenv(VARIABLE, str(tmp_path / name))
+        losses(*words, program=program)
+    folders = [str(tmp_path / name) for name in ("own", "zb-v", "broken")]
+    assert compare(monkeypatch, "--folders", *folders[:2]) == 0
+    assert "of 4 steps" in capsys.readouterr().out
+    assert compare(monkeypatch, "--folders", folders[0], folders[2]) == 3
+    assert "the gradient of the output of model differs by 0.0001" in capsys.readouterr().out

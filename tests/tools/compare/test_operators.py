@@ -1,0 +1,142 @@
+"""The first operator that differs inside a module, on files made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import DataError
+from megatron_ext.tools.compare.locate import Difference, Origin
+from megatron_ext.tools.compare.operators import first_operator, place_of
+from megatron_ext.tracing import operator_files
+from megatron_ext.tracing.operator_files import (
+    Operator,
+    OperatorFile,
+    OperatorHeader,
+    Place,
+    place_asked_for,
+    write,
+)
+
+PLACE = Place(1, 0, "forward", "decoder.layers.2")
+
+
+def operator(name: str, bits: str = "0", projection: float = 1.0) -> Operator:
+    return Operator(f"aten.{name}", [[4, 8]], bits, 2.0, [projection] * 4)
+
+
+def recorded(folder: Path, operators: Sequence[Operator], place: Place = PLACE) -> Path:
+    folder.mkdir()
+    header = OperatorHeader(0, "a", 0, "2F0", str(place))
+    write(folder, OperatorFile(header, list(operators)))
+    return folder
+
+
+LAYER = [operator("mm"), operator("gelu"), operator("mm"), operator("add")]
+
+
+def test_equal_operators_are_counted(tmp_path: Path) -> None:
+    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", LAYER))
+    assert comparison.are_equal
+    assert comparison.sentence == (
+        "none of the 4 operators that both runs have in the forward of decoder.layers.2 differs"
+    )
+
+
+def test_the_first_that_differs_is_named(tmp_path: Path) -> None:
+    wrong = [*LAYER[:2], operator("mm", "1", 2.0), operator("add", "1", 2.0)]
+    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong))
+    assert not comparison.are_equal
+    assert comparison.sentence == (
+        "first operator that differs in the forward of decoder.layers.2: aten.mm -> [4, 8], number "
+        "3 of 4, differs by 0.5 of its norm"
+    )
+
+
+def test_an_operator_of_one_run_alone_is_named_with_what_it_changes(tmp_path: Path) -> None:
+    wrong = [*LAYER[:3], operator("mul", "1"), operator("add", "1", 2.0)]
+    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong))
+    assert comparison.sentence.endswith(
+        "aten.add -> [4, 8], number 4 of 4, differs by 0.5 of its norm; before it, only the "
+        "candidate ran aten.mul -> [4, 8]"
+    )
+
+
+def test_a_split_backward_runs_fewer_operators(tmp_path: Path) -> None:
+    place = replace(PLACE, direction="backward")
+    whole = [operator("mm"), Operator("aten.mm", [[8, 8]], "5", 1.0, [1.0] * 4), operator("add")]
+    inputs_only = [operator("mm"), operator("add")]
+    folders = recorded(tmp_path / "a", whole, place), recorded(tmp_path / "b", inputs_only, place)
+    assert first_operator(*folders).are_equal
+
+
+def test_a_tolerance_allows_other_bits(tmp_path: Path) -> None:
+    near = [operator("mm", "1", 1.0001), *LAYER[1:]]
+    folders = recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", near)
+    assert not first_operator(*folders).are_equal
+    assert first_operator(*folders, 1e-3).are_equal
+
+
+def test_operators_of_different_places_are_refused(tmp_path: Path) -> None:
+    other_place = replace(PLACE, microbatch=1)
+    folders = recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", LAYER, other_place)
+    with pytest.raises(DataError, match="record both for the same one"):
+        first_operator(*folders)
+
+
+def test_a_folder_without_operators_is_refused(tmp_path: Path) -> None:
+    first = recorded(tmp_path / "a", LAYER)
+    with pytest.raises(DataError, match="has no operators: the module did not run as a whole"):
+        first_operator(first, tmp_path)
+
+
+HERE = Origin("2F1", 0, "a")
+IN_LAYER = Difference(
+    iteration=3, microbatches=(1, 2), num_microbatches=4, kind="forward", layer=2, module="mlp",
+    name="decoder.layers.2.mlp", reference=HERE, candidate=HERE, relative=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, Place(3, 1, "forward", "decoder.layers.2")),
+        ({"kind": "backward", "name": "embedding"}, Place(3, 1, "backward", "embedding")),
+        ({"kind": "weight gradient"}, None),
+        ({"name": "model"}, None),
+        ({"candidate": None}, None),
+    ],
+)
+def test_the_whole_layer_is_searched(changes: dict[str, object], place: Place | None) -> None:
+    """What precedes a part of a layer, such as a norm, has no digests."""
+    assert place_of(replace(IN_LAYER, **changes)) == place  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["1:0:forward", "one:0:forward:x", "1:0:sideways:x", "1:0"])
+def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(operator_files.VARIABLE, text)
+    with pytest.raises(
+        DataError, match="write iteration, micro-batch, forward or backward, and module"
+    ):
+        place_asked_for()
+
+
+def test_a_place_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(operator_files.VARIABLE, str(PLACE))
+    assert place_asked_for() == PLACE
+
+
+@pytest.mark.parametrize(("installed", "is_refused"), [("2.9.1+cpu", True), ("2.10.0", False)])
+def test_an_old_torch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, installed: str, is_refused: bool
+) -> None:
+    monkeypatch.setattr(operator_files, "version", lambda _name: installed)
+    monkeypatch.setenv(operator_files.VARIABLE, str(PLACE))
+    if is_refused:
+        with pytest.raises(DataError, match=r"torch 2.10 and later, and torch is 2.9.1\+cpu"):
+            place_asked_for()
+    else:
+        assert place_asked_for() == PLACE
