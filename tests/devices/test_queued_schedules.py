@@ -153,9 +153,19 @@ _WAYS = {
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_the_host_never_waits_in_a_step_of_a_table(way: str) -> None:
-    flags = f"{_FLAGS}{PP2}--pipeline-schedule zb-h1 {_WAYS[way]}"
+    _check_waits(_WAYS[way], 8)
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_the_host_never_waits_in_a_step_of_slices(connections: int) -> None:
+    _check_waits("--pipeline-slices 4 --pipeline-transport shm ", connections)
+
+
+def _check_waits(more_flags: str, connections: int) -> None:
+    flags = f"{_FLAGS}{PP2}--pipeline-schedule zb-h1 {more_flags}"
     flags += "--no-check-for-nan-in-loss-and-grad "
-    for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=queued()):
+    env = queued(connections=connections)
+    for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=env):
         # The threads beside a staged transport are there to wait. In 0.16 Megatron's script waits
         # for copies of lengths.
         own = [

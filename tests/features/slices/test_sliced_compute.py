@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +486,58 @@ def test_slices_of_any_length_and_empty_ones(name: str, documents: bool) -> None
     assert len(worst) == len(ANY_LENGTHS)
     for bounds, difference in zip(ANY_LENGTHS, worst, strict=True):
         assert difference < 2e-6, bounds  # also false if it is not a number
+
+
+def cut_packed_sequences() -> None:
+    """Compare the bounds that attention gets with those of a search through all sequences."""
+    import torch
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_ext.features.slices.slice_steps import kept_state
+    from tests.pipelines import use
+
+    use(None)
+    kept = kept_state()
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+        st.integers(0, 3),
+        st.data(),
+    )
+    def check(lengths: list[int], padding: int, data: st.DataObject) -> None:
+        documents = [0, *accumulate(lengths)]
+        num_tokens = documents[-1] + padding  # behind all sequences
+        begin = data.draw(st.integers(0, num_tokens - 1))
+        end = data.draw(st.integers(begin + 1, num_tokens))
+        sums = torch.tensor(documents, dtype=torch.int32)
+        whole = PackedSeqParams("thd", sums, sums, None, None, max(lengths), max(lengths))
+        kept.clear()
+        with kept.of(0, 0, 0, (begin, end, num_tokens), backward=False):
+            assert kept.running is not None
+            kept.running._keep_packed(whole)
+            packed, first = kept.running._packed_in_slice(whole)
+        expected, firsts = [], []
+        for document_begin, document_end in pairwise(documents):
+            num_queries = min(document_end, end) - max(document_begin, begin)
+            if num_queries > 0:
+                expected.append((num_queries, min(document_end, end) - document_begin))
+                firsts.append(document_begin)
+        widths = zip(
+            packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_kv.diff().tolist(), strict=True
+        )
+        assert [pair for pair in widths if pair != (0, 0)] == expected
+        assert first == (firsts[0] if firsts else begin)
+        assert packed.max_seqlen_q == max([0, *(queries for queries, _ in expected)])
+        assert packed.max_seqlen_kv == max([0, *(keys for _, keys in expected)])
+
+    check()
+
+
+def test_packed_sequences_are_cut_where_slices_are() -> None:
+    run_ranks(1, cut_packed_sequences)
 
 
 def read_after_freeing() -> list[float]:
