@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.inprocess.initialize import Initialize
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
-from megatron_ext.upstream import cause
+from megatron_ext.upstream import cause, parent
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class BeginAttempt(Initialize):
 
     def __call__(self, state: Any) -> Any:
         """Let transports take the number of the restart, and follow the device's connections."""
+        # NVRx calls this once every rank has sent it its state: ranks that begin have met.
+        parent.note_ranks_met()
         active.begin_attempt(state.iteration)
         devices.current().follow_collectives()
         if state.iteration == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
 """Environment variable of every process of a job: the agent that it must not outlive."""
@@ -14,6 +15,9 @@ SOCKETS = "MEGATRON_EXT_SOCKETS"
 
 HOSTED_STORES = "MEGATRON_EXT_HOSTED_STORES"
 """Environment variable of ranks whose launcher hosts the stores, so that no rank has to."""
+
+RANKS_MET = "MEGATRON_EXT_RANKS_MET"
+"""Environment variable of ranks that may be lost: the file that says that all of them have met."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,6 +54,12 @@ def die_with_parent(agent_pid: int | None = None) -> None:
 def stores_are_hosted() -> bool:
     """Return whether the launcher hosts the stores in which this rank meets the others."""
     return os.environ.get(HOSTED_STORES) == "1"
+
+
+def note_ranks_met() -> None:
+    """Tell the launcher that all ranks have met, so that one of them may be lost from here on."""
+    if path := os.environ.get(RANKS_MET):
+        Path(path).touch()
 
 
 def use_sockets_folder() -> None:

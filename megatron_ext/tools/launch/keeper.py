@@ -131,6 +131,7 @@ class Keeper:
         self._losses = losses
         self._grace_s = grace_s
         self._stopped_by: int | None = None
+        self._ranks_met = Path(args.log_dir) / "ranks_met"
         shown = {int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item}
         os.environ.update(
             {
@@ -143,6 +144,7 @@ class Keeper:
                 "TORCHELASTIC_MAX_RESTARTS": "0",
                 "GROUP_RANK": "0",
                 parent.HOSTED_STORES: "1",
+                parent.RANKS_MET: str(self._ranks_met),
                 # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
@@ -164,26 +166,27 @@ class Keeper:
             thread.start()
             threads.append(thread)
         while any(rank.process.poll() is None for rank in self._ranks):
-            if self._stopped_by is not None or self._is_beyond_reserve():
+            self._note_losses()
+            if self._stopped_by is not None or self._losses.fatal is not None:
                 self._end_all()
                 break
             time.sleep(_TURN_S)
         else:
-            self._is_beyond_reserve()  # all ranks have ended since the last turn
+            self._note_losses()  # all ranks have ended since the last turn
         for thread in threads:
             thread.join(self._grace_s)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
-        return self._losses.fatal if self._losses.are_too_many else None
+        return self._losses.fatal
 
-    def _is_beyond_reserve(self) -> bool:
-        """Record ranks lost since the last call; return whether too few are left."""
+    def _note_losses(self) -> None:
+        """Record the ranks that were lost since the last call."""
         for rank in self._ranks:
             code = rank.process.poll()
             if code and not rank.is_lost:
                 rank.is_lost = True
-                self._losses.add(Loss(rank.rank, code, time.time()))
-        return self._losses.are_too_many
+                is_early = not self._ranks_met.exists()
+                self._losses.add(Loss(rank.rank, code, time.time(), is_early=is_early))
 
     def _stop(self, number: int, _frame: object) -> None:
         self._stopped_by = number

@@ -33,6 +33,8 @@ class Loss:
     """Time of the loss, in seconds since 1970."""
     back_after_s: float | None = None
     """Time from the loss to the next line about a step; None: no such line yet."""
+    is_early: bool = False
+    """Whether the rank was lost before all ranks had met, when no rank can stand in for it yet."""
 
 
 def loss_in_words(loss: Json) -> str:
@@ -66,39 +68,36 @@ class Losses:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether too many ranks are lost for the job to continue."""
-        return len(self.items) > self.reserve or self._is_users
-
-    @property
-    def fatal(self) -> Loss:
-        """The loss that ended the job: not one after which training continued."""
+    def fatal(self) -> Loss | None:
+        """The loss that ends the job; None: the job continues."""
         for loss in self.items:
-            if loss.exit_code == _USER_ERROR:
+            if loss.exit_code == _USER_ERROR or loss.is_early:
                 return loss
+        if len(self.items) <= self.reserve:
+            return None
         for loss in self.items:
-            if loss.back_after_s is None:
+            if loss.back_after_s is None:  # training has continued after the others
                 return loss
         return self.items[-1]
-
-    @property
-    def _is_users(self) -> bool:
-        """Whether a rank ended because of its flags or files, as its replacement would too."""
-        return any(loss.exit_code == _USER_ERROR for loss in self.items)
 
     def add(self, loss: Loss) -> None:
         """Record a loss and report it."""
         with self._lock:
             self.items.append(loss)
             self._write()
-        num_left = self.reserve - len(self.items)
-        outlook = f"{num_left} of {self.reserve} ranks in reserve are left"
-        if self._is_users:
-            outlook = "so would its stand-in, so the job ends"
-        elif self.are_too_many:
-            outlook = f"more are lost than the {self.reserve} in reserve, so the job ends"
         ending = _ending(loss.exit_code)
+        outlook = self._outlook(loss)
         self.say(loss.rank, f"megatron_ext: rank {loss.rank} was lost ({ending}): {outlook}")
+
+    def _outlook(self, loss: Loss) -> str:
+        if loss.exit_code == _USER_ERROR:
+            return "so would its stand-in, so the job ends"
+        if loss.is_early:
+            return "no rank can stand in before all have met, so the job ends"
+        num_left = self.reserve - len(self.items)
+        if num_left < 0:
+            return f"more are lost than the {self.reserve} in reserve, so the job ends"
+        return f"{num_left} of {self.reserve} ranks in reserve are left"
 
     def note_step(self) -> None:
         """Record a step, which shows that the job has recovered from its losses."""

@@ -227,12 +227,15 @@ def _answers(made: Cluster, address: str) -> bool:
 
 def rank_of(launcher: int, rank: int) -> psutil.Process:
     """Return the process of a rank in a job started on this machine."""
+    processes = []
     for process in psutil.Process(launcher).children(recursive=True):
         with suppress(psutil.Error):  # it ended in the meantime
             environment = process.environ()
             if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
-                return process
-    raise AssertionError(f"no process of rank {rank}")
+                processes.append(process)
+    assert processes, f"no process of rank {rank}"
+    # The processes that a rank forks (DataLoader workers, NVRx's monitor) have its environment.
+    return min(processes, key=psutil.Process.create_time)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -22,11 +22,13 @@ ROOT = Path(__file__).parents[3]
 
 # No rank needs torch: each only ends as its rank says, and prints a line about a step afterwards.
 RANKS = """\
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 rank = int(os.environ["RANK"])
 assert os.environ["MEGATRON_EXT_HOSTED_STORES"] == "1"
 ending = sys.argv[1 + rank]
-if ending == "killed":
+if "dies early" not in sys.argv:
+    pathlib.Path(os.environ["MEGATRON_EXT_RANKS_MET"]).touch()
+if ending in ("killed", "dies early"):
     os.kill(os.getpid(), signal.SIGKILL)
 if ending == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -88,6 +90,13 @@ def test_more_losses_than_reserves_end_the_job_with_the_first_cause(tmp_path: Pa
     assert "so the job ends" in done.stdout
 
 
+def test_a_loss_before_all_ranks_have_met_ends_the_job_at_once(tmp_path: Path) -> None:
+    done, folder = keep(tmp_path, 2, "deaf", "dies early", "deaf", "deaf")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "no rank can stand in before all have met" in done.stdout
+    assert json.loads((folder / "failure.json").read_text())["rank"] == 1
+
+
 def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(tmp_path: Path) -> None:
     done, _ = keep(tmp_path, 2, "deaf", "exits2", "deaf")
     assert done.returncode == 2
@@ -132,7 +141,7 @@ def test_steps_before_a_loss_do_not_count_and_later_losses_are_kept(tmp_path: Pa
     assert [record["back_after_s"] is None for record in records] == [False, False, True]
     assert "exit code 64" in said[0]
     assert "(signal 64)" in said[1] or "SIGRTMAX" in said[1]
-    assert not losses.are_too_many
+    assert losses.fatal is None
 
 
 def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -> None:
@@ -143,7 +152,7 @@ def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -
     losses.note_step()
     losses.add(Loss(5, 1, 200.0))
     losses.add(Loss(6, -15, 201.0))
-    assert losses.are_too_many
+    assert losses.fatal is not None
     assert losses.fatal.rank == 5
     losses.add(Loss(7, 2, 202.0))
     assert losses.fatal.rank == 7, "wrong flags, which a replacement would have, too"
