@@ -16,11 +16,13 @@
             SIGKILL after the fifth. The launcher's own lines mark the parts: the failure is noticed
             and the other processes are ended, a pause of a second, the hosts answer and the agents
             start, the ranks import, build the model and load the checkpoint, and the first step.
-            The median of the rounds. Needs megatron-core 0.17 or later, whose wheel has a loop.
+            The median of the rounds. Needs MEGATRON_LM_PATH, or megatron-core 0.17 or later, whose
+            wheel has a loop.
 `survive`   from a killed rank to the next step with `--keep-going`: ranks that are drawn at random,
             also in reserve, are killed with SIGKILL at random moments, five in each run, over
-            shared memory and over TCP. Counted are the steps that were repeated, and the final loss
-            is compared with that of an undisturbed run. Needs nvidia-resiliency-ext.
+            shared memory and over TCP. Beside it, the time of a restart of the whole job with
+            `--max-restarts 1`. Counted are the steps that were repeated, and the runs whose final
+            weights differ from those of an undisturbed run in any bit. Needs nvidia-resiliency-ext.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.command import markdown, options
+from tests.saved_tensors import saved_tensors
 from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 
@@ -55,7 +58,9 @@ Row = tuple[str, str, str]
 
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
-_FLAGS = f"{LLAMA}--train-iters 8 --use-dpp --save-interval 2 --save {{0}} --load {{0}}"
+_FLAGS = f"{LLAMA}--train-iters 8 --use-dpp"
+_KEPT = f"{LLAMA}--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1 "
+"""A model whose next steps depend only on its checkpoint."""
 _KILLED_AFTER = 5
 _KILLS_IN_A_RUN = 5
 _STEPS_BETWEEN_KILLS = 4
@@ -85,8 +90,7 @@ def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.
     After _TIMEOUT_S it is stopped, which ends its output and everything that waits for it.
     """
     environment = {
-        # The launcher would pass it on, and then all hosts would need the same tree.
-        **{name: value for name, value in os.environ.items() if name != "MEGATRON_LM_PATH"},
+        **os.environ,
         "PYTHONPATH": sys.path[0],
         "MEGATRON_EXT_RUNS": str(directory / "runs"),
         "MEGATRON_EXT_DEVICE": "cpu",
@@ -196,11 +200,13 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
     ]
 
 
-def one_restart(directory: Path) -> dict[str, float]:
+def one_restart(directory: Path, flags: str) -> dict[str, float]:
     """Run a job whose rank 1 is killed; return the seconds of each part."""
+    saved = directory / "saved"
+    flags = f"{flags} --save-interval 2 --save {saved} --load {saved}"
     argv = command(
         directory, "localhost slots=2\n", "--max-restarts", "1", "--num-microbatches", "4", "--raw",
-        "--", "pretrain_gpt.py", *_FLAGS.format(directory / "saved").split(),
+        "--", "pretrain_gpt.py", *flags.split(),
     )  # fmt: skip
     with start(directory, argv, subprocess.STDOUT) as job:
         assert job.stdout is not None
@@ -234,7 +240,7 @@ def restart(directory: Path, rounds: int) -> list[Row]:
     for number in range(rounds):
         folder = directory / f"restart-{number}"
         folder.mkdir()
-        restarts.append(one_restart(folder))
+        restarts.append(one_restart(folder, _FLAGS))
     rows = {
         part: statistics.median(seconds_by_part[part] for seconds_by_part in restarts)
         for part in restarts[0]
@@ -246,57 +252,77 @@ def restart(directory: Path, rounds: int) -> list[Row]:
 
 
 @dataclass
-class Survived:
-    """The cost of the kills in one run."""
+class Disturbed:
+    """A run in which ranks were killed."""
 
+    folder: Path
+    """Its last checkpoint."""
     back_after_s: list[float] = field(default_factory=list)
-    """Time from each kill of an active rank to the next line about a step."""
+    """Time from each kill to the first step after the restart."""
     num_steps: int = 0
     """Number of lines about steps, including repeated ones."""
-    last_loss: str = ""
 
 
-def _train_on(
-    directory: Path, wire: str, num_rests: int, num_kills: int, draw: random.Random
-) -> Survived:
-    """Train, killing a rank every few steps; `num_rests` more such pieces follow the first."""
-    num_iterations = _STEPS_BETWEEN_KILLS * (num_rests + 1)
-    flags = f"{LLAMA}--train-iters {num_iterations} --pipeline-schedule zb-h1 --pipeline-transport"
-    argv = [
+def _kept_job(directory: Path, wire: str, num_kills: int, num_steps: int) -> list[str]:
+    """Return the command of a job that may lose this number of ranks."""
+    saved = directory / "saved"
+    return [
         sys.executable, "-m", "megatron_ext", "launch", "--keep-going", "--reserve",
         str(max(1, num_kills)), "--num-microbatches", "4", "--raw", "--show", "all", "--",
-        "pretrain_gpt.py", *flags.split(), wire, "--save", str(directory / "saved"), "--load",
-        str(directory / "saved"), "--save-interval", str(10 * num_iterations),
+        "pretrain_gpt.py", *_KEPT.split(), "--train-iters", str(num_steps), "--pipeline-transport",
+        wire, "--save", str(saved), "--load", str(saved), "--save-interval", str(10 * num_steps),
     ]  # fmt: skip
-    survived, num_killed = Survived(), 0
-    killed_s: float | None = None
+
+
+def _disturbed(directory: Path, wire: str, num_kills: int, draw: random.Random) -> Disturbed:
+    """Train, and kill a rank every few steps, at a random moment."""
+    directory.mkdir()
+    run = Disturbed(directory / "saved")
     alive = list(range(2 + max(1, num_kills)))
+    num_killed = 0
+    killed_s: float | None = None
+    has_restarted = False
     output: list[str] = []
+    num_steps = _STEPS_BETWEEN_KILLS * (num_kills + 1)
+    argv = _kept_job(directory, wire, num_kills, num_steps)
     with start(directory, argv, subprocess.STDOUT) as job:
         assert job.stdout is not None
         for line in job.stdout:
             output.append(line)
-            step = re.search(r"iteration +(\d+)/.*lm loss: (\S+)", line)
+            if "in the same processes" in line:
+                has_restarted = True
+            step = re.search(r"iteration +(\d+)/.*lm loss: ", line)
             if step is None:
                 continue
-            survived.num_steps += 1
-            survived.last_loss = step[2]
+            run.num_steps += 1
             if killed_s is not None:
-                survived.back_after_s.append(time.monotonic() - killed_s)
+                if not has_restarted:
+                    continue  # the last step that the others have completed
+                run.back_after_s.append(time.monotonic() - killed_s)
                 killed_s = None
             is_due = int(step[1]) >= _STEPS_BETWEEN_KILLS * (num_killed + 1)
             if num_killed < num_kills and is_due:
+                # Longer than a step, so the moment is in any part of it, or in saving it.
                 time.sleep(draw.uniform(0.0, _LONGEST_STEP_S))
                 rank = alive.pop(draw.randrange(len(alive)))
                 rank_of(job.pid, rank).kill()
-                killed_s, num_killed = time.monotonic(), num_killed + 1
-    if job.returncode != 0:
-        raise SystemExit("the job ended:\n" + "".join(output[-30:]))
-    return survived
+                killed_s, has_restarted = time.monotonic(), False
+                num_killed += 1
+    if job.returncode != 0 or len(run.back_after_s) != num_kills:
+        raise SystemExit(f"the job ended with {job.returncode}:\n" + "".join(output[-60:]))
+    return run
+
+
+def _differ(folder: Path, other: Path) -> bool:
+    """Return whether the last checkpoints of two runs differ in any bit of a tensor."""
+    tensors, others = saved_tensors(folder), saved_tensors(other)
+    if tensors.keys() != others.keys():
+        return True
+    return not all(tensor.equal(others[name]) for name, tensor in tensors.items())
 
 
 def survive(directory: Path, num_kills: int) -> list[Row]:
-    """Return the cost of random kills, by transport."""
+    """Return the cost of random kills by transport, and that of a restart of the whole job."""
     rows = []
     draw = random.Random(1)
     for wire in ("shm", "tcp"):
@@ -304,24 +330,31 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
         num_repeated, num_other_ends = 0, 0
         for first in range(0, num_kills, _KILLS_IN_A_RUN):
             num_here = min(_KILLS_IN_A_RUN, num_kills - first)
-            disturbed = directory / f"{wire}-{first}"
+            run = _disturbed(directory / f"{wire}-{first}", wire, num_here, draw)
+            back_after_s += run.back_after_s
+            num_steps = _STEPS_BETWEEN_KILLS * (num_here + 1)
+            num_repeated += run.num_steps - num_steps
             undisturbed = directory / f"{wire}-{first}-undisturbed"
-            disturbed.mkdir()
             undisturbed.mkdir()
-            survived = _train_on(disturbed, wire, num_here, num_here, draw)
-            back_after_s += survived.back_after_s
-            num_repeated += survived.num_steps - _STEPS_BETWEEN_KILLS * (num_here + 1)
-            expected = _train_on(undisturbed, wire, num_here, 0, draw)
-            num_other_ends += survived.last_loss != expected.last_loss
+            argv = _kept_job(undisturbed, wire, 0, num_steps)
+            with start(undisturbed, argv, subprocess.STDOUT) as job:
+                output, _ = job.communicate()
+            if job.returncode != 0:
+                raise SystemExit(output[-6000:])
+            num_other_ends += _differ(run.folder, undisturbed / "saved")
+        whole = directory / f"{wire}-whole"
+        whole.mkdir()
+        parts = one_restart(whole, f"{_KEPT}--train-iters 8 --pipeline-transport {wire}")
         rows += [
             (
-                f"{wire}: from a kill to the next step, median",
+                f"{wire}: from a kill to the next step, median of {num_kills}",
                 f"{statistics.median(back_after_s):.1f} s",
                 "2.5 s",
             ),
-            (f"{wire}: the longest of {num_kills}", f"{max(back_after_s):.1f} s", "6 s"),
+            (f"{wire}: the longest", f"{max(back_after_s):.1f} s", "6 s"),
+            (f"{wire}: a restart of the whole job instead", f"{sum(parts.values()):.1f} s", ""),
             (f"{wire}: steps repeated", str(num_repeated), f"at most {num_kills}"),
-            (f"{wire}: runs with another final loss", str(num_other_ends), "0"),
+            (f"{wire}: runs whose final weights differ in a bit", str(num_other_ends), "0"),
         ]
     return rows
 

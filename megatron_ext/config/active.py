@@ -294,8 +294,8 @@ class _InForce:
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
     """Number of transports opened so far in this attempt, by label, under any configuration."""
-    attempt: int = 0
-    """How often the job has restarted within the same processes."""
+    attempt: int | None = None
+    """How often the job has restarted within the same processes; None: it cannot."""
 
 
 # The one active configuration.
@@ -331,8 +331,8 @@ def name_transport(purpose: str) -> str:
     return f"attempt {_PROCESS.attempt}/{name}" if _PROCESS.attempt else name
 
 
-def begin_attempt(number: int) -> None:
-    """Set the number of the attempt, if a job restarts within the same processes.
+def begin_attempt(number: int | None) -> None:
+    """Set the number of the attempt of a job that restarts within the same processes.
 
     The count of transports restarts too, because a rank that was in reserve has opened none.
     """
@@ -340,8 +340,8 @@ def begin_attempt(number: int) -> None:
     _PROCESS.num_transports.clear()
 
 
-def attempt() -> int:
-    """Return how often the job has restarted within the same processes."""
+def attempt() -> int | None:
+    """Return how often the job has restarted within the same processes; None: it cannot."""
     return _PROCESS.attempt
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from threading import Thread
 from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.devices import on_cpu
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
@@ -67,6 +68,20 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 
     with _replaced(distributed, "TCPStore", client):
         return call(*args, **kwargs)
+
+
+@PATCHES.row(
+    "inprocess_restart.store_of_attempt",
+    "megatron.training.initialize:_initialize_distributed",
+)
+def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Waits in the store that Megatron uses for all attempts cannot be ended."""
+    if active.attempt() is None:
+        return call(*args, **kwargs)
+    from megatron_ext.training.survival import store_connection
+
+    parameters = by_name(call, args, kwargs)
+    return call(**{**parameters, "store": store_connection.open(parameters["store"])})
 
 
 @PATCHES.row(

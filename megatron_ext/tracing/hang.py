@@ -194,9 +194,10 @@ def _connected_again(store: Any) -> Any:
         connection = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     else:
         connection = FileStore(base.path)
-    # torchrun keeps the store when it restarts the ranks, including the verdict on the previous
-    # attempt.
-    prefix = "/".join(("megatron_ext/hang", *active.Environment.read().run))
+    # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx). The
+    # next attempt must not find the verdict on the previous one.
+    restarts = (*active.Environment.read().run, str(active.attempt() or 0))
+    prefix = "/".join(("megatron_ext/hang", *restarts))
     return PrefixStore(prefix, connection)
 
 
@@ -206,10 +207,15 @@ class Watchdog:
     Args:
         now: Returns the current state, which the training thread always replaces as a whole.
         timeout_s: Seconds in one state after which the rank counts as stuck.
+        ends_process: Whether to end a process in which the error is not raised within seconds.
+            Otherwise something else has to end it.
     """
 
-    def __init__(self, now: Callable[[], RankState], timeout_s: float) -> None:
+    def __init__(
+        self, now: Callable[[], RankState], timeout_s: float, *, ends_process: bool = True
+    ) -> None:
         self._now, self.timeout_s = now, timeout_s
+        self._ends_process = ends_process
         self._period_s = min(_ANSWER_S, timeout_s / 4)  # raises an alarm in time, and sees one soon
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -354,7 +360,10 @@ class Watchdog:
             raise HangError(self._verdict.message, self._verdict.culprit)
 
     def _end(self, rank: int, verdict: Verdict) -> None:
-        """Raise the verdict in the training thread; if that does not end it, end the process."""
+        """Raise the verdict in the training thread; if that does not end it, end the process.
+
+        A rank that waits in native code ends its process, unless `ends_process` is false.
+        """
         self._verdict = verdict
         if self._is_main:
             # The signal also interrupts a system call, during which a Python exception would not
@@ -362,6 +371,8 @@ class Watchdog:
             signal.pthread_kill(self._training, _SIGNAL)
             if self._stop.wait(_ANSWER_S):
                 return
+        if not self._ends_process:
+            return
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {verdict.message}\n")
         sys.stderr.flush()
         cause.write(cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_ext import devices
+from megatron_ext.config import active
 from megatron_ext.observer import Executed, Observer
 from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.lengths import item_size
@@ -54,7 +55,11 @@ def subscribe(configuration: Active) -> None:
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
-        session.watchdog = Watchdog(lambda: session.state, timeout_s)
+        # NVRx restarts ranks that wait for a stuck one in their processes, and ends only that one.
+        restarts_in_process = active.attempt() is not None
+        session.watchdog = Watchdog(
+            lambda: session.state, timeout_s, ends_process=not restarts_in_process
+        )
     device = devices.current()
     clock = HostClock() if device.is_host else DeviceClock(device)
     session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from contextlib import suppress
+from functools import _lru_cache_wrapper
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess import Compose
@@ -20,9 +22,54 @@ from nvidia_resiliency_ext.inprocess.initialize import Initialize
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
+from megatron_ext.sockets import OpenSocket, open_sockets
 from megatron_ext.upstream import cause, parent
 
 _LOG = logging.getLogger(__name__)
+
+
+class StoreConnection:
+    """The connection of an attempt to the store in which its ranks meet.
+
+    A rank that waits in the store for one that is lost waits for minutes, and torch has no call
+    that ends the wait. Shutting the connection down ends it. The store that Megatron passes serves
+    all attempts, so each attempt needs a connection that nothing else uses.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: set[OpenSocket] = set()
+        self._is_over = False
+        """Whether the attempt has lost a rank."""
+
+    def begin_attempt(self) -> None:
+        """Let the next connection serve a new attempt."""
+        self._is_over = False
+
+    def open(self, store: Any) -> Any:
+        """Return the same store, over a new connection and without keys of other attempts."""
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        base = store
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        before = open_sockets()
+        connection = TCPStore(
+            base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout
+        )
+        self._sockets = {opened for opened in open_sockets() - before if opened.tcp_ends()}
+        if self._is_over:  # since the training thread has called this
+            self.shut_down()
+        return PrefixStore(f"attempt {active.attempt()}", connection)
+
+    def shut_down(self) -> None:
+        """End all waits of this attempt in the store, also later ones; another thread calls it."""
+        self._is_over = True
+        for opened in self._sockets:
+            opened.shut_down()
+        self._sockets = set()
+
+
+store_connection = StoreConnection()
 
 
 class BeginAttempt(Initialize):
@@ -33,7 +80,10 @@ class BeginAttempt(Initialize):
         # NVRx calls this once every rank has sent it its state: ranks that begin have met.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
+        store_connection.begin_attempt()
         devices.current().follow_collectives()
+        if state.iteration > 0 and state.rank == 0:
+            _LOG.warning("restart %d in the same processes", state.iteration)
         if state.iteration == 0:
             # NVRx collects garbage twice at each restart. Modules are most of the objects then, and
             # take most of those seconds; none of them becomes garbage.
@@ -55,6 +105,7 @@ class EndWaits(Abort):
                 _LOG.exception("rank %s could not abort its transports", state.rank)
         with suppress(OSError):
             devices.current().abort_collectives()
+        store_connection.shut_down()
         return state
 
 
@@ -74,6 +125,7 @@ class EndConfiguration(Finalize):
         # Before the configuration ends: the step is known by the arguments of Megatron's.
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
+        _clear_caches_of_megatron()
         if would_come_again:
             raise state.fn_exception
         return state
@@ -84,14 +136,33 @@ class EndConfiguration(Finalize):
             return False
         if isinstance(error, UserError):
             return True
-        if cause.of_error(error).kind != "error":  # that of another rank
+        kind = cause.of_error(error).kind
+        if kind not in ("error", "hang"):  # another rank has failed
             return False
-        failure = (repr(error), cause.current_iteration())
+        # The text of a hang contains how long it lasted.
+        description = kind if kind == "hang" else repr(error)
+        failure = (description, cause.current_iteration())
         is_same = failure == self._last_failure
         self._last_failure = failure
         if is_same:
             _LOG.error("the same error in the same step after a restart: no further one")
         return is_same
+
+
+def _clear_caches_of_megatron() -> None:
+    """Empty the caches that Megatron keeps of results of methods.
+
+    They keep the instances too: those of the rotary embeddings keep a process group, which has
+    threads and connections.
+    """
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron."):
+            continue
+        for member in list(vars(module).values()):
+            if isinstance(member, type):
+                for method in vars(member).values():
+                    if isinstance(method, _lru_cache_wrapper):
+                        method.cache_clear()
 
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:

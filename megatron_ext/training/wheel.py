@@ -37,7 +37,6 @@ from megatron.training.training import pretrain, stimer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_ext import devices
-from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
@@ -84,12 +83,7 @@ def main() -> None:
 
 def _train(restart_store: Any = None) -> None:
     """Train; `restart_store` outlives restarts, and connects the ranks of each attempt."""
-    store = None
     if restart_store is not None:
-        from torch._C._distributed_c10d import PrefixStore
-
-        # Megatron's own prefix needs an annotation of NVRx's, which 0.19 has dropped.
-        store = PrefixStore(f"attempt {active.attempt()}", restart_store)
         _config.cache_clear()  # of the arguments of the attempt before
         # Megatron reduces this time over all ranks if it is set, and sets it: a rank that was in
         # reserve would take no part.
@@ -103,7 +97,7 @@ def _train(restart_store: Any = None) -> None:
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": _step,
         "get_embedding_ranks": _embedding_ranks,
-        "store": store,
+        "store": restart_store,
     }
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     arguments = import_module("megatron.training.arguments")

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
+from megatron_ext.config import active
 from megatron_ext.message import Message
 from megatron_ext.tracing import hang
 from megatron_ext.tracing.hang import OUTSIDE, RankState, explain, made_by
@@ -171,6 +172,15 @@ def test_a_restart_finds_nothing_of_the_attempt_before(
     assert hang._connected_again(store).check(["verdict"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not hang._connected_again(store).check(["verdict"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(active._PROCESS, "attempt", 1)  # in the same processes
+    assert not hang._connected_again(store).check(["verdict"])
+
+
+def test_a_stuck_process_that_something_else_ends_is_not_ended() -> None:
+    watchdog = hang.Watchdog(lambda: RankState(-1), 1.0, ends_process=False)
+    watchdog._is_main = False  # as if the signal had not reached the training thread
+    watchdog._end(0, hang.Verdict("rank 0 runs 0F0", (0,)))
 
 
 def stuck_beside_the_main_thread() -> None:

@@ -10,22 +10,26 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from megatron_ext.config import active
-from megatron_ext.errors import ArgumentsError, PeerDied
+from megatron_ext.errors import ArgumentsError, HangError, PeerDied
 from tests.ranks import losses, require_training
 
 pytest.importorskip("nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]")
 
 from nvidia_resiliency_ext.inprocess import FrozenState
 
+from megatron_ext.tools.launch import keeper
 from megatron_ext.training import survival
 
 
@@ -36,7 +40,7 @@ def state(**fields: Any) -> Any:
 @pytest.fixture(autouse=True)
 def first_attempt() -> Iterator[None]:
     yield
-    active.begin_attempt(0)
+    active.begin_attempt(None)
     gc.unfreeze()
 
 
@@ -52,6 +56,16 @@ def test_a_survivor_and_a_rank_from_the_reserve_name_transports_alike() -> None:
     assert active.name_transport("pipeline") == of_survivor == "attempt 3/pipeline/1"
 
 
+def test_the_launcher_knows_the_line_with_which_a_restart_begins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin = survival.BeginAttempt()
+    begin(state(iteration=0))
+    assert not caplog.messages
+    begin(state(iteration=2))
+    assert keeper._RESTART.search(caplog.text.encode())
+
+
 def test_an_error_that_would_come_again_ends_the_rank() -> None:
     end = survival.EndConfiguration()
     assert end(state()) is not None  # ended by NVRx, for another rank
@@ -62,6 +76,21 @@ def test_an_error_that_would_come_again_ends_the_rank() -> None:
         end(state(fn_exception=error))
     with pytest.raises(KeyError):
         end(state(fn_exception=KeyError("step")))
+    end(state(fn_exception=HangError("rank 0 runs 0F0 for 20.1 s", 0)))
+    with pytest.raises(HangError):
+        end(state(fn_exception=HangError("rank 0 runs 0F0 for 20.3 s", 0)))
+
+
+def test_nothing_of_an_attempt_stays_in_caches_of_megatron() -> None:
+    rotary = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    module = rotary.RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
+    module(4)
+    instance = weakref.ref(module)
+    del module
+    assert instance() is not None, "Megatron keeps it no longer; drop what clears its caches"
+    survival.EndConfiguration()(state())
+    gc.collect()
+    assert instance() is None
 
 
 def test_an_abort_that_fails_keeps_nvrx_from_nothing(
@@ -77,6 +106,25 @@ def test_an_abort_that_fails_keeps_nvrx_from_nothing(
     monkeypatch.setattr(active._PROCESS, "configuration", Broken())
     assert survival.EndWaits()(state()).rank == 0
     assert "could not abort its transports" in caplog.text
+
+
+def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_store() -> None:
+    """Ranks wait for an address that a rank lost during a recovery never publishes."""
+    megatrons = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    survival.BeginAttempt()(state(iteration=1))
+    store = survival.store_connection.open(PrefixStore("0", megatrons))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.get, "address of rank 1")
+        time.sleep(0.2)
+        survival.EndWaits()(state())
+        with pytest.raises(RuntimeError):
+            waiting.result(timeout=20)
+    with pytest.raises(RuntimeError):  # the training thread may connect after the loss
+        survival.store_connection.open(megatrons).get("address of rank 1")
+    megatrons.set("iteration", "4")  # which Megatron's own connection outlives
+    survival.BeginAttempt()(state(iteration=2))
+    survival.store_connection.open(megatrons).set("address of rank 1", "there")
+    assert not survival.store_connection.open(megatrons).check(["iteration"])
 
 
 def test_our_steps_run_before_theirs() -> None:
@@ -109,13 +157,13 @@ def test_our_steps_run_before_theirs() -> None:
 
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
-    "--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 "
+    "--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3 "
     "--min-lr 1e-4 --lr-warmup-iters 1 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
     "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
     "--hidden-dropout 0 --attention-dropout 0 --pipeline-model-parallel-size 2 "
 )
 QUICK = (
-    "--inprocess-restart --inprocess-active-world-size 2 --inprocess-granularity rank "
+    "--inprocess-restart --inprocess-granularity rank "
     "--inprocess-progress-watchdog-interval 0.1 --inprocess-monitor-process-interval 0.2 "
     "--inprocess-monitor-thread-interval 0.2 --inprocess-last-call-wait 0.1 "
 )
@@ -189,38 +237,55 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "schedule",
+    ("num_ranks", "schedule"),
     [
-        "--pipeline-schedule zb-h1 --pipeline-transport shm",
-        "--use-dpp --num-layers-per-virtual-pipeline-stage 1 --pipeline-transport tcp",
-        "--pipeline-schedule zb-v --pipeline-transport torch",
-        "--pipeline-schedule v-half --pipeline-transport shm",
-        "--pipeline-schedule dualpipe-v --pipeline-transport tcp",
-        "--pipeline-schedule 1f1b --pipeline-transport torch",
+        pytest.param(2, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="zb-h1"),
+        pytest.param(
+            2,
+            "--use-dpp --num-layers-per-virtual-pipeline-stage 1 --pipeline-transport tcp",
+            id="dpp",
+        ),
+        pytest.param(2, "--pipeline-schedule zb-v --pipeline-transport torch", id="zb-v"),
+        pytest.param(2, "--pipeline-schedule v-half --pipeline-transport shm", id="v-half"),
+        pytest.param(2, "--pipeline-schedule dualpipe-v --pipeline-transport tcp", id="dualpipe-v"),
+        pytest.param(2, "--pipeline-schedule 1f1b --pipeline-transport torch", id="1f1b"),
+        pytest.param(
+            4,
+            "--pipeline-model-parallel-size 4 --num-layers 8 --enable-bitpipe-schedule "
+            "--pipeline-transport shm",
+            id="bitpipe",
+        ),
+        pytest.param(4, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="dp-2"),
+        pytest.param(
+            4,
+            "--tensor-model-parallel-size 2 --pipeline-schedule zb-h1 --pipeline-transport shm",
+            id="tp-2",
+        ),
     ],
-    ids=["zb-h1", "dpp", "zb-v", "v-half", "dualpipe-v", "1f1b"],
 )
-def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, schedule: str) -> None:
+def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, num_ranks: int, schedule: str) -> None:
     require_training()
     saved = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 1000 "
     saved += "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
     saved += f"--non-persistent-local-ckpt-dir {tmp_path}/local "
-    with job(tmp_path, 3, f"{FLAGS}{QUICK}{saved}{schedule}") as disturbed:
+    saved += f"--inprocess-active-world-size {num_ranks} "
+    with job(tmp_path, num_ranks + 1, f"{FLAGS}{QUICK}{saved}{schedule}") as disturbed:
         survivor = disturbed.processes[0].pid
         disturbed.wait_for(r"iteration +3/")
         disturbed.processes[1].send_signal(signal.SIGKILL)
-        assert disturbed.wait() == [0, -signal.SIGKILL, 0], disturbed.text()[-3000:]
+        exit_codes = [0, -signal.SIGKILL, *[0] * (num_ranks - 1)]
+        assert disturbed.wait() == exit_codes, disturbed.text()[-3000:]
         assert disturbed.processes[0].pid == survivor
         steps = re.findall(r"iteration +(\d+)/", disturbed.text())
-        assert len(steps) <= 6 + 2
+        assert len(steps) <= 9 + 2
         by_step = dict(zip(steps, losses(disturbed.text()), strict=True))
     alone = tmp_path / "alone"
     alone.mkdir()
-    with job(alone, 2, f"{FLAGS}{schedule}") as undisturbed:
-        assert undisturbed.wait() == [0, 0], undisturbed.text()[-3000:]
+    with job(alone, num_ranks, f"{FLAGS}{schedule}") as undisturbed:
+        assert undisturbed.wait() == [0] * num_ranks, undisturbed.text()[-3000:]
         expected = dict(enumerate(losses(undisturbed.text()), start=1))
     differing = [int(step) for step, loss in by_step.items() if loss != expected[int(step)]]
     # Megatron keeps the loss of the first step after a start, so what it logs for the second one
     # is the mean of both.
-    assert differing in ([], [4], [5]), (by_step, expected)
-    assert by_step["6"] == expected[6]
+    assert len(differing) <= 1, (by_step, expected)
+    assert 9 not in differing

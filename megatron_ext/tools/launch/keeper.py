@@ -35,6 +35,8 @@ _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """A line of Megatron's log about a step."""
+_RESTART = re.compile(rb"\brestart \d+ in the same processes")
+"""The line with which the ranks begin a restart (`megatron_ext/training/survival.py`)."""
 
 
 class Rank:
@@ -69,7 +71,9 @@ class Rank:
                 self._log.write(line)
             if self._is_shown:
                 _show(self.rank, line)
-            if _STEP.search(line):
+            if _RESTART.search(line):
+                losses.note_restart()
+            elif _STEP.search(line):
                 losses.note_step()
         self._log.close()
 

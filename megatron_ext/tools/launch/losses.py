@@ -32,7 +32,7 @@ class Loss:
     at: float
     """Time of the loss, in seconds since 1970."""
     back_after_s: float | None = None
-    """Time from the loss to the next line about a step; None: no such line yet."""
+    """Time from the loss to the first step after a restart; None: no such step yet."""
     is_early: bool = False
     """Whether the rank was lost before all ranks had met, when no rank can stand in for it yet."""
 
@@ -65,6 +65,8 @@ class Losses:
     say: Callable[[int, str], None]
     """Shows a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
+    _has_restarted: bool = False
+    """Whether the ranks have restarted since the last loss."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -84,6 +86,7 @@ class Losses:
         """Record a loss and report it."""
         with self._lock:
             self.items.append(loss)
+            self._has_restarted = False
             self._write()
         ending = _ending(loss.exit_code)
         outlook = self._outlook(loss)
@@ -99,15 +102,22 @@ class Losses:
             return f"more are lost than the {self.reserve} in reserve, so the job ends"
         return f"{num_left} of {self.reserve} ranks in reserve are left"
 
+    def note_restart(self) -> None:
+        """Record that the ranks have begun to restart without the lost ones."""
+        with self._lock:
+            self._has_restarted = True
+
     def note_step(self) -> None:
-        """Record a step, which shows that the job has recovered from its losses."""
-        if not self.items or self.items[-1].back_after_s is not None:
-            return
+        """Record a step. The first one after a restart ends the recovery from all losses so far."""
+        # Ranks complete a step that they were in, and those that were lost in reserve are missed
+        # by nobody: a step right after a loss does not show that the job has recovered.
         now = time.time()
         with self._lock:
-            for loss in self.items:
-                if loss.back_after_s is None:
-                    loss.back_after_s = round(now - loss.at, 2)
+            unrecovered = [loss for loss in self.items if loss.back_after_s is None]
+            if not unrecovered or not self._has_restarted:
+                return
+            for loss in unrecovered:
+                loss.back_after_s = round(now - loss.at, 2)
             self._write()
 
     def _write(self) -> None:

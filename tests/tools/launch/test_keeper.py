@@ -36,6 +36,7 @@ if ending == "deaf":
 if ending.startswith("exits"):
     sys.exit(int(ending[5:]))
 time.sleep(1.5)
+print("megatron_ext: restart 1 in the same processes", flush=True)
 print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=True)
 """
 
@@ -128,13 +129,18 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
             runs.end(runs.marked("kept", 7))
 
 
-def test_steps_before_a_loss_do_not_count_and_later_losses_are_kept(tmp_path: Path) -> None:
+def test_only_steps_after_a_restart_count_and_later_losses_are_kept(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     said: list[str] = []
     losses = Losses(tmp_path, 3, lambda rank, text: said.append(text))
     losses.note_step()
     losses.add(Loss(4, 64, 100.0))
-    losses.add(Loss(2, -64, 100.0))
+    losses.note_step()  # the last one that the others complete
+    losses.note_restart()
+    losses.add(Loss(2, -64, 100.0))  # during the recovery from the first
+    losses.note_step()
+    assert json.loads((tmp_path / "losses.json").read_text())[0]["back_after_s"] is None
+    losses.note_restart()
     losses.note_step()
     losses.add(Loss(0, 1, 200.0))
     records = json.loads((tmp_path / "losses.json").read_text())
@@ -149,6 +155,7 @@ def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
     losses.note_step()
     losses.add(Loss(3, -9, 100.0))
+    losses.note_restart()
     losses.note_step()
     losses.add(Loss(5, 1, 200.0))
     losses.add(Loss(6, -15, 201.0))

@@ -1,0 +1,146 @@
+"""A launched job that loses ranks and continues in the same processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ranks import require_training
+from tests.saved_tensors import saved_tensors
+from tests.tools.launch.cluster import rank_of
+from tests.tools.launch.test_cluster import LLAMA
+
+if TYPE_CHECKING:
+    import psutil
+
+pytest.importorskip("nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]")
+
+_STEP = re.compile(r"iteration +(\d+)/")
+
+
+@dataclass
+class Job:
+    """A launched job, and what it has printed."""
+
+    launcher: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def until(self, pattern: str) -> None:
+        """Read the output up to a line with this pattern."""
+        assert self.launcher.stdout is not None
+        for line in self.launcher.stdout:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"the job ended before {pattern!r}:\n{self.text[-6000:]}")
+
+    def until_steps(self, number: int = 3) -> None:
+        """Read the output up to the line of the step with this number, counted from here."""
+        for _ in range(number):
+            self.until(_STEP.pattern)
+
+    def until_recovered(self) -> None:
+        """Read the output up to a few steps after the next restart."""
+        self.until("restart [0-9]+ in the same processes")
+        self.until_steps()
+
+    def rank(self, number: int) -> psutil.Process:
+        """Return the process that started as this rank."""
+        return rank_of(self.launcher.pid, number)
+
+    def end(self) -> int:
+        """Read the remaining output; return the exit code."""
+        assert self.launcher.stdout is not None
+        self.lines += self.launcher.stdout
+        return self.launcher.wait(60)
+
+
+@contextmanager
+def launched(folder: Path, *options: str, flags: str) -> Iterator[Job]:
+    """Launch a job on this machine whose output shows all ranks."""
+    folder.mkdir()
+    saved = f"--save {folder}/saved --load {folder}/saved --save-interval 100000"
+    words = [sys.executable, "-m", "megatron_ext", "launch", "--raw", "--show", "all", *options]
+    words += ["--num-microbatches", "4", "--", "pretrain_gpt.py", *flags.split(), *saved.split()]
+    environment = {
+        **os.environ,
+        "MEGATRON_EXT_RUNS": str(folder / "runs"),
+        "MEGATRON_EXT_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield Job(launcher)
+    finally:
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+
+
+FLAGS = f"{LLAMA} --hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1 "
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_outlives_rank_0_a_reserve_and_two_ranks_at_once(tmp_path: Path) -> None:
+    """It ends with the weights of an undisturbed job, and survivors keep nothing of an attempt."""
+    require_training()
+    flags = f"{FLAGS} --train-iters 60 --pipeline-transport shm"
+    patient = "--hang-timeout 200"  # on a busy machine, ranks wait long for each other
+    options = ("--keep-going", "--reserve", "4")
+    with launched(tmp_path / "disturbed", *options, flags=f"{flags} {patient}") as job:
+        job.until_steps()
+        survivor = job.rank(1)
+        # Reserve ranks stand in for lost ones, the last first: 5 for 0, 4 for 5, 3 for 4.
+        job.rank(0).kill()
+        job.until_recovered()
+        num_threads, num_descriptors = survivor.num_threads(), survivor.num_fds()
+        job.rank(2).kill()  # in reserve
+        job.until_recovered()
+        job.rank(5).kill()
+        job.until("rank 5 was lost")
+        job.rank(4).kill()
+        job.until_recovered()
+        print("threads", num_threads, survivor.num_threads())
+        print("descriptors", num_descriptors, survivor.num_fds())
+        assert survivor.num_threads() <= num_threads + 5
+        assert survivor.num_fds() <= num_descriptors + 5
+        assert job.end() == 0, job.text[-6000:]
+    lost = re.findall(r"rank (\d) was lost", job.text)
+    assert lost == ["0", "2", "5", "4"]
+    num_repeated = len(_STEP.findall(job.text)) - 60
+    assert num_repeated <= len(lost)
+    with launched(tmp_path / "undisturbed", flags=flags) as undisturbed:
+        assert undisturbed.end() == 0, undisturbed.text[-6000:]
+    weights = saved_tensors(tmp_path / "disturbed/saved")
+    expected = saved_tensors(tmp_path / "undisturbed/saved")
+    assert weights.keys() == expected.keys()
+    differing = [name for name in weights if not weights[name].equal(expected[name])]
+    assert not differing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_frozen_rank_is_lost_after_the_hang_time_out(tmp_path: Path) -> None:
+    require_training()
+    flags = f"{FLAGS} --train-iters 40 --pipeline-transport tcp --hang-timeout 20"
+    with launched(tmp_path / "job", "--keep-going", flags=flags) as job:
+        job.until_steps()
+        job.rank(0).suspend()
+        job.until_recovered()
+        assert job.end() == 0, job.text[-6000:]
+    assert re.findall(r"rank (\d) was lost", job.text) == ["0"]
