@@ -1,7 +1,7 @@
-"""The sockets of this process, also those that a C++ library opened.
+"""Finds the sockets of this process, including those of C++ libraries, and shuts them down.
 
-Gloo and torch's stores wait for a lost peer without a call that ends the wait. Shutting their
-sockets down ends it: the waiting thread gets an error at once.
+Gloo and torch's stores have no call that ends a wait for a lost peer. If their sockets are shut
+down, the waiting thread gets an error at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class OpenSocket(NamedTuple):
 
     descriptor: int
     inode: int
-    """Identifies the socket: once it is closed, another one may get its descriptor."""
+    """Identifies the socket, because the next socket may get its descriptor."""
 
     def listening_port(self) -> int | None:
-        """Return the TCP port that it listens at; None: it does not."""
+        """Return the TCP port at which it listens; None if it does not listen."""
         with self._duplicate() as duplicate:
             if duplicate is None or not duplicate.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -40,7 +40,7 @@ class OpenSocket(NamedTuple):
             return int(duplicate.getsockname()[1])
 
     def tcp_ends(self) -> TcpEnds | None:
-        """Return the ports of its connection; None: it is no TCP connection, or has ended."""
+        """Return the ports of its connection; None if it is closed or not a TCP connection."""
         with self._duplicate() as duplicate:
             if duplicate is None:
                 return None
@@ -54,15 +54,14 @@ class OpenSocket(NamedTuple):
         with self._duplicate() as duplicate:
             if duplicate is None:
                 return False
-            with suppress(OSError):  # the peer was first
+            with suppress(OSError):  # the peer has already closed it
                 duplicate.shutdown(socket.SHUT_RDWR)
             return True
 
     @contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:
-        """Yield a duplicate, closed afterwards; None if it is closed or not a socket of TCP."""
-        # The inode of the duplicate is compared, not that of the original, whose owner may close it
-        # after the comparison.
+        """Yield a duplicate for the body; None if the socket is closed or not a TCP socket."""
+        # Compare the inode of the duplicate: the owner may close the original after a comparison.
         try:
             duplicate = socket.socket(fileno=os.dup(self.descriptor))
         except OSError:
@@ -79,7 +78,7 @@ def open_sockets() -> set[OpenSocket]:
     """Return all sockets of this process."""
     sockets = set()
     for entry in list(_DESCRIPTORS.iterdir()):
-        with suppress(OSError):  # the descriptor of this listing, and those closed since
+        with suppress(OSError):  # closed in the meantime, such as the one of this listing
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":
                 sockets.add(OpenSocket(int(entry.name), int(inode.strip("[]"))))

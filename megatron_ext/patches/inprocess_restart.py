@@ -1,4 +1,4 @@
-"""Patches for `--inprocess-restart`: on nvidia-resiliency-ext (NVRx), and on its call."""
+"""Patches for `--inprocess-restart` in nvidia-resiliency-ext (NVRx) and in Megatron's use of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATCHES = PatchTable(feature="inprocess_restart")
 
 @PATCHES.row("inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__")
 def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx ends no wait for a message of ours, and ranks would name transports differently."""
+    """NVRx cannot end waits for our messages, and ranks would name their transports differently."""
     from megatron_ext.training.survival import with_our_part
 
     call(*args, **with_our_part(kwargs))
@@ -38,7 +38,7 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     settings = by_name(call, args, kwargs)["args"]
     try:
         nvrx = import_module(_NVRX)
-    except ImportError:  # Megatron says so, and trains without
+    except ImportError:  # Megatron warns, and trains without restarts
         return call(*args, **kwargs)
     interval = timedelta(seconds=settings.inprocess_progress_watchdog_interval)
     max_iterations = settings.inprocess_max_iterations
@@ -57,10 +57,10 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     when=stores_are_hosted,
 )
 def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron has rank 0 host the store of the restarts, so nothing would survive its loss."""
+    """Rank 0 hosts the store of the restarts, so the job would not survive its loss."""
     distributed = import_module("torch.distributed")
     with suppress(ImportError):
-        import_module(_NVRX)  # which derives a class from the store
+        import_module(_NVRX)  # it derives a class from the store, so import it first
     make_store = distributed.TCPStore
 
     def client(**settings: Any) -> Any:
@@ -91,7 +91,7 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     order=-1,
 )
 def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron's scripts parse flags before the function that starts again, which then has none."""
+    """Megatron's scripts parse flags outside of the function that restarts, which then has none."""
     (function,) = by_name(call, args, kwargs).values()
     if getattr(function, "__module__", "").startswith("megatron_ext."):
         return call(*args, **kwargs)
@@ -124,7 +124,7 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
     when=on_cpu,
 )
 def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """NVRx takes a current CUDA device into the thread that resets Megatron; the host has none."""
+    """NVRx selects the CUDA device in the thread that resets Megatron; the host has none."""
     from nvidia_resiliency_ext.inprocess.exception import TimeoutError as FinalizeTimeout
 
     (state,) = by_name(_call, args, kwargs).values()
@@ -166,7 +166,7 @@ def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> N
     "LocalCheckpointManager._ensure_dir",
 )
 def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx refuses to save a local checkpoint where a rank that was killed has left half of one."""
+    """NVRx refuses to save a local checkpoint beside the unfinished one of a killed rank."""
     is_first = not instance._dir_created
     call(*args, **kwargs)
     if is_first:
