@@ -443,6 +443,7 @@ class Runtimes:
                 runtime.run_ahead.close()
             runtime.transport.close()
         self.stock.close()
+        self.splits.close()
 
 
 def in_force() -> Runtimes:

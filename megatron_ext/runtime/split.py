@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import chain, cycle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ from megatron_ext.runtime.weight_gradients import (
     in_stream,
     stream_of_backward,
 )
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 _LOG = logging.getLogger(__name__)
 _Key = tuple[int, int]
@@ -94,6 +97,7 @@ class SplitBackward:
         # Reasons that have not been logged yet, and ids of the weights that have been.
         self._unlogged: dict[str, list[torch.Tensor]] = {}
         self._named: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self.has_deferred = False
         """Whether any layer in this process has deferred a weight gradient to W."""
@@ -109,6 +113,16 @@ class SplitBackward:
     def overwrites_first(self) -> bool:
         """Whether layers overwrite their weight gradients in a step's first micro-batch."""
         return any(chunk.postponing.overwrites_first for chunk in self._chunks.values())
+
+    def close(self) -> None:
+        """Remove the hooks from the weights, and forget the chunks."""
+        # Python cannot collect a cycle through a hook of a weight that autograd holds: the model
+        # would stay in memory, with its process groups.
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._chunks.clear()
+        self._waiting.clear()
 
     def register_modules(self, stage: int, chunk: torch.nn.Module, *, splits: bool = True) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
@@ -316,9 +330,9 @@ class SplitBackward:
         """
         hooks: dict[int, Any] = weight._backward_hooks or {}
         for hook in hooks.values():
-            if hook.splits is self:
+            if isinstance(hook, _Watch) and hook.splits is self:
                 return
-        weight.register_hook(_Watch(self, weight, layer_id))
+        self._hooks.append(weight.register_hook(_Watch(self, weight, layer_id)))
 
     def _arrived(self, watch: _Watch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Handle the sum of the gradients that autograd has for a weight; None: there is none.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import queue
+import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from megatron_ext.config.incompatible import te_leaves_whole, why_not_split
 from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime import split_te
 from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.runtime.weight_gradients import accumulator_of
 
 
 class _Store:
@@ -669,3 +672,17 @@ def test_layers_that_are_left_whole_are_named(
     notices = [*te_leaves_whole(config)]
     assert len(notices) == bool(whole)
     assert not whole or whole in notices[0]
+
+
+def test_closing_lets_go_of_a_model_whose_weights_autograd_holds() -> None:
+    """DDP keeps the accumulators of its weights, and a layer keeps its DDP."""
+    layer: Any = torch.nn.Linear(2, 2)
+    layer.accumulator = accumulator_of(layer.weight)
+    split = SplitBackward()
+    split.register_modules(0, layer)
+    split._watch(layer.weight, id(layer.weight))
+    split.close()
+    model = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert model() is None

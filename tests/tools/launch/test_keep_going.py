@@ -99,7 +99,7 @@ FLAGS = f"{LLAMA} --hidden-dropout 0 --attention-dropout 0 --pipeline-schedule z
 def test_a_job_outlives_rank_0_a_reserve_and_two_ranks_at_once(tmp_path: Path) -> None:
     """It ends with the weights of an undisturbed job, and survivors keep nothing of an attempt."""
     require_training()
-    flags = f"{FLAGS} --train-iters 60 --pipeline-transport shm"
+    flags = f"{FLAGS} --train-iters 30 --pipeline-transport shm"
     patient = "--hang-timeout 200"  # on a busy machine, ranks wait long for each other
     options = ("--keep-going", "--reserve", "4")
     with launched(tmp_path / "disturbed", *options, flags=f"{flags} {patient}") as job:
@@ -122,7 +122,7 @@ def test_a_job_outlives_rank_0_a_reserve_and_two_ranks_at_once(tmp_path: Path) -
         assert job.end() == 0, job.text[-6000:]
     lost = re.findall(r"rank (\d) was lost", job.text)
     assert lost == ["0", "2", "5", "4"]
-    num_repeated = len(_STEP.findall(job.text)) - 60
+    num_repeated = len(_STEP.findall(job.text)) - 30
     assert num_repeated <= len(lost)
     with launched(tmp_path / "undisturbed", flags=flags) as undisturbed:
         assert undisturbed.end() == 0, undisturbed.text[-6000:]
@@ -137,7 +137,7 @@ def test_a_job_outlives_rank_0_a_reserve_and_two_ranks_at_once(tmp_path: Path) -
 @pytest.mark.timeout(600)
 def test_a_frozen_rank_is_lost_after_the_hang_time_out(tmp_path: Path) -> None:
     require_training()
-    flags = f"{FLAGS} --train-iters 40 --pipeline-transport tcp --hang-timeout 20"
+    flags = f"{FLAGS} --train-iters 40 --pipeline-transport tcp --hang-timeout 40"
     with launched(tmp_path / "job", "--keep-going", flags=flags) as job:
         job.until_steps()
         job.rank(0).suspend()
