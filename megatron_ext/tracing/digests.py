@@ -288,12 +288,17 @@ class DigestRecorder(Observer):
                 self._add_of_weight("weights", chunk.stage, position, weight, weight.parameter)
 
     def _write(self, number: int) -> None:
-        """Read the results from the device, between two steps, and write them."""
-        if not self._records:
-            return
+        """Read the results from the device, between two steps, and write them.
+
+        A step without records, as on a forward rank whose stage the backward rank computes, is
+        written too: a step counts only if all ranks have completed it.
+        """
         fingerprints = [record.fingerprint for record in self._records]
-        bits = torch.stack([fingerprint.bits for fingerprint in fingerprints]).tolist()
-        sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints]).tolist()
+        bits: list[list[int]] = []
+        sizes: list[list[float]] = []
+        if fingerprints:
+            bits = torch.stack([fingerprint.bits for fingerprint in fingerprints]).tolist()
+            sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints]).tolist()
         records = []
         for record, sums, (norm, *projections) in zip(self._records, bits, sizes, strict=True):
             records.append(Record(*record[:-1], bits_text(*sums), norm, projections))

@@ -25,7 +25,16 @@ from typing import Any
 
 from megatron_ext.tools.compare.locate import Difference, locate
 from tests.mutations.mutants import MUTANTS
-from tests.mutations.silent_faults import FAULTS, SETTINGS, Fault, Setting, text
+from tests.mutations.silent_faults import (
+    FAULTS,
+    SETTINGS,
+    Fault,
+    Setting,
+    text,
+    together,
+    with_other_use,
+    with_saliency,
+)
 from tests.ranks import start_ranks
 from tests.runtime.capture import named_weights
 from tests.tracing import recorded
@@ -33,8 +42,10 @@ from tests.tracing.recorded import Change, Training, unchanged
 
 _NO_FAULT = "no fault, "
 _MUTANT = "mutant: "
-MUTANT_SETTINGS = ("1f1b", "zb-h1", "zb-v", "dynamic", "bitpipe")
+MUTANT_SETTINGS = ("zb-h1", "zb-v", "recompute", "overlap", "dynamic", "bitpipe")
 """Trainings in which each mutant is planted."""
+_MUTANT_MODEL = together(with_other_use(1, "mlp.linear_fc1.weight"), with_saliency(2))
+"""The model of these trainings has what some mutants compute wrongly."""
 _MUTANT_TIMEOUT_S = 20.0
 """Time-out of messages with a mutant, some of which lose messages."""
 
@@ -96,7 +107,13 @@ def mutants() -> list[Fault]:
 
 
 def _mutant(name: str, setting: str) -> Fault:
-    return Fault(f"{_MUTANT}{name}, {setting}", setting, text(name), "forward")
+    return Fault(
+        name=f"{_MUTANT}{name}, {setting}",
+        setting=setting,
+        plant=together(_MUTANT_MODEL, text(name)),
+        kind="forward",
+        reference=_MUTANT_MODEL,
+    )
 
 
 def _named(name: str) -> Fault:
@@ -168,6 +185,8 @@ def _weights(folder: Path) -> dict[str, set[str]]:
 def _reference_of(fault: Fault, folder: Path) -> Path:
     if fault.reference is unchanged:
         return folder / f"reference of {fault.setting}"
+    if fault.reference is _MUTANT_MODEL:
+        return folder / f"reference of mutants, {fault.setting}"
     return folder / f"reference of {fault.name}"
 
 

@@ -373,6 +373,29 @@ def with_other_use(number: int, name: str) -> Change:
     return plant
 
 
+def with_saliency(number: int) -> Change:
+    """Make a layer differentiate its MLP inside of each forward, which adds to no gradient."""
+
+    def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
+        import torch
+
+        layer = layer_of(chunks, number)
+        if layer is None:
+            return nullcontext()
+
+        def hook(mlp: Any, args: Any) -> Any:
+            probe = args[0].detach().requires_grad_()
+            with torch.enable_grad():  # the first forward of a checkpoint runs without
+                output, _bias = mlp.linear_fc1(probe)
+                [gradient] = torch.autograd.grad(output.sum(), probe)
+            return (args[0] + 1e-3 * gradient, *args[1:])
+
+        layer.mlp.register_forward_pre_hook(hook)
+        return nullcontext()
+
+    return plant
+
+
 def at_w(stage: int, microbatch: int, change: Callable[[Any, Any], Any]) -> Change:
     """Change a W: the function gets the waiting gradients, by weight, and what computes them."""
 
@@ -676,6 +699,9 @@ FAULTS = (
     Fault("gradients are reduced one action too early", "overlap",
           text("gradients are reduced one action too early"),
           "weight gradient", None, "output_layer", "1W2"),
+    Fault("an inner backward leaves gradients to W", "recompute",
+          together(with_saliency(1), text("any backward inside of I leaves gradients to W")),
+          "weight gradient", 1, _FC1, "0W0", reference=with_saliency(1)),
     Fault("a gradient of another use is lost", "zb-h1",
           together(with_other_use(1, _FC1), text("a gradient of another use is lost")),
           "weight gradient", 1, _FC1, "0W0", reference=with_other_use(1, _FC1)),

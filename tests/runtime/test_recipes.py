@@ -294,7 +294,7 @@ def words_of(schedule: str, flags: str, ours: str) -> Words:
 
 
 @pytest.mark.short_s(4)
-@pytest.mark.parametrize(("schedule", "flags", "ours"), by_training())
+@pytest.mark.parametrize(("schedule", "flags", "ours"), list(by_training()))
 def test_published_recipes_train(schedule: str, flags: str, ours: str) -> None:
     """Bit for bit as under Megatron's own schedule, at a size for four ranks."""
     words = words_of(schedule, flags, ours)

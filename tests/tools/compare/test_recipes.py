@@ -19,7 +19,7 @@ from tests.runtime.test_recipes import by_training, words_of
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("schedule", "flags", "ours"), by_training())
+@pytest.mark.parametrize(("schedule", "flags", "ours"), list(by_training()))
 def test_published_recipes_raise_no_alarm(
     schedule: str, flags: str, ours: str, tmp_path: Path
 ) -> None:
