@@ -56,8 +56,8 @@ def question_of(
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
-            f"--pipeline-schedule auto needs a pipeline, --pipeline-model-parallel-size {pp} makes "
-            "none; use --pipeline-model-parallel-size 2, or leave --pipeline-schedule out"
+            f"--pipeline-schedule=auto needs a pipeline, --pipeline-model-parallel-size={pp} makes "
+            "none; use --pipeline-model-parallel-size=2, or leave --pipeline-schedule out"
         )
     batches = _batches(args)
     # The sizes imply these settings for every schedule alike, so read them from one.
@@ -123,7 +123,7 @@ def _layers_by_stage(
     """
     if not _has_layers(cut):
         return None
-    built = stage_arguments(args, cut, placement, f"--pipeline-schedule {schedule}")
+    built = stage_arguments(args, cut, placement, f"--pipeline-schedule={schedule}")
     counts = UserCut.of(vars(args) | built.values).layers_by_stage(placement)
     if counts is None:
         raise ScheduleError(f"the layers do not divide into the stages of {schedule}")

@@ -38,10 +38,10 @@ class Batches:
     def explained(self, global_batch: int) -> str:
         """Return the number of micro-batches in a global batch, and explain how it is derived."""
         count = self.twins * self.counts[global_batch]
-        batch = f"--global-batch-size {global_batch}"
+        batch = f"--global-batch-size={global_batch}"
         if count != global_batch:
             num_worlds = self.replicas // self.twins
-            batch += f" / (--micro-batch-size {self.micro_batch} x {num_worlds} data-parallel)"
+            batch += f" / (--micro-batch-size={self.micro_batch} x {num_worlds} data-parallel)"
         return f"{count} micro-batches ({batch})"
 
 
@@ -72,7 +72,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         if batch < step or (batch % step and not rounds_down):
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
-                f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
+                f"a global batch of {batch} is not a multiple of --micro-batch-size={micro_batch} "
                 f"x {replicas} replicas{mirrored}; use {requested.remedy}"
             )
     # Without mirrored pipelines, Megatron's check already reports this in terms of the user's
@@ -93,7 +93,7 @@ def _check_evaluation(sizes: JobSizes, global_batch: int, micro_batch: int, repl
         raise ArgumentsError(
             f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, a "
             f"micro-batch of each of {replicas} replicas (two for each mirrored pipeline); use "
-            f"--eval-global-batch-size {_rounded_up(eval_batch, eval_step)}"
+            f"--eval-global-batch-size={_rounded_up(eval_batch, eval_step)}"
         )
 
 
@@ -128,9 +128,9 @@ def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatch
     if ramp is not None:
         return _ramped_batches(ramp, full, step)
     lower = full // step * step
-    remedy = f"--global-batch-size {lower + step}"
+    remedy = f"--global-batch-size={lower + step}"
     if lower:
-        remedy = f"--global-batch-size {lower} or {lower + step}"
+        remedy = f"--global-batch-size={lower} or {lower + step}"
     return _GlobalBatches([full], remedy)
 
 
@@ -167,16 +167,16 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
     if start < 1 or increment < 1 or start > full or (full - start) % increment:
         lower = start + max(0, full - start) // max(1, increment) * increment
         raise ArgumentsError(
-            f"--rampup-batch-size {words} does not lead from {start} to the --global-batch-size "
-            f"{full} in steps of {increment}; use --global-batch-size {lower} or "
-            f"{lower + increment}, or leave --rampup-batch-size out"
+            f"--rampup-batch-size {words} does not lead from {start} to "
+            f"--global-batch-size={full} in steps of {increment}; use "
+            f"--global-batch-size={lower} or {lower + increment}, or leave --rampup-batch-size out"
         )
     first = _rounded_up(start, step)
     fitting_increment = _rounded_up(increment, step)
     last = first + _rounded_up(max(0, full - first), fitting_increment)
     return _GlobalBatches(
         [*range(start, full, increment), full],
-        f"--rampup-batch-size {first} {fitting_increment} {samples} --global-batch-size {last}",
+        f"--rampup-batch-size {first} {fitting_increment} {samples} --global-batch-size={last}",
     )
 
 
@@ -185,13 +185,13 @@ def check_file(name: str, pp: int, batches: Batches) -> None:
     table = load_csv(name.removeprefix(CSV_PREFIX))
     if table.pp != pp:
         raise ScheduleError(
-            f"--pipeline-schedule {name} has {table.pp} rows, one for each rank, not "
-            f"{pp}; use --pipeline-model-parallel-size {table.pp}"
+            f"--pipeline-schedule={name} has {table.pp} rows, one for each rank, not "
+            f"{pp}; use --pipeline-model-parallel-size={table.pp}"
         )
     for global_batch, count in batches.counts.items():
         if count != table.num_microbatches:
             raise ScheduleError(
-                f"--pipeline-schedule {name} runs {table.num_microbatches} micro-batches, "
-                f"not {batches.explained(global_batch)}; use --global-batch-size "
-                f"{batches.global_batch(table.num_microbatches)}"
+                f"--pipeline-schedule={name} runs {table.num_microbatches} micro-batches, "
+                f"not {batches.explained(global_batch)}; use "
+                f"--global-batch-size={batches.global_batch(table.num_microbatches)}"
             )

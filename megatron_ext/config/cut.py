@@ -167,8 +167,8 @@ class UserCut:
             divisor = pp * value
         if count % divisor:
             raise ArgumentsError(
-                f"{flag} {value} does not spread {count} {unit} evenly over "
-                f"--pipeline-model-parallel-size {pp}; leave {flag} out"
+                f"{flag}={value} does not spread {count} {unit} evenly over "
+                f"--pipeline-model-parallel-size={pp}; leave {flag} out"
             )
         return count // divisor
 

@@ -336,10 +336,10 @@ def _add_pipeline(
     with answer.collecting("pipeline_transport" if carries_stock else "pipeline_schedule"):
         if carries_stock:
             config = _stock_config(config, cut)
-            subject = f"--pipeline-transport {config.wire}"
+            subject = f"--pipeline-transport={config.wire}"
         else:
             stages.check_ranks(args, config)
-            subject = f"--pipeline-schedule {config.schedule}"
+            subject = f"--pipeline-schedule={config.schedule}"
         pp = cut.sizes.pipeline_model_parallel_size
         batches = None
         if in_job or _has_batch(args):
@@ -405,8 +405,8 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
-            f"--pipeline-transport {config.wire} carries tensors between pipeline ranks, "
-            f"--pipeline-model-parallel-size {pp} has no second rank; leave it out"
+            f"--pipeline-transport={config.wire} carries tensors between pipeline ranks, "
+            f"--pipeline-model-parallel-size={pp} has no second rank; leave it out"
         )
     # Megatron would also run without this package, so use its stage count as is.
     chunks = cut.chunks
@@ -439,9 +439,9 @@ def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_gr
                 fitting.insert(0, str(batches.global_batch(fewer)))
             raise ArgumentsError(
                 f"{batch}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
-                f"{pp}, so their number must be a multiple of it; use --global-batch-size "
-                f"{' or '.join(fitting)}, or --pipeline-schedule interleaved, which takes any "
-                "number"
+                f"{pp}, so their number must be a multiple of it; use "
+                f"--global-batch-size={' or '.join(fitting)}, or "
+                "--pipeline-schedule=interleaved, which takes any number"
             )
         try:
             pipeline.schedule(count)

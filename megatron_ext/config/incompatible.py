@@ -478,9 +478,10 @@ def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_jo
         return
     alternative = "1f1b or interleaved"
     if pipeline.name == "bitpipe":
-        alternative = "--bitpipe-order paper"
+        alternative = "--bitpipe-order=paper"
     raise ArgumentsError(
-        f"{subject} splits backwards, but {reason}; or use {alternative}, which does not split them"
+        f"--pipeline-schedule={pipeline.name} splits backwards, but {reason}; or use "
+        f"{alternative}, which does not split them"
     )
 
 

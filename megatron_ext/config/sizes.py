@@ -74,7 +74,7 @@ class JobSizes:
                 sizes[size.name] = value
             else:
                 flag = f"--{size.name.replace('_', '-')}"
-                mistakes.append(f"{flag} {value!r} must be {rule.words}; {rule.remedy}")
+                mistakes.append(f"{flag}={value!r} must be {rule.words}; {rule.remedy}")
         if mistakes:
             raise ArgumentsError("\n".join(mistakes))
         return cls(**sizes)

@@ -92,15 +92,15 @@ def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> Non
     if chunks > 1 and cut.layer_description is not None:
         raise ArgumentsError(
             f"{subject} has {chunks} stages on each rank, and Megatron builds the layers of "
-            f"--{cut.layer_description.replace('_', '-')} for one; use --pipeline-schedule zb-h1 "
+            f"--{cut.layer_description.replace('_', '-')} for one; use --pipeline-schedule=zb-h1 "
             "or 1f1b"
         )
     if is_auto and (cut.layout is not None or cut.is_hybrid):
         user_cut = "the pattern of a hybrid model"
         if cut.layout is not None:
-            user_cut = f"{LAYOUT} {cut.layout}"
+            user_cut = f"{LAYOUT}={cut.layout}"
         raise ArgumentsError(
-            f"--pipeline-layout auto cuts the layers, and so does {user_cut}; leave one of them out"
+            f"--pipeline-layout=auto cuts the layers, and so does {user_cut}; leave one of them out"
         )
 
 
@@ -121,7 +121,7 @@ def _cut_pattern(
         fitting = [str(count) for count in (fewer, fewer + num_stages) if count]
         raise ScheduleError(
             f"{num_layers} layers of a hybrid model do not divide into the {num_stages} stages of "
-            f"{subject}; use --num-layers {' or '.join(fitting)}"
+            f"{subject}; use --num-layers={' or '.join(fitting)}"
         )
     if cut.pattern.count("|") + 1 == num_stages:
         return
@@ -159,7 +159,7 @@ def _lay_out(
     if layout != cut.layout and (is_auto or not is_even):
         former = [f"--{dest.replace('_', '-')}" for dest in replaced]
         if cut.layout is not None:
-            former.append(f"{LAYOUT} {cut.layout}")
+            former.append(f"{LAYOUT}={cut.layout}")
         change = f"the {num_stages} stages of {subject}: {LAYOUT} '{layout}'"
         if former:
             change += f" in place of {', '.join(former)}"
@@ -167,7 +167,7 @@ def _lay_out(
     if num_layers < num_stages:
         built.changes.append(
             f"{num_stages - num_layers} of the {num_stages} stages of {subject} have no layer, so "
-            f"their ranks wait; use --num-layers {num_stages} or more, or fewer ranks"
+            f"their ranks wait; use --num-layers={num_stages} or more, or fewer ranks"
         )
 
 
@@ -217,7 +217,7 @@ def layout_string(
 def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
     if "".join(parse_layout(layout)) != f"E{'t' * num_layers}{'m' * mtp}L":
         raise ScheduleError(
-            f"{LAYOUT} {layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
+            f"{LAYOUT}={layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
             "times (--mtp-num-layers) and L once, in this order; leave it out"
         )
 

@@ -150,6 +150,34 @@ def test_a_refusal_has_a_form_for_each_reader() -> None:
         answer.raise_refusals(settings.in_fields)
 
 
+SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+
+MISCOUNTED = (
+    "micro-batch-size 2 --global-batch-size 5",
+    "rampup-batch-size 1 2 10 --global-batch-size 4",
+    "pipeline-model-parallel-layout Et|tL",
+    "seq-length -1",
+)
+"""Flags whose batch, cut or size is impossible."""
+
+
+@pytest.mark.parametrize("words", MISCOUNTED)
+def test_errors_of_batches_and_of_the_cut_have_a_form_for_each_reader(words: str) -> None:
+    """In Python no flag is left, and every value belongs to its field."""
+    answer = preflight(
+        f"{SIZES} --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2 "
+        f"--pipeline-schedule zb-v --{words}"
+    )
+    [refusal] = answer.refusals
+    on_command_line, in_program = str(refusal), refusal.worded(in_fields)
+    assert not re.search(r"--[a-z0-9-]+=", on_command_line)
+    assert "--" not in in_program
+    settings = re.findall(r"(--[a-z0-9-]+) (-?[0-9]+|Et[|]tL)(?![0-9 ]*[0-9])", on_command_line)
+    assert settings
+    for flag, value in settings:
+        assert in_fields(flag, value) in in_program
+
+
 @pytest.mark.parametrize("group", RULES)
 def test_each_rule_has_a_form_for_each_reader(group: str) -> None:
     """Settings of Megatron's are flags, fields of its objects, or fields of Bridge's."""
