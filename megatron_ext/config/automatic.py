@@ -178,7 +178,9 @@ def _forecast(
     if not model.sequence:
         raise ArgumentsError("--seq-length is missing")
     sizes = cut.sizes
-    pp, tp, cp = training.ranks, sizes.tensor_model_parallel_size, sizes.context_parallel_size
+    pp = training.ranks
+    tp = sizes.tensor_model_parallel_size
+    cp = sizes.context_parallel_size
     ep = sizes.expert_model_parallel_size
     if sizes.ranks // pp % ep:
         raise ArgumentsError(f"{ep} expert-parallel ranks do not divide those of a stage")

@@ -52,7 +52,8 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         ArgumentsError: A size is missing, or the sizes do not divide.
     """
     sizes = JobSizes.of(vars(args))
-    tp, cp = sizes.tensor_model_parallel_size, sizes.context_parallel_size
+    tp = sizes.tensor_model_parallel_size
+    cp = sizes.context_parallel_size
     ranks_of_replica = tp * pp * cp
     if sizes.ranks % ranks_of_replica:
         raise ArgumentsError(

@@ -159,11 +159,14 @@ class UserCut:
         pp = self.sizes.pipeline_model_parallel_size
         divisor = pp
         if flag == LAYOUT:
-            unit, count = "stages", len(parse_layout(value))
+            unit = "stages"
+            count = len(parse_layout(value))
         elif flag == PATTERN:
-            unit, count = "segments", value.count("|") + 1
+            unit = "segments"
+            count = value.count("|") + 1
         else:
-            unit, count = "layers", self.num_split
+            unit = "layers"
+            count = self.num_split
             divisor = pp * value
         if count % divisor:
             raise ArgumentsError(
@@ -232,7 +235,8 @@ class UserCut:
         if num_between:
             per_stage, num_left_over = divmod(layers_between, num_between * chunks)
         else:
-            per_stage, num_left_over = 0, layers_between
+            per_stage = 0
+            num_left_over = layers_between
         if layers_between < num_between or num_left_over:
             return None
         per_stage_of_rank = [per_stage] * placement.num_ranks

@@ -294,7 +294,8 @@ def rules_of(
     `table` is the schedule's table, or the table of Megatron's own schedule if our transport
     carries its messages. None: rules about tables do not apply.
     """
-    is_stock, has_roles = config.is_stock, config.disaggregation is not None
+    is_stock = config.is_stock
+    has_roles = config.disaggregation is not None
     groups = [
         ("microbatch_rng", "microbatch_rng", config.microbatch_rng and is_stock),
         ("balance", "balance", config.balance != "off"),
@@ -308,7 +309,8 @@ def rules_of(
         ("transport", "transport", is_stock and table is not None),
     ]
     if table is not None and not is_stock:
-        placement, chooses = table.placement, config.dynamic is not None
+        placement = table.placement
+        chooses = config.dynamic is not None
         # Look at the table and not at the schedule's name, because a file may have any of these
         # properties.
         groups += [

@@ -464,7 +464,8 @@ def is_of_type(value: object, hint: Any) -> bool:
     """Return whether a value fits an annotation; an int fits float, but a bool fits neither."""
     if len(kinds := kinds_of(hint)) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
-    origin, parts = get_origin(hint), typing.get_args(hint)
+    origin = get_origin(hint)
+    parts = typing.get_args(hint)
     if origin is Literal:
         return value in parts
     if origin is tuple:  # of any length

@@ -72,7 +72,8 @@ def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterat
         if rule.refuses(settings):
             name = rule.flag.split()[0][2:].replace("-", "_")
             yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
-    hidden, heads = user_args.get("hidden_size"), user_args.get("num_attention_heads")
+    hidden = user_args.get("hidden_size")
+    heads = user_args.get("num_attention_heads")
     if not hidden or not heads or getattr(settings, "kv_channels", None):
         return
     if hidden % heads:

@@ -115,9 +115,11 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) ->
     replicas, num_left_over = divmod(world_size, ranks_of_replica)
     if replicas and not num_left_over:
         return RankMap(tp, pp, replicas * cp, merged)
-    rule, note = f"2 x TP x PP = 2 x {tp} x {pp}", " (an even data-parallel size, which it halves)"
+    rule = f"2 x TP x PP = 2 x {tp} x {pp}"
+    note = " (an even data-parallel size, which it halves)"
     if merged:
-        rule, note = f"(TP + 1) x PP = ({tp} + 1) x {pp}", ""
+        rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}"
+        note = ""
     if cp > 1:
         rule = rule.replace(" = ", " x CP = ") + f" x {cp}"
     fitting = [str((replicas + 1) * ranks_of_replica)]
@@ -203,7 +205,8 @@ class Job:
     def position(self) -> int:
         """Row of the table that this process runs."""
         # Down the forward stages, then up the backward stages, in the direction of the data flow.
-        stage, pp = self.place.pp, self.ranks.pp
+        stage = self.place.pp
+        pp = self.ranks.pp
         if self.role == "forward":
             return stage
         return 2 * pp - 1 - stage
@@ -218,11 +221,13 @@ class Job:
         That is one rank of this replica, or all tensor-parallel ranks that a merged forward rank
         replaces.
         """
-        pp, merged = self.ranks.pp, self.ranks.merged
+        pp = self.ranks.pp
+        merged = self.ranks.merged
         role: Role = "forward"
         stage = position
         if position >= pp:
-            role, stage = "backward", 2 * pp - 1 - position
+            role = "backward"
+            stage = 2 * pp - 1 - position
         shards = [self.place.tp]
         if merged and role == "forward":
             shards = [0]
@@ -320,7 +325,8 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     """Return a log line about the disaggregated schedule of `count` micro-batches."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
     timeline = evaluate(job.schedule(count), UNIT)
-    num_forward, num_backward = job.ranks.role_size("forward"), job.ranks.role_size("backward")
+    num_forward = job.ranks.role_size("forward")
+    num_backward = job.ranks.role_size("backward")
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
         f"{num_forward} forward and {num_backward} backward ranks, {replicas} replica(s), {count} "

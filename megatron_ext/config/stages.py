@@ -113,7 +113,8 @@ def _cut_pattern(
     replaced: dict[str, Any],
 ) -> None:
     """Cut the pattern of a hybrid model into the stages of a placement."""
-    num_layers, num_stages = cut.num_layers, placement.num_stages
+    num_layers = cut.num_layers
+    num_stages = placement.num_stages
     if cut.pattern is None:
         if placement.name not in _DEALT:
             return  # rejected by RULES["folded"]
@@ -150,7 +151,8 @@ def _lay_out(
     is_auto: bool,
 ) -> None:
     """Give Megatron a layout in place of the user's cut, and record what it replaces."""
-    num_layers, num_stages = cut.num_layers, placement.num_stages
+    num_layers = cut.num_layers
+    num_stages = placement.num_stages
     for dest, value in replaced.items():
         built.values[dest] = False if value is True else None
     built.values["pipeline_model_parallel_layout"] = layout

@@ -48,13 +48,15 @@ def requested(argv: Sequence[str] | None = None) -> str:
     Raises:
         DeviceError: The name is not one of `CHOICES`.
     """
-    name, source = os.environ.get(_VARIABLE), _VARIABLE
+    name = os.environ.get(_VARIABLE)
+    source = _VARIABLE
     if not name:
         # This runs before any Megatron parser, because Megatron copies names of the device while it
         # is imported. Once the flags are parsed, `config/hosting.py` checks that both agree.
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
-        name, source = str(parser.parse_known_args(argv)[0].device), _FLAG
+        name = str(parser.parse_known_args(argv)[0].device)
+        source = _FLAG
     if name not in CHOICES:
         raise DeviceError(
             f"{source} is {name!r}, but the device backends are {', '.join(CHOICES)}; "

@@ -168,7 +168,8 @@ def _namespaces() -> Iterator[Redirect]:
     """List the redirects of `torch.cuda`, and of `torch.accelerator`, which torch itself calls."""
     import torch
 
-    generator, nothing = torch.default_generator, returning(None)
+    generator = torch.default_generator
+    nothing = returning(None)
 
     def seed(seed: int) -> None:
         generator.manual_seed(int(seed))
@@ -321,7 +322,8 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if output_tensor.dim() != input_tensor.dim():
-            output_tensor, input_tensor = output_tensor.view(-1), input_tensor.reshape(-1)
+            output_tensor = output_tensor.view(-1)
+            input_tensor = input_tensor.reshape(-1)
         return original(output_tensor, input_tensor, *args, **kwargs)
 
     return all_gather_into_tensor

@@ -54,7 +54,9 @@ class Event:
             )
         return (end.recorded_s - self.recorded_s) * 1e3
 
-    query, synchronize, wait = _is_done, _nothing, _nothing
+    query = _is_done
+    synchronize = _nothing
+    wait = _nothing
 
 
 class Stream:
@@ -87,7 +89,10 @@ class Stream:
         event.record()
         return event
 
-    query, synchronize, wait_event, wait_stream = _is_done, _nothing, _nothing, _nothing
+    query = _is_done
+    synchronize = _nothing
+    wait_event = _nothing
+    wait_stream = _nothing
 
 
 STREAM: Stream = object.__new__(Stream)
@@ -147,7 +152,8 @@ def reset_peak_rss() -> None:
 
 def memory_stats() -> defaultdict[str, int]:
     """Return the counters that upstream logs; all others are 0."""
-    resident, peak = rss_bytes(), peak_rss_bytes()
+    resident = rss_bytes()
+    peak = peak_rss_bytes()
     stats: defaultdict[str, int] = defaultdict(int)
     for kind in ("allocated", "reserved", "active"):
         stats[f"{kind}_bytes.all.current"] = resident

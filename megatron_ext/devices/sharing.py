@@ -118,7 +118,8 @@ class Sharing:
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
         # exported. The driver frees this memory when its last user is gone.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
-        address, handle = ctypes.c_void_p(), _Handle()
+        address = ctypes.c_void_p()
+        handle = _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
@@ -138,7 +139,8 @@ class Sharing:
     def open(self, handle: bytes) -> SharedBuffer:
         """Map a buffer of another process onto this process's device."""
         (num_bytes,) = struct.unpack_from("<Q", handle)
-        memory, written = handle[8 : 8 + _HANDLE_BYTES], handle[8 + _HANDLE_BYTES :]
+        memory = handle[8 : 8 + _HANDLE_BYTES]
+        written = handle[8 + _HANDLE_BYTES :]
         address = ctypes.c_void_p()
         self._call(
             "IpcOpenMemHandle",

@@ -68,7 +68,8 @@ class RoleEnds:
         """Return the shape of a stage's shipped activations; None: it is sent with each message."""
         if self.shape is None:
             return None
-        stage, last_stage = self.job.place.pp, self.job.ranks.pp - 1
+        stage = self.job.place.pp
+        last_stage = self.job.ranks.pp - 1
         num_tensors = num_layers
         if stage < last_stage and num_layers:
             # The last layer's output is the next stage's input; only the last stage needs it
@@ -90,7 +91,8 @@ class ForwardCompute(StageCompute):
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch, _ = action
-        schedule, draws = self.table.schedule, active.draws_by_microbatch()
+        schedule = self.table.schedule
+        draws = active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
         keeping = saving(self.layers or (), with_generators=draws)
         # Run without a graph, which R builds on the backward rank. The schedule therefore does not
@@ -170,7 +172,8 @@ class BackwardCompute(StageCompute):
         stage_inputs: Tensors = []
         outputs = packed
         if action.stage > 0:
-            stage_inputs, outputs = [packed[0].clone()], packed[1:]
+            stage_inputs = [packed[0].clone()]
+            outputs = packed[1:]
         replay = Replay(outputs.unbind(), *states)
         roles = roles_in_force()
         roles.replay = replay  # read by Megatron's checkpoint, see `patches/disaggregation.py`

@@ -61,7 +61,8 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         )
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    runtime, config = _ready(chunks), get_model_config(chunks[0])
+    runtime = _ready(chunks)
+    config = get_model_config(chunks[0])
     # Forward ranks alone make the calls of an evaluation, one for each batch, and `evaluation` has
     # fetched the weights for all of them. Both roles make all other calls.
     if not runtime.is_evaluating:
@@ -93,9 +94,12 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 
 def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
     """Run this process's row of the table once."""
-    job, layers = runtime.job, runtime.layers
-    config, is_forward = get_model_config(chunks[0]), job.role == "forward"
-    data_iterator, num_microbatches = call["data_iterator"], call["num_microbatches"]
+    job = runtime.job
+    layers = runtime.layers
+    config = get_model_config(chunks[0])
+    is_forward = job.role == "forward"
+    data_iterator = call["data_iterator"]
+    num_microbatches = call["num_microbatches"]
     table = _table_of(runtime, num_microbatches)
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     step = Call(
@@ -145,7 +149,8 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
 
 def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
     """Return this process's row of the table, built once for each number of micro-batches."""
-    job, table = runtime.job, runtime.tables.get(num_microbatches)
+    job = runtime.job
+    table = runtime.tables.get(num_microbatches)
     if table is None:
         schedule = job.schedule(num_microbatches)
         validate(schedule)
@@ -169,7 +174,8 @@ def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     """Return the runtime, which is created at first use."""
-    job, roles = active.job(), roles_in_force()
+    job = active.job()
+    roles = roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
@@ -212,7 +218,8 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     assert config.wire != "torch", "the configuration refuses it"
     # Neighbours are the same stage of the other role (in all replicas, if each holds a shard of the
     # weights), and the adjacent stages of both roles. The relation is symmetric.
-    place, ranks = job.place, job.ranks
+    place = job.place
+    ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
     for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
         adjacent = place._replace(pp=stage)

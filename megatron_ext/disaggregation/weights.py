@@ -86,13 +86,15 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
     # Both roles compute the same message sizes and split by them, so the layout need not be sent.
-    bucket, numel = _Bucket(), 0
+    bucket = _Bucket()
+    numel = 0
     for weight in weights:
         num_bytes = (numel + weight.numel) * weight.parameter.element_size()
         is_full = bucket.slots and num_bytes > _BUCKET_BYTES
         if is_full or (bucket.slots and bucket.dtype != weight.parameter.dtype):
             yield bucket
-            bucket, numel = _Bucket(), 0
+            bucket = _Bucket()
+            numel = 0
         bucket.slots.append(_Slot(weight, numel))
         numel += weight.numel
     if bucket.slots:
@@ -213,7 +215,8 @@ class WeightSender(_Side):
 
     def _send_buffers(self) -> None:
         """Send the headers of all buffers, followed by their bytes in one message."""
-        forms, contents = [], []
+        forms = []
+        contents = []
         for name, buffer in _buffers(self._chunks).items():
             dtype = str(buffer.dtype).removeprefix("torch.")
             forms.append(_BufferForm(name, dtype, list(buffer.shape)))
@@ -328,7 +331,8 @@ class WeightReceiver(_Side):
         if not forms:
             return
         contents = self._recv_alone(self._twins, header=False)
-        own_buffers, begin = _buffers(self._chunks), 0
+        own_buffers = _buffers(self._chunks)
+        begin = 0
         [model] = unwrap_model(list(self._chunks))
         for form in forms:
             end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
@@ -392,7 +396,8 @@ def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
         shape[dim] //= weight.num_shards
         matrices = [part.view(shape) for part in parts]
         if weight.gated:
-            gates, values = [], []
+            gates = []
+            values = []
             for matrix in matrices:
                 gate, value = matrix.chunk(2, dim)
                 gates.append(gate)

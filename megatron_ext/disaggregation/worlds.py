@@ -162,8 +162,10 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
         SystemExit: A process of the other role has ended, see `ending_both_roles`.
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
-    job, roles = _job(), roles_in_force()
-    store, number = roles.store, roles.counts.get(subject, 0) + 1
+    job = _job()
+    roles = roles_in_force()
+    store = roles.store
+    number = roles.counts.get(subject, 0) + 1
     roles.counts[subject] = number
     key = f"{_PREFIX}/{subject}/{number}"
     # The last process of either role holds the last stage, which has the losses.
@@ -174,14 +176,16 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
         return value
     # Don't use `store.wait`, which would not notice the death of a rank of the other role. Poll
     # often: forward ranks wait here in each step of a job that ends by itself.
-    beats, pause_s = store.add(_BEATS, 0), _FIRST_PAUSE_S
+    beats = store.add(_BEATS, 0)
+    pause_s = _FIRST_PAUSE_S
     until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
     while not store.check([key]):
         # Before the wire is open, nothing else notices that the other role has ended.
         _end_with_other_role(store)
         if time.monotonic() >= until:
             # An evaluation may take longer than the time-out as long as it makes progress.
-            before, beats = beats, store.add(_BEATS, 0)
+            before = beats
+            beats = store.add(_BEATS, 0)
             if beats == before:
                 raise TransportTimeout(
                     f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {subject} of "
@@ -196,7 +200,8 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
 def leave() -> None:
     """Wait until all processes of the job are ready to exit."""
     # Otherwise the process that hosts the store would exit while others still use it.
-    job, store = _job(), roles_in_force().store
+    job = _job()
+    store = roles_in_force().store
     barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)
 
 

@@ -62,7 +62,8 @@ def uses_of(table: Schedule) -> list[RowUse]:
             fullest = _two_fullest(moments)
         num_pairs: Counter[tuple[int, int]] = Counter()
         for index in table.pairs_of(rank):
-            forward, backward = row[index], row[index + 1]
+            forward = row[index]
+            backward = row[index + 1]
             num_pairs[position_of[forward.stage], position_of[backward.stage]] += 1
         loads = [
             [StageLoad(*load) for load in zip(moment[::2], moment[1::2], strict=True)]
@@ -301,7 +302,8 @@ class _Ladder:
     def _least_of_two_s(self, num_extra: int) -> float:
         """Return the minimum seconds over all divisions of extra layers between two stages."""
         first_s, second_s = self._row_s
-        fewest_on_first, most_on_first = 0, num_extra
+        fewest_on_first = 0
+        most_on_first = num_extra
         for moment in self._free_memory:
             on_first, on_second = moment.bytes_per_layer
             # Start with all extra layers on the second stage; moving a layer to the first changes
@@ -326,7 +328,8 @@ class _Ladder:
 
     def _add_layer(self) -> None:
         """Extend the times of all stages by one extra layer."""
-        cut, layer = self._cut, self._layer
+        cut = self._cut
+        layer = self._layer
         num_extra = len(self._row_s[0])
         num_microbatches = cut.table.num_microbatches + cut.microbatches_beyond
         for position, stage in enumerate(self._stages):
@@ -354,7 +357,8 @@ class _Ladder:
         ]
         hidden_s = 0.0
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
-            forward, backward = passes[forward_position], passes[backward_position]
+            forward = passes[forward_position]
+            backward = passes[backward_position]
             # Layers pair one to one, so the excess layers of the longer stage run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s

@@ -314,7 +314,8 @@ class ByForecast:
             ArgumentsError: Megatron cannot build its stages from the user's flags.
             ScheduleError: The schedule is impossible.
         """
-        training, generator = self.training, get(schedule)
+        training = self.training
+        generator = get(schedule)
         if generator.twins > 1 and not self.has_memory:
             raise _weights_are_held_twice(schedule)
         counts = training.layers_by_stage(schedule, chunks)
@@ -353,7 +354,8 @@ class ByForecast:
         # Forecast with unlimited memory, because a candidate that does not fit is compared with the
         # limit too.
         roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
-        num_chunks, at_once = chunks or get(schedule).num_chunks, self.training.weights_at_once
+        num_chunks = chunks or get(schedule).num_chunks
+        at_once = self.training.weights_at_once
         plan = forecast(
             roomy, self.sizes, schedule, num_chunks, counts, costs=costs, at_once=at_once
         )

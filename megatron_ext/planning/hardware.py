@@ -326,7 +326,8 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
         raise ArgumentsError(f"--devices {text!r} is not a number and a kind; use, say, 64xh100")
-    num_devices, name = int(match[1]), match[2]
+    num_devices = int(match[1])
+    name = match[2]
     if name.lower() in DEVICES:
         return num_devices, DEVICES[name.lower()]
     if not name.endswith(".json"):

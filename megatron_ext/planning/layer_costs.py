@@ -183,7 +183,8 @@ def _distinct_share(place_share: float, copies: int) -> float:
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
     """Return the sets of modules to recompute, from none to whole layers."""
-    norms, up_projection = frozenset({"layernorm"}), frozenset({"mla_up_proj"})
+    norms = frozenset({"layernorm"})
+    up_projection = frozenset({"mla_up_proj"})
     modes = [frozenset[str](), norms]
     if model.is_latent:
         modes += [up_projection, norms | up_projection]
@@ -297,9 +298,11 @@ class _Ledger:
         cast_bytes: float,
     ) -> None:
         """Add `count` products and both of their gradients."""
-        device, techniques = self.device, self.sharding.techniques
+        device = self.device
+        techniques = self.sharding.techniques
         operand_bytes = self.operand_bytes
-        all_rows, weights = rows * count, inputs * outputs * count
+        all_rows = rows * count
+        weights = inputs * outputs * count
 
         def product_s(height: float, width: float, depth: float, traffic_bytes: float) -> float:
             """Return the seconds of products [height, depth] x [depth, width]."""
@@ -497,7 +500,8 @@ class _Books:
 
     def embedding(self) -> Part:
         """Return the part of the embedding."""
-        ledger, elements = self.ledger, self.activation_elements
+        ledger = self.ledger
+        elements = self.activation_elements
         # A gradient as large as the table is cleared, and added to Megatron's buffer, whether fused
         # or not.
         gradient_bytes = 2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
@@ -508,7 +512,9 @@ class _Books:
 
     def loss(self, *, holds_embedding: bool) -> Part:
         """Return the part of the last norm, the output layer and the loss."""
-        ledger, model, elements = self.ledger, self.model, self.activation_elements
+        ledger = self.ledger
+        model = self.model
+        elements = self.activation_elements
         ledger.linear(
             "base", self.tokens, self.hidden, model.vocabulary / self.tensor, gathers=True
         )
@@ -540,7 +546,9 @@ class _Books:
 
     def multi_token_prediction(self, layer: Part, loss: Part, *, holds_embedding: bool) -> Part:
         """Return the part of all heads, each with this layer and loss."""
-        ledger, model, elements = self.ledger, self.model, self.activation_elements
+        ledger = self.ledger
+        model = self.model
+        elements = self.activation_elements
         ledger.linear("base", self.tokens, 2 * self.hidden, self.hidden / self.tensor, gathers=True)
         ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
         ledger.wait("base", self.exchange_s, self.exchange_s)
@@ -559,7 +567,8 @@ class _Books:
 
     def layer(self, kind: LayerKind, mode: frozenset[str]) -> Part:
         """Return the part of a layer."""
-        ledger, model = self.ledger, self.model
+        ledger = self.ledger
+        model = self.model
         activation_bytes = 0.0
         if kind in ("dense", "moe", "attention"):
             self._attention()
@@ -597,7 +606,8 @@ class _Books:
 
     def _norm(self) -> None:
         """Add a norm and the sum with the residual."""
-        ledger, elements = self.ledger, self.activation_elements
+        ledger = self.ledger
+        elements = self.activation_elements
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
         ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
@@ -606,8 +616,11 @@ class _Books:
 
     def _experts(self) -> float:
         """Add a mixture of experts; return the bytes of its gradients."""
-        ledger, model, device = self.ledger, self.model, self.device
-        techniques, num_ranks = self.sharding.techniques, self.sharding.expert
+        ledger = self.ledger
+        model = self.model
+        device = self.device
+        techniques = self.sharding.techniques
+        num_ranks = self.sharding.expert
         width = model.expert_hidden
         tokens = self.tokens / self.tensor
         choices = tokens * model.top_k
@@ -666,7 +679,8 @@ class _Books:
 
     def _scan(self) -> None:
         """Add a Mamba-2 layer with its norm."""
-        ledger, model = self.ledger, self.model
+        ledger = self.ledger
+        model = self.model
         self._norm()
         inner_width = model.scan_heads * model.scan_head_size / self.tensor
         states = 2 * model.scan_groups * model.scan_state / self.tensor
@@ -685,7 +699,8 @@ class _Books:
         """Add attention with its norm."""
         model = self.model
         heads = model.heads / self.tensor
-        query_width, value_width = heads * model.head_size, heads * model.value_size
+        query_width = heads * model.head_size
+        value_width = heads * model.value_size
         self._norm()
         if model.is_latent:
             key_value_width = self._latent_projections(heads, query_width, value_width)
@@ -700,8 +715,11 @@ class _Books:
 
     def _latent_projections(self, heads: float, query_width: float, value_width: float) -> float:
         """Add the projections of multi-latent attention; return the width of keys and values."""
-        ledger, model, tokens = self.ledger, self.model, self.tokens
-        plain_size, key_value_rank = model.head_size - model.rotary_size, model.key_value_rank
+        ledger = self.ledger
+        model = self.model
+        tokens = self.tokens
+        plain_size = model.head_size - model.rotary_size
+        key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
         ledger.linear(
@@ -736,7 +754,9 @@ class _Books:
         self, heads: float, query_width: float, value_width: float, rotated_width: int
     ) -> float:
         """Add the projection of grouped-query attention; return the width of keys and values."""
-        ledger, model, tokens = self.ledger, self.model, self.tokens
+        ledger = self.ledger
+        model = self.model
+        tokens = self.tokens
         groups = max(1.0, model.query_groups / self.tensor)
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
@@ -769,7 +789,10 @@ class _Books:
         self, query_width: float, value_width: float, key_value_width: float
     ) -> None:
         """Add the two products of the forward and the five of the backward, causal."""
-        ledger, model, device, sharding = self.ledger, self.model, self.device, self.sharding
+        ledger = self.ledger
+        model = self.model
+        device = self.device
+        sharding = self.sharding
         # Twice the mean number of keys that a query sees, because the mask leaves out half of the
         # square.
         seen_keys = sharding.sequence * (1 - model.window_share)
@@ -799,7 +822,8 @@ class _Books:
 
     def _keep_attention(self, heads: float, value_width: float, rotated_width: int) -> None:
         """Add the bytes that the products of attention keep."""
-        ledger, sharding = self.ledger, self.sharding
+        ledger = self.ledger
+        sharding = self.sharding
         # Attention keeps its output in bf16; a product in fewer bits also keeps its own copy.
         # Megatron's own attention keeps the scores in bf16, and the sines and cosines of queries
         # and keys.

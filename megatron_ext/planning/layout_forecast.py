@@ -120,7 +120,8 @@ class Layout:
     @property
     def limit(self) -> str:
         """The largest part of the time that is not useful work."""
-        sizes, job = self.sizes, self.job
+        sizes = self.sizes
+        job = self.job
         losses_s = {
             "bubble and uneven stages": self.idle * self.pipeline_s,
             "step": self.step_s - self.pipeline_s,
@@ -148,7 +149,8 @@ class Layout:
         return " ".join(group for group in groups if group)
 
     def _parallel_flags(self) -> str:
-        sizes, job = self.sizes, self.job
+        sizes = self.sizes
+        job = self.job
         flags = [f"--tensor-model-parallel-size {sizes.tp}"]
         if sizes.tp > 1:
             flags.append("--sequence-parallel")
@@ -390,7 +392,8 @@ def _uses(key: _TableKey) -> list[RowUse]:
 
 def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
     """Return the number of micro-batches to simulate, after which a table only repeats itself."""
-    num_microbatches, pp = sizes.num_microbatches, sizes.pp
+    num_microbatches = sizes.num_microbatches
+    pp = sizes.pp
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
     # Keep the remainder, for tables that consist of rounds.
@@ -408,12 +411,15 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
 
 def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
     """Return the input of the simulator, in seconds."""
-    device, pp, model_cost = job.device, sizes.pp, total(list(stages))
+    device = job.device
+    pp = sizes.pp
+    model_cost = total(list(stages))
     if job.num_devices // pp * twins >= device.node_size:  # neighbours are on different nodes
         rate = device.network_bytes * device.network
     else:
         rate = device.link_bytes * device.collective
-    exchange_shares, stage_costs = [], []
+    exchange_shares = []
+    stage_costs = []
     for stage in stages:
         # A stage may have nothing to compute.
         exchange_shares.append(stage.exchange / (stage.forward + stage.input or 1.0))
@@ -474,7 +480,9 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     # Assume the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     model = _model_cost(job, sizes, overlap)
-    model_cost, pp, num_microbatches = model.beside, sizes.pp, sizes.num_microbatches
+    model_cost = model.beside
+    pp = sizes.pp
+    num_microbatches = sizes.num_microbatches
     # Some rank has at least as many layers of one kind as in an even distribution, rounded up.
     # Twins distribute them over half of the ranks, each with half of the micro-batches.
     whole_layers_s = 0.0
@@ -504,7 +512,8 @@ def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: in
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
-    pairs, num_microbatches = runs_pairs(job, sizes), num_simulated(sizes, schedule)
+    pairs = runs_pairs(job, sizes)
+    num_microbatches = num_simulated(sizes, schedule)
     twins = get(schedule).twins
     num_stages = sizes.pp * chunks // twins
     min_layers = [0] * num_stages
@@ -563,7 +572,8 @@ def forecast(
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
-    num_microbatches, pairs = num_simulated(sizes, schedule), runs_pairs(job, sizes)
+    num_microbatches = num_simulated(sizes, schedule)
+    pairs = runs_pairs(job, sizes)
     key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once)
     try:
         table = _table(key)
@@ -583,7 +593,8 @@ def _even_cuts(
     Raises:
         ScheduleError: The layers cannot be divided into the stages.
     """
-    cost, placement = _model_cost(job, sizes), table.placement
+    cost = _model_cost(job, sizes)
+    placement = table.placement
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     layer_works = [beside(layer, overlap).work for layer in cost.layers]
     last_work = beside(cost.last, overlap).work
@@ -599,8 +610,10 @@ def _forecast_of_one_stage(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> Layout | None:
     """Return the plan without a pipeline; None if it does not fit."""
-    cost, num_microbatches = _model_cost(job, sizes), sizes.num_microbatches
-    model_cost, num_layers = cost.whole_model, len(cost.layers)
+    cost = _model_cost(job, sizes)
+    num_microbatches = sizes.num_microbatches
+    model_cost = cost.whole_model
+    num_layers = len(cost.layers)
     pipeline_s = num_microbatches * model_cost.work
     live_microbatches, hidden = 1.0, 0.0
     if runs_pairs(job, sizes):

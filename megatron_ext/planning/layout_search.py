@@ -226,7 +226,8 @@ class _Visited(NamedTuple):
 
 def _visited(job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes) -> _Visited:
     """Evaluate all schedules of these sizes that may beat the worst of the given plans."""
-    bounds_s, num_evaluated = [], 0
+    bounds_s = []
+    num_evaluated = 0
     for variant, schedule, chunks in _orders(job, sizes):
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
@@ -293,7 +294,8 @@ class _Choices:
         self._job, self._model = job, job.model
 
     def tensor(self) -> list[int]:
-        model, job = self._model, self._job
+        model = self._model
+        job = self._job
         powers = _powers_of_two(min(job.device.node_size, model.query_groups * 2, 8))
         divided = (job.num_devices, model.heads, model.query_groups, model.ffn)
         return [
@@ -318,7 +320,8 @@ class _Choices:
         return sizes
 
     def expert(self, pp: int) -> list[int]:
-        num_experts, devices_of_stage = self._model.num_experts, self._job.num_devices // pp
+        num_experts = self._model.num_experts
+        devices_of_stage = self._job.num_devices // pp
         powers = [1]
         if num_experts:
             divisor = math.gcd(num_experts, devices_of_stage)
@@ -363,7 +366,8 @@ def _with_techniques(job: Question, techniques: Techniques) -> Question:
 
 def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
     """Return whether Megatron, or one of our rules, rejects pairs for these sizes."""
-    model, mode = job.model, sizes.mode
+    model = job.model
+    mode = sizes.mode
     # Without a pipeline, Megatron's own overlap runs, which has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True

@@ -66,7 +66,8 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     num_layers = len(pattern) or args.num_layers
     _check_present(args, num_layers)
     _check_range(args)
-    hidden, heads = args.hidden_size, args.num_attention_heads
+    hidden = args.hidden_size
+    heads = args.num_attention_heads
     query_groups = _query_groups(args)
     _check_divisions(args, query_groups)
     for argument, default in _DEFAULTS.items():
@@ -195,7 +196,8 @@ def _check_range(args: argparse.Namespace) -> None:
 
 
 def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
-    hidden, heads = args.hidden_size, args.num_attention_heads
+    hidden = args.hidden_size
+    heads = args.num_attention_heads
     _check_divides("--num-query-groups", query_groups, heads)
     if not args.kv_channels:
         _check_divides("--num-attention-heads", heads, hidden)
@@ -328,7 +330,8 @@ def _evaluated(node: ast.expr) -> Any:
             marks.append(mark)
         return marks
     if isinstance(node, ast.BinOp):
-        left, right = _evaluated(node.left), _evaluated(node.right)
+        left = _evaluated(node.left)
+        right = _evaluated(node.right)
         if isinstance(node.op, ast.Add):
             return left + right
         if isinstance(node.op, ast.Mult):

@@ -267,7 +267,8 @@ class _Bench:
         import torch
 
         built = self._built(kind, pre=pre, post=post)
-        sequence, torch_device = self.sharding.sequence, self.device.torch_device()
+        sequence = self.sharding.sequence
+        torch_device = self.device.torch_device()
         shape = self.sharding.micro_batch, sequence
         tokens = torch.randint(self.model.vocabulary, shape, device=torch_device)
         positions = torch.arange(sequence, device=torch_device).expand(*shape)
@@ -306,7 +307,9 @@ class _Bench:
 
             return timed(run)[0]
 
-        forwards, wholes, inputs = [], [], []
+        forwards = []
+        wholes = []
+        inputs = []
         until_s = time.perf_counter() + _ENOUGH_S
         number = 0
         while number <= _LEAST_REPEATS or time.perf_counter() < until_s:

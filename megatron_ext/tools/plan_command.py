@@ -245,7 +245,8 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
         raise ArgumentsError(
             f"--picture {path}: the first layout has no pipeline to draw; --fix pp=2 keeps one"
         )
-    timeline, memory_gib = timeline_of(plan), plan.memory_gib
+    timeline = timeline_of(plan)
+    memory_gib = plan.memory_gib
     if timeline.schedule.placement.twins == 2:  # the second pipeline mirrors the first
         memory_gib += memory_gib[::-1]
     text = svg.draw(timeline, unit="s", memory_gib=memory_gib, limit_gib=limit_gib)

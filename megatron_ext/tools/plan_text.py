@@ -66,7 +66,8 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
 
 def result_lines(result: SearchResult, took_s: float, device: DeviceKind) -> Iterator[str]:
     """Yield the lines of the answer: layouts, bound, memory and flags."""
-    plans, job = result.plans, result.plans[0].job
+    plans = result.plans
+    job = result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
     size = f"{weights / 1e9:.4g} billion parameters"
     if active_weights < weights:
@@ -147,7 +148,8 @@ def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[s
 
 
 def _why_slower(second: Layout, first: Layout) -> str:
-    second_figures, first_figures = as_dict(second), as_dict(first)
+    second_figures = as_dict(second)
+    first_figures = as_dict(first)
     changes = [
         f"{name} {second_figures[name]}"
         for name in _COMPARED

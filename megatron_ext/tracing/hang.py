@@ -119,7 +119,8 @@ def explain(
 
     `state_of_silent` describes the process of a rank that has published no state.
     """
-    path, parts = [start], []
+    path = [start]
+    parts = []
     while True:
         state = states.get(path[-1])
         if state is None:
@@ -233,10 +234,13 @@ class Watchdog:
         from megatron_ext.disaggregation.worlds import roles_in_force
 
         default: Any = dist.distributed_c10d._get_default_store()
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        num_ranks = dist.get_world_size()
         job = active.job()
         if job is not None:  # torch.distributed knows only the ranks of one role
-            default, rank, num_ranks = roles_in_force().store, job.rank, job.ranks.num_ranks
+            default = roles_in_force().store
+            rank = job.rank
+            num_ranks = job.ranks.num_ranks
         store = _connected_again(default)  # the training's connection may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
@@ -337,7 +341,8 @@ class Watchdog:
 
     def _state(self, rank: int) -> RankState:
         """Return this rank's state, with its innermost line outside of torch and this folder."""
-        where, frame = "", sys._current_frames().get(self._training)
+        where = ""
+        frame = sys._current_frames().get(self._training)
         runs_collective = False
         while frame is not None and not where:
             name = frame.f_code.co_filename

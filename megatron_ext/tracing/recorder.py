@@ -185,7 +185,8 @@ class Recorder:
         *span_times_ns, end_ns = times_ns
         events = []
         for index, (name, _, _, attributes) in enumerate(spans):
-            begin_ns, span_end_ns = span_times_ns[2 * index], span_times_ns[2 * index + 1]
+            begin_ns = span_times_ns[2 * index]
+            span_end_ns = span_times_ns[2 * index + 1]
             if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
                 events.append(self._event(name, begin_ns, span_end_ns, attributes))
         if isinstance(self._clock, DeviceClock):  # the host may have been busy for longer

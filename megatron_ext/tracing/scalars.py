@@ -83,7 +83,8 @@ def since_last() -> dict[str, float] | None:
     counts = [
         work.busy_s, work.wall_s, float(work.out_of_order), float(work.actions), float(sent_bytes),
     ]  # fmt: skip
-    now_s, runtimes = time.monotonic(), in_force()
+    now_s = time.monotonic()
+    runtimes = in_force()
     # Before the first call, use the time in steps as the time that has passed.
     last_s, last_counts = runtimes.last_counts or (now_s - work.wall_s, [0.0] * len(counts))
     runtimes.last_counts = now_s, counts

@@ -47,7 +47,8 @@ def subscribe(configuration: Active) -> None:
     # Without a table, Megatron's own schedule runs, which creates these spans itself.
     has_table = configuration.pipeline is not None or configuration.job is not None
     has_spans = has_table and telemetry.is_on()
-    sampling, timeout_s = configuration.config.tracing, configuration.config.hang_timeout_s
+    sampling = configuration.config.tracing
+    timeout_s = configuration.config.hang_timeout_s
     if not (has_spans or sampling is not None or timeout_s is not None):
         return
     if any(isinstance(observer, Session) for observer in configuration.observers):

@@ -154,7 +154,8 @@ class DirectTransport:
         notes: list[Expected] = []
         self._expected = {}
         for item in expected:
-            source, message = item.source, item.message
+            source = item.source
+            message = item.message
             if source not in self._peers:
                 continue
             if message.for_host:
@@ -189,7 +190,8 @@ class DirectTransport:
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
-        peer, shape = self._peers[target], tuple(tensor.shape)
+        peer = self._peers[target]
+        shape = tuple(tensor.shape)
         try:
             self._take_back(target)
             number, handle = self._lend(peer, tensor.nbytes)
@@ -239,7 +241,8 @@ class DirectTransport:
         content = text.numpy().tobytes()
         number, code, num_dims = _HEAD.unpack_from(content)
         sizes = struct.Struct(f"<{num_dims}q")
-        shape, dtype = sizes.unpack_from(content, _HEAD.size), DTYPE_OF[code]
+        shape = sizes.unpack_from(content, _HEAD.size)
+        dtype = DTYPE_OF[code]
         handle = content[_HEAD.size + sizes.size :]
         if dtype != expected.dtype or expected.shape not in (None, shape):
             raise MessageMismatch(
@@ -457,7 +460,8 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         peers: Global ranks of the peers; each of them lists this rank too.
         make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
     """
-    me, world_size = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
+    world_size = dist.get_world_size()
     # Drivers reveal this only when one process maps memory of the other, and both must agree. So
     # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
     # results before any transport is opened.

@@ -223,7 +223,8 @@ class NativeTransport:
         rdma_port: _RdmaPort,
     ) -> None:
         """Make a link from each connection. The peer does the same at the same time."""
-        native, endpoint = require_native(), self._usable()
+        native = require_native()
+        endpoint = self._usable()
         links: dict[int, Link] = {}
         try:
             # Make all links before finishing any of them, because both ends take part in finishing
@@ -271,7 +272,8 @@ class NativeTransport:
 
     def expect(self, expected: Iterable[Expected]) -> None:
         """Announce further messages of the current step."""
-        tags, step = self._tags, self._step
+        tags = self._tags
+        step = self._step
         for item in expected:
             self._expected[item.source, tags[item.message] | step] = item
 
@@ -363,7 +365,8 @@ class NativeTransport:
         expected = self._expected.get(name)
         if expected is None:
             raise TransportError(f"{message} is not expected from rank {source} in this step")
-        shape, dtype = expected.shape, expected.dtype
+        shape = expected.shape
+        dtype = expected.dtype
         try:
             arrived = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
         except TransportError as error:  # an arrival is damaged, not necessarily this message

@@ -197,7 +197,8 @@ class _Rendezvous:
         note = {"reason": reason, "to": secrets_of_peers}
         self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
         for peer in connections.keys() - range(self._rank):
-            wire, address = connections[peer].wire, self._peer_addresses[peer]
+            wire = connections[peer].wire
+            address = self._peer_addresses[peer]
             with suppress(OSError, TransportError):  # the peer has ended too
                 ring = f"{self._rank} gave up\n"
                 self._connected(wire, peer, address, _RING_S, ring).close()

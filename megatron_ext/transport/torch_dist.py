@@ -130,7 +130,8 @@ class TorchTransport:
         self._parts = max(self._parts, message.part + message.header + 1)
         # Keep an alias: the caller may replace the `data` of its tensor to free the output.
         tensor = plain(tensor.detach())
-        sent, group = self._sent[target], self._groups[self._me, target]
+        sent = self._sent[target]
+        group = self._groups[self._me, target]
         parts = [(tensor, False)]
         if self._shapes_travel:
             if tensor.ndim > _MAX_DIMS:

@@ -47,7 +47,8 @@ _KEY = "megatron_ext/failed"
 def report(error: BaseException) -> None:
     """Print an error that needs no traceback, unless another rank of this host just did."""
     line = line_of(error)
-    is_first, connected = _is_first(line), _is_connected()
+    is_first = _is_first(line)
+    connected = _is_connected()
     # Every rank writes its cause, even if it prints nothing: the launcher may SIGKILL it during its
     # exit, and would otherwise consider that the cause.
     cause.write(cause.of_error(error), line)
@@ -134,7 +135,8 @@ def interrupts() -> Iterator[threading.Event]:
     A rank that waits in a collective first notices the end of its peers, so a connection error ends
     it although the user is the reason.
     """
-    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    interrupted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupt(*_: object) -> None:
         interrupted.set()

@@ -51,7 +51,8 @@ class MegatronFlag:
 
 def megatron_flags() -> tuple[MegatronFlag, ...]:
     """Return the flags of the Megatron that trains here; empty if there is no training loop."""
-    tree, core = find_tree(), releases.installed_core()
+    tree = find_tree()
+    core = releases.installed_core()
     training = tree / "megatron" if tree else core.parent if core else None
     if training is None or not (training / "training" / "arguments.py").is_file():
         return ()
@@ -254,7 +255,8 @@ def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFla
 
     None if the constructor does not take it.
     """
-    default, metadata = _literal(field.value), dict[str, Any]()
+    default = _literal(field.value)
+    metadata = dict[str, Any]()
     if isinstance(field.value, ast.Call):
         arguments = {keyword.arg: keyword.value for keyword in field.value.keywords}
         default = _literal(arguments.get("default"))

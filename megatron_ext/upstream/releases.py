@@ -48,7 +48,8 @@ REFERENCES: dict[Release, Reference] = {
 }
 """Minor release -> its reference, oldest first."""
 
-_OLDEST, _NEWEST = min(REFERENCES), max(REFERENCES)
+_OLDEST = min(REFERENCES)
+_NEWEST = max(REFERENCES)
 _TRAINING_SINCE: Release = (0, 17)
 
 

@@ -30,7 +30,8 @@ def find_script(script: str) -> Path | None:
         upstream.check_tree(tree)
         if (tree / script).is_file():
             return tree / script
-    version, release = releases.core_version(), releases.installed_release()
+    version = releases.core_version()
+    release = releases.installed_release()
     if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
         raise UserError(
             f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "

@@ -75,7 +75,8 @@ def setting_names() -> frozenset[str]:
 
     They are the fields of its configuration objects, and the flags of `megatron.training`.
     """
-    tree, core = find_tree(), releases.installed_core()
+    tree = find_tree()
+    core = releases.installed_core()
     roots = (tree and tree / "megatron", core and core.parent)
     return frozenset[str]().union(*(_names_below(root) for root in roots if root))
 
@@ -117,7 +118,8 @@ def check_tree(tree: Path) -> None:
         UpstreamMismatch: Its release differs, or is not supported.
     """
     version = tree_version(tree)
-    release, installed = parse_release(version), releases.installed_release()
+    release = parse_release(version)
+    installed = releases.installed_release()
     fits = release is not None and release >= min(releases.REFERENCES)
     if fits and installed in (None, release):
         return
@@ -149,7 +151,9 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
         difference.
     """
     _, tag, expected = releases.reference()
-    version, commit, problems = tree_version(tree), _git(tree, "rev-parse", "HEAD"), []
+    version = tree_version(tree)
+    commit = _git(tree, "rev-parse", "HEAD")
+    problems = []
     # The files of core_v0.19.0 contain 0.19.1 as their version, so compare only the minor release.
     minor = releases.parse_release(tag.removeprefix("core_v"))
     if commit is None and releases.parse_release(version) != minor:

@@ -94,12 +94,12 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"transport": "shm", "chunks": 2},
         {"num_microbatches": 6, "world_size": 8},
-        "groups of pp = 4, so their number must be a multiple of it; use num_microbatches 4 or 8",
+        "groups of pp = 4, so their number must be a multiple of it; use num_microbatches=4 or 8",
     ),
     (
         {"schedule": "zb-v"},
         {"layout": "Et|tL"},
-        "layout Et|tL must have E once, t 16 times (num_layers)",
+        "layout=Et|tL must have E once, t 16 times (num_layers)",
     ),
     ({"schedule": "zb-v"}, {"world_size": 6}, "world size 6 is not a multiple of"),
     ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),

@@ -87,7 +87,7 @@ def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
     chosen = choose(args, "1f1b")
     assert chosen.num_microbatches == 12
     args.rampup_batch_size = ["4", "3", "100"]
-    with pytest.raises(ArgumentsError, match="does not lead from 4 to the --global-batch-size 12"):
+    with pytest.raises(ArgumentsError, match="does not lead from 4 to --global-batch-size 12"):
         prepare(args)
 
 

@@ -75,7 +75,8 @@ def _linear(value: float) -> float:
 
 def ansi(text: str, colour: str) -> str:
     """Return text for a terminal, with a background colour."""
-    background, foreground = _ansi_rgb(colour), _ansi_rgb(ink(colour))
+    background = _ansi_rgb(colour)
+    foreground = _ansi_rgb(ink(colour))
     return f"\x1b[48;2;{background};38;2;{foreground}m{text}\x1b[0m"
 
 

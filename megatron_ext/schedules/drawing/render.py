@@ -29,7 +29,8 @@ _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
 def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
     """Return caption, grid and legend for a terminal of `width` columns."""
-    body, legend = grid(timeline, width), _legend(timeline)
+    body = grid(timeline, width)
+    legend = _legend(timeline)
     if coloured:
         body = _CELL.sub(_painted, body)
         legend = _KIND_IN_LEGEND.sub(_painted, legend)
@@ -62,7 +63,8 @@ def check_drawable(timeline: Timeline) -> None:
     Raises:
         ScheduleError: It has too many columns.
     """
-    pp, slot = timeline.schedule.pp, slot_time(timeline)
+    pp = timeline.schedule.pp
+    slot = slot_time(timeline)
     columns = timeline.makespan / slot
     if columns * pp > _MAX_CELLS:
         raise ScheduleError(
@@ -119,7 +121,8 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     """Return the lines of all ranks, broken into blocks of at most `width` columns."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
-    num_columns, cell_width = len(rows[0]), len(rows[0][0])
+    num_columns = len(rows[0])
+    cell_width = len(rows[0][0])
     # A terminal would wrap long lines in the middle of the grid.
     columns_per_block = num_columns
     if rank_width + num_columns * cell_width > width:  # the last character is a space
@@ -146,7 +149,8 @@ class _Bar(NamedTuple):
 
 def _cells(timeline: Timeline) -> list[list[str]]:
     """Return the text of each cell, by rank and column, padded to equal width."""
-    schedule, slot = timeline.schedule, slot_time(timeline)
+    schedule = timeline.schedule
+    slot = slot_time(timeline)
     check_drawable(timeline)
     bars_by_rank: list[list[_Bar]] = []
     cell_width = 0

@@ -142,11 +142,15 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     for index, (action, start, end) in enumerate(timeline.bars[rank]):
         if start == end:  # the R of shipped activations
             continue
-        x, width = _LEFT + start * scale, (end - start) * scale
+        x = _LEFT + start * scale
+        width = (end - start) * scale
         # The actions of a pair overlap in time: draw the forward above and the backward below.
-        top, height, line = y, _BAR, 14
+        top = y
+        height = _BAR
+        line = 14
         if index in pairs or index - 1 in pairs:
-            height, line = _BAR // 2, 9
+            height = _BAR // 2
+            line = 9
             top += 0 if index in pairs else height
         odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
         up = " up" if action.microbatch >= schedule.num_microbatches else ""

@@ -127,8 +127,10 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
     """Return the actions of one kind for one unit: one micro-batch per rank of a direction."""
     # Ranks further down run fewer micro-batches before the first one comes back up.
-    head, tail = unit[: len(unit) - rank], unit[len(unit) - rank :]
-    early, late = unit[:rank], unit[rank:]
+    head = unit[: len(unit) - rank]
+    tail = unit[len(unit) - rank :]
+    early = unit[:rank]
+    late = unit[rank:]
     row = [Action(stages.first_down, kind, i) for i in head]
     for i, j in zip(early, tail, strict=True):
         row += (Action(stages.first_up, kind, i), Action(stages.first_down, kind, j))
@@ -144,7 +146,8 @@ def _weave(
 ) -> list[Action]:
     """Return the warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - num_pairs
-    remaining_forwards, remaining_backwards = iter(forwards), iter(backwards)
+    remaining_forwards = iter(forwards)
+    remaining_backwards = iter(backwards)
     # Forwards and backwards in turn. It consumes the same two iterators as the slices below.
     alternating = chain.from_iterable(zip(remaining_forwards, remaining_backwards, strict=False))
     row = list(islice(remaining_forwards, warm_up))

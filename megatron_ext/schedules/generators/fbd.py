@@ -50,7 +50,8 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
             f"fbd has a forward rank and a backward rank for each stage, so pp must be even, got "
             f"{pp}; use {near}"
         )
-    stages, microbatches = range(pp // 2), range(num_microbatches)
+    stages = range(pp // 2)
+    microbatches = range(num_microbatches)
     rows: list[Row] = []
     for stage in stages:
         # If backward ranks recompute, the output of the last stage is not needed.

@@ -76,7 +76,8 @@ def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
     """Parse one step of a phase; None stands for the oldest pending W."""
     if step == "W":
         return None
-    kind, chunk = step[0], int(step[1:])
+    kind = step[0]
+    chunk = int(step[1:])
     # B and I share one counter, because each micro-batch of a chunk runs either B or I.
     counter = step.replace("I", "B")
     return kind, stages[chunk], counter  # type: ignore[return-value]

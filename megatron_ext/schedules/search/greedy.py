@@ -89,7 +89,8 @@ class Problem:
     @property
     def bound(self) -> int:
         """A lower bound on the makespan: the last rank's late start plus all of its work."""
-        num_ranks, durations = self.placement.num_ranks, self.durations
+        num_ranks = self.placement.num_ranks
+        durations = self.durations
         start = durations["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
         work = sum(sum(durations[kind]) for kind in ("F", *self.backwards))
         return start + self.num_microbatches * work * len(self.placement.stages_of[-1])
@@ -334,7 +335,8 @@ class _Attempt:
         """Release the first stage's next forward: the one for the next slice."""
         slice_index += 1
         if slice_index == self._num_slices:
-            microbatch, slice_index = microbatch + 1, 0
+            microbatch += 1
+            slice_index = 0
         if microbatch < self._problem.num_microbatches:
             self._release(now, Action(0, "F", microbatch, slice_index))
 

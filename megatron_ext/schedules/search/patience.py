@@ -154,9 +154,11 @@ def _best_hint(
 
 def waits_of(static: Timeline, rank: int) -> Patience:
     """Return how long a rank waits for each action in the static order, plus a small margin."""
-    starts, ends = static.starts[rank], static.ends[rank]
+    starts = static.starts[rank]
+    ends = static.ends[rank]
     margin = _MARGIN * static.costs.forward
-    row, pairs = static.schedule.rows[rank], static.schedule.pairs_of(rank)
+    row = static.schedule.rows[rank]
+    pairs = static.schedule.pairs_of(rank)
     clock = Clock(static.schedule, static.costs)
     durations = list(map(clock.time_of, row))
     gains = [0.0] * len(row) if pairs else []
@@ -207,7 +209,8 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
     """Return the timelines in the table's order and in dynamic order when messages are late."""
-    schedule, costs = timeline.schedule, _late(timeline.costs, 0)
+    schedule = timeline.schedule
+    costs = _late(timeline.costs, 0)
     static = simulate(schedule, costs)
     dynamic = _hint_simulator(schedule, timeline.costs)(costs)
     named = replace(dynamic.schedule, name=f"{schedule.name} --use-dpp")

@@ -99,7 +99,8 @@ class Policy(ABC):
 
     def _partners(self, index: int) -> list[int] | None:
         """Return the heap whose first action may be paired with this one; None if there is none."""
-        action, progress = self.progress.row[index], self.progress
+        action = self.progress.row[index]
+        progress = self.progress
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
@@ -122,7 +123,8 @@ class Curve:
         self._sum: list[float] = [0] * self._size + [*changes, *padding]
         self._top: list[float] = [max(0, change) for change in self._sum]
         for node in range(self._size - 1, 0, -1):
-            left, right = 2 * node, 2 * node + 1
+            left = 2 * node
+            right = 2 * node + 1
             self._sum[node] = self._sum[left] + self._sum[right]
             self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
 
@@ -135,7 +137,8 @@ class Curve:
     def take(self, position: int) -> float:
         """Remove the change at a position, and return it."""
         node = position + self._size
-        sums, tops = self._sum, self._top
+        sums = self._sum
+        tops = self._top
         change = sums[node]
         if not change:
             return 0
@@ -144,14 +147,17 @@ class Curve:
             node >>= 1
             left = node << 1
             sums[node] = sums[left] + sums[left + 1]
-            high, low = tops[left], sums[left] + tops[left + 1]
+            high = tops[left]
+            low = sums[left] + tops[left + 1]
             tops[node] = high if high > low else low
         return change
 
     def top(self, end: int) -> float:
         """Return the maximum of the running sum before a position, at least 0."""
-        node, top = end + self._size, 0.0
-        sums, tops = self._sum, self._top
+        node = end + self._size
+        top = 0.0
+        sums = self._sum
+        tops = self._top
         while node > 1:
             if node & 1:
                 top += sums[node - 1]
@@ -304,7 +310,9 @@ class Hint(Policy):
     def _first(self) -> list[int] | None:
         """Return the heap whose first action should run; None if none is ready and admissible."""
         progress = self.progress
-        best, weights, forwards = progress.backwards, progress.weights, progress.forwards
+        best = progress.backwards
+        weights = progress.weights
+        forwards = progress.forwards
         if best and not self._is_admissible(best[0]):
             best = []
         # A W that results from splitting a B has no place in the table, so it runs when nothing

@@ -117,7 +117,8 @@ class Meeting(NamedTuple):
 
     def __str__(self) -> str:
         kind, stage, microbatch = self.message[:3]
-        source, target = self.source[1], self.target[1]
+        source = self.source[1]
+        target = self.target[1]
         return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
 
 

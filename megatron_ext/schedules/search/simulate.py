@@ -148,15 +148,19 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         ScheduleError: The ranks deadlock.
     """
     clock = Clock(schedule, costs)
-    rows, ends, launch = schedule.rows, clock.ends, costs.launch
-    run, is_free = clock.run, clock.is_free
+    rows = schedule.rows
+    ends = clock.ends
+    launch = costs.launch
+    run = clock.run
+    is_free = clock.is_free
     # If launches take time, by rank: the time of its last launch, and the end times of its actions.
     # The lists start with AHEAD zeros, so that the first launches do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
     def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
-        action, rank_ends = rows[rank][index], ends[rank]
+        action = rows[rank][index]
+        rank_ends = ends[rank]
         begin = rank_ends[-1] if index else 0.0
         # `walk` passes two values for a pair, and one for a single action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None

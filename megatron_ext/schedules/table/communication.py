@@ -79,7 +79,8 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
     credits.
     """
     messages = _Messages(schedule, window)
-    row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
+    row = schedule.rows[rank]
+    pairs = schedule.pairs_of(rank)
     row_exchanges: list[Exchange] = []
     for index in schedule.begins(rank):
         exchange = messages.exchange(row[index])

@@ -87,9 +87,11 @@ def _by_longest_stage(
     for stage in range(num_stages):
         min_layers, extra = 1, 0.0
         if stage == 0:
-            min_layers, extra = least_first, extra + first
+            min_layers = least_first
+            extra += first
         if stage == num_stages - 1:
-            min_layers, extra = least_last, extra + last
+            min_layers = least_last
+            extra += last
         layers_before = least_first + stage - 1 if stage else 0  # that earlier stages need
         layers_behind = max(0, num_stages - stage - 2 + least_last)  # that later stages need
         ends: Sequence[int] = range(layers_before + min_layers, count - layers_behind + 1)

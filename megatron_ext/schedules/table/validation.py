@@ -99,7 +99,8 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
     Raises:
         ScheduleError: An action is misplaced, duplicated or too early; the message shows the first.
     """
-    m, num_slices = schedule.num_microbatches, schedule.num_slices
+    m = schedule.num_microbatches
+    num_slices = schedule.num_slices
     kinds_of = {
         stage: _kinds(schedule, stage, rank) for stage in schedule.placement.stages_of[rank]
     }
@@ -157,7 +158,8 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     """Explain why an action may be nowhere in a rank's row; empty if it may be in the row."""
     stage, kind, microbatch, slice_index = action
-    m, placement = schedule.num_microbatches, schedule.placement
+    m = schedule.num_microbatches
+    placement = schedule.placement
     if not 0 <= microbatch < m:
         return f"there are {m} micro-batches, 0 to {m - 1}"
     if not 0 <= slice_index < schedule.num_slices:
@@ -177,7 +179,8 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
 
 def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
     """Explain why an action of a rank comes at the wrong point in its row."""
-    action, before = schedule.rows[rank][index], schedule.rows[rank][:index]
+    action = schedule.rows[rank][index]
+    before = schedule.rows[rank][:index]
     if action in before:
         return f"it already ran as action {before.index(action)}; each action runs exactly once"
     for kind in _REPLACED_BY.get(action.kind, ()):
@@ -209,7 +212,8 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     row = schedule.rows[rank]
     opening = Action(stage, "R" if schedule.disaggregated else "F", microbatch, slice_index)
     if not bits & _BIT["F"]:
-        missing, index = opening, len(row)
+        missing = opening
+        index = len(row)
     elif bits & _BIT["I"]:
         missing = opening._replace(kind="W")
         index = row.index(opening._replace(kind="I"))

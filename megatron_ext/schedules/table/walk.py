@@ -81,10 +81,15 @@ class _Walk:
 
     def run(self, rank: int) -> None:
         """Visit the actions of a rank until one lacks a tensor."""
-        row, pairs, index = self._rows[rank], self._pairs[rank], self._positions[rank]
+        row = self._rows[rank]
+        pairs = self._pairs[rank]
+        index = self._positions[rank]
         # Locals: this loop runs once for each of millions of actions.
-        tensors, values, awaited = self._tensors, self._values, self._awaited
-        num_slices, visit = self._num_slices, self._visit
+        tensors = self._tensors
+        values = self._values
+        awaited = self._awaited
+        num_slices = self._num_slices
+        visit = self._visit
         while index < len(row):
             stage, kind, microbatch, slice_index = row[index]
             offset = microbatch * num_slices + slice_index

@@ -50,13 +50,15 @@ def check_versions() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "torch", torch)
     else:
         yield Diagnosis("FAIL", "torch", torch or "not installed", "install torch >= 2.7")
-    name, supported = "megatron-core", releases.SUPPORTED
+    name = "megatron-core"
+    supported = releases.SUPPORTED
     try:
         releases.check_core()
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", name, str(error).removeprefix(f"{name}: "))
         return
-    core, release = releases.core_version(), releases.installed_release()
+    core = releases.core_version()
+    release = releases.installed_release()
     assert release is not None
     oldest = releases.oldest_python(release)
     # The examples' environment supplies `typing.override`, the only thing missing on Python 3.11.

@@ -212,7 +212,8 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
 
 def _unforeseen(answer: Preflight) -> str | None:
     """Return the first reason why the planner cannot forecast these flags, or None."""
-    args, config = answer.checked_args, answer.config
+    args = answer.checked_args
+    config = answer.config
     for rule in NOT_FORECAST:
         if rule.refuses(args):
             return f"with {rule.flag} {rule.reason}"
@@ -369,8 +370,10 @@ def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> Paral
     Raises:
         ArgumentsError: The ranks of a stage do not divide into expert-parallel groups.
     """
-    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-    cp, experts = sizes.context_parallel_size, sizes.expert_model_parallel_size
+    tp = sizes.tensor_model_parallel_size
+    pp = sizes.pipeline_model_parallel_size
+    cp = sizes.context_parallel_size
+    experts = sizes.expert_model_parallel_size
     ranks_of_stage = sizes.ranks // pp
     if ranks_of_stage % experts:
         raise ArgumentsError(

@@ -138,7 +138,8 @@ def read_run(directory: Path | str) -> Run:
     full_microbatches = 0
     slices: tuple[float, ...] = (1.0,)
     if table is not None:
-        full_microbatches, slices = table.num_microbatches, table.slices
+        full_microbatches = table.num_microbatches
+        slices = table.slices
 
     for result in _survey_files(files, full_microbatches, slices):
         if isinstance(result, str):
@@ -241,7 +242,8 @@ def _slow_ranks(run: Run) -> list[Slow]:
         # either may be the slow one, so also require that it is slower than the ranks of other
         # stages.
         times = peers if len(peers) > 2 else means[name, slice_index]
-        median, fastest = statistics.median_low(times.values()), min(peers.values())
+        median = statistics.median_low(times.values())
+        fastest = min(peers.values())
         if not median or not fastest:
             continue
         for rank, time in peers.items():

@@ -351,7 +351,8 @@ class _TracedRun:
         """Return the mean of the simulated steps."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
-        label, order_flags = static.label, ""
+        label = static.label
+        order_flags = ""
         if dynamic is None:
             steps = [evaluate(pipeline.full, costs) for costs in draws]
         else:
@@ -445,7 +446,8 @@ def table(forecast: Forecast) -> str:
     if shows_hidden:
         rows[0].append("hidden %")
     for prediction in shown:
-        step_ms, bubble_percent = 1e3 * prediction.step_s, 100 * prediction.bubble_ratio
+        step_ms = 1e3 * prediction.step_s
+        bubble_percent = 100 * prediction.bubble_ratio
         row = [prediction.schedule, f"{step_ms:.1f}", f"{bubble_percent:.1f}", _gib(prediction)]
         if prediction.all_to_all_hidden is not None:
             row.append(f"{100 * prediction.all_to_all_hidden:.0f}")

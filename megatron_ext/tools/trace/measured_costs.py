@@ -93,7 +93,8 @@ def _times_of_stage(
         return time_ns
 
     forward_s = seconds("forward")
-    input_s, weight_s = seconds("input_gradient"), seconds("weight_gradient")
+    input_s = seconds("input_gradient")
+    weight_s = seconds("weight_gradient")
     if not (input_s and weight_s):
         # Both are matrix products of the same size, and the trace cannot separate them.
         input_s = weight_s = seconds("backward") / 2

@@ -106,7 +106,8 @@ class TraceFile:
         *events, last = _decode(f"[{text}]")
         figures = last["args"]
         check_figures(figures)
-        begin_ns, duration_ns = _nanoseconds(last["ts"]), _nanoseconds(last["dur"])
+        begin_ns = _nanoseconds(last["ts"])
+        duration_ns = _nanoseconds(last["dur"])
         spans = []
         for event in events:
             # Since the time since boot is a large float, its last nanoseconds are rounded.
@@ -114,7 +115,8 @@ class TraceFile:
             end_ns = start_ns + round(1e3 * event["dur"])
             if not start_ns <= end_ns < MAX_NUMBER:
                 raise ValueError(f"a span from {start_ns} to {end_ns} ns")
-            category, attributes = event["cat"], event["args"]
+            category = event["cat"]
+            attributes = event["args"]
             check_span(category, attributes)
             message = event.get("bind_id", 0)
             if not isinstance(message, int):

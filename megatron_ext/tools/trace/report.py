@@ -240,7 +240,8 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             begins_ns.append(iteration.begin_ns)
             ends_ns.append(iteration.begin_ns + iteration.duration_ns)
             num_spans += len(iteration.spans)
-        begin_ns, end_ns = min(begins_ns), max(ends_ns)
+        begin_ns = min(begins_ns)
+        end_ns = max(ends_ns)
         # Merge spans that would be too thin to see in the picture.
         finest_ns = 0
         if num_spans > _MAX_SPANS:

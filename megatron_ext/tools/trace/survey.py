@@ -345,7 +345,8 @@ class _IterationCounter:
         self._result.num_sampled += 1
 
     def _add_action(self, span: Span) -> None:
-        stage, microbatch = span.attributes["stage"], span.attributes["microbatch"]
+        stage = span.attributes["stage"]
+        microbatch = span.attributes["microbatch"]
         slice_index = span.attributes.get("slice", 0)
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns

@@ -165,7 +165,8 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     for item in slow_items:
         print(f"slow {item.name}: {item.factor:.2f} x the median")
     if not slow_items:
-        rank, link = aggregate.SLOW_RANK, aggregate.SLOW_LINK
+        rank = aggregate.SLOW_RANK
+        link = aggregate.SLOW_LINK
         print(f"no rank is {rank:g} x and no link {link:g} x slower than the median")
     for host, shared in run.shared_cpus.items():
         print(
