@@ -56,6 +56,8 @@ def uses_of(table: Schedule) -> list[RowUse]:
         stages = table.placement.stages_of[rank]
         position_of = {stage: position for position, stage in enumerate(stages)}
         moments = _moments(row, position_of)
+        # The moments to keep grow fast with the number of stages, and each one is tried for every
+        # division of the layers.
         if len(stages) <= 2:
             fullest = _unexceeded(moments)
         else:
@@ -65,12 +67,13 @@ def uses_of(table: Schedule) -> list[RowUse]:
             forward = row[index]
             backward = row[index + 1]
             num_pairs[position_of[forward.stage], position_of[backward.stage]] += 1
-        loads = [
-            [StageLoad(*load) for load in zip(moment[::2], moment[1::2], strict=True)]
-            for moment in fullest
-        ]
+        loads = [_stage_loads(moment) for moment in fullest]
         uses.append(RowUse(loads, num_pairs))
     return uses
+
+
+def _stage_loads(moment: _Moment) -> list[StageLoad]:
+    return [StageLoad(*load) for load in zip(moment[::2], moment[1::2], strict=True)]
 
 
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
@@ -90,13 +93,14 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
     unexceeded: set[_Moment] = set()
     # In descending order of sums, no moment exceeds an earlier one.
     for moment in sorted(moments, key=sum, reverse=True):
-        is_exceeded = any(
-            all(load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True))
-            for fuller in unexceeded
-        )
-        if not is_exceeded:
+        if not any(_exceeds(fuller, moment) for fuller in unexceeded):
             unexceeded.add(moment)
     return unexceeded
+
+
+def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
+    """Return whether no stage keeps less at the fuller moment."""
+    return all(load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True))
 
 
 def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
@@ -142,6 +146,7 @@ class CutBound:
         stages_of = self.table.placement.stages_of
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
+            # Layers that every cut gives to a stage are in `fixed` already.
             num_left = num_layers
             # For each rank, when it would end with one more layer of this kind: (time, rank, number
             # of extra layers).
@@ -166,6 +171,8 @@ class CutBound:
     @cached_property
     def kinds(self) -> list[set[Part]]:
         """The kinds of layers that each stage may get, over all cuts."""
+        # A stage starts at the earliest where the stages before it have their minimum, and at the
+        # latest behind all spare layers.
         num_spare = len(self.layers) - sum(self.min_layers)
         kinds = []
         begin = 0
@@ -213,9 +220,11 @@ class CutBound:
     def _backwards_before_s(self) -> dict[str, list[float]]:
         """Kind of a last action -> by stage, the seconds of all earlier stages' backwards."""
         hidden = [beside(part, self.overlap) for part in self.fixed]
+        whole_backwards_s = [part.input + part.weight for part in hidden]
+        inputs_s = [part.input for part in hidden]
         return {
-            "B": [0.0, *accumulate(part.input + part.weight for part in hidden)],
-            "I": [0.0, *accumulate(part.input for part in hidden)],
+            "B": [0.0, *accumulate(whole_backwards_s)],
+            "I": [0.0, *accumulate(inputs_s)],
             # No action of another stage follows a weight gradient.
             "W": [0.0] * (len(hidden) + 1),
         }
@@ -293,6 +302,7 @@ class _Ladder:
         for moment in self._free_memory:
             if num_extra * min(moment.bytes_per_layer) > moment.free_bytes:
                 return math.inf
+        # More than two stages: every extra layer goes where it costs least.
         least_s = sum(row_s[0] for row_s in self._row_s)
         least_s += min(row_s[num_extra] - row_s[0] for row_s in self._row_s)
         if self._counts_pairs:

@@ -148,6 +148,7 @@ def gather_s(device: DeviceKind, num_bytes: float, num_ranks: int, stride: int =
     ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
+        # A ring has one step fewer than ranks, and each step moves one rank's part.
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
@@ -319,23 +320,28 @@ class _Ledger:
             )
 
         self.operations += 2 * rows * weights
+        # The forward reads its input and the weights, and writes its output in bf16.
         traffic_bytes = all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
         self.forward_s[module] += product_s(rows, outputs, inputs, traffic_bytes)
         self.forward_s[module] += cast_bytes * all_rows * inputs / self.memory_rate
+        # The input gradient reads the output's gradient and the weights, and is written in bf16.
         traffic_bytes = all_rows * (2 * inputs + operand_bytes * outputs) + operand_bytes * weights
         self.input_s += product_s(rows, inputs, outputs, traffic_bytes)
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
+        # The weight gradient reads the input and the output's gradient.
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        if techniques.fuses_gradients:  # the sum is read and written
+        if techniques.fuses_gradients:  # the kernel reads and writes the sum in Megatron's buffer
             traffic_bytes += 2 * techniques.gradient_bytes * weights
-        else:
+        else:  # the kernel writes a tensor in bf16
             traffic_bytes += 2 * weights
         self.weight_s += product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
+        # One copy is plain, for the forward, and one transposed, for the input gradient.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
         if techniques.fuses_gradients:
             self.dummy_bytes += 2 * inputs * outputs
         else:
+            # A kernel reads the tensor in bf16, and reads and writes the sum in Megatron's buffer.
             self.weight_s += 2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
 
     def elementwise(
@@ -404,12 +410,13 @@ class _Ledger:
         recomputed = set(mode)
         if mode == FULL:
             recomputed = set(self.forward_s) | set(self.saved_bytes)
-        if "moe" in mode:
+        if "moe" in mode:  # Megatron recomputes the whole layer of experts
             recomputed |= {"moe_act", "router", "shared_experts"}
         recomputed_s = sum(self.forward_s[module] for module in recomputed)
         dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
         forward_s = sum(self.forward_s.values())
         backward_s = self.input_s + recomputed_s + self.weight_s
+        # A part without kernels, such as an end without its layer, has nothing to delay.
         forward_delay = self.delay(forward_s, 1.0) if forward_s else 1.0
         backward_delay = self.delay(backward_s, 2.0) if backward_s else 1.0
         saved_bytes = layer_input_bytes
@@ -521,11 +528,13 @@ class _Books:
         logits = self.tokens * model.vocabulary / self.tensor
         # Bytes of traffic for each logit. The unfused loss makes an fp32 copy, finds its maximum,
         # subtracts it, exponentiates, sums, and divides by the sum.
-        forward_bytes, backward_bytes = 38, 10
+        forward_bytes = 38
+        backward_bytes = 10
         if self.sharding.fused_loss:
-            forward_bytes, backward_bytes = 10, 10
+            forward_bytes = 10
             if self.sharding.techniques.loses_in_place:
-                forward_bytes, backward_bytes = 6, 4
+                forward_bytes = 6
+                backward_bytes = 4
         ledger.elementwise(
             "base",
             forward_bytes * logits + 6 * elements,
@@ -534,6 +543,7 @@ class _Books:
         )
         ledger.wait("base", self.exchange_s, self.exchange_s)
         ledger.keep("base", 4 * elements, self._kept_by_norm(elements) + 2 * elements)
+        # A tied output layer on the embedding's rank uses the embedding's weights.
         shared_params = 0.0
         if model.is_tied and holds_embedding:
             shared_params = self.table_params
@@ -549,16 +559,20 @@ class _Books:
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
+        # A head joins the hidden states with the embedding of the next token, and projects both.
         ledger.linear("base", self.tokens, 2 * self.hidden, self.hidden / self.tensor, gathers=True)
         ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
         ledger.wait("base", self.exchange_s, self.exchange_s)
         ledger.keep("base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements)
+        # One norm each for the hidden states, the embedding and the output.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
         # All heads share the output layer's weights.
         head = total([projection, layer, loss._replace(params=0.0)])
         heads = Part._make(model.mtp_layers * size for size in head)
-        copied_params = 0.0 if holds_embedding else self.table_params
+        copied_params = self.table_params
+        if holds_embedding:
+            copied_params = 0.0
         return heads._replace(
             params=heads.params + copied_params,
             transient=head.transient,
@@ -572,6 +586,7 @@ class _Books:
         activation_bytes = 0.0
         if kind in ("dense", "moe", "attention"):
             self._attention()
+            # A gather before the projections, and a scatter after the last one.
             ledger.wait("attention", 2 * self.exchange_s, 2 * self.exchange_s)
         if kind == "mamba":
             self._scan()
@@ -626,11 +641,12 @@ class _Books:
         choices = tokens * model.top_k
         """Number of pairs of a token and one of its experts."""
         num_local = model.num_experts // num_ranks
-        width_up = model.expert_ffn * (2 if model.gated else 1)
+        projections_up = 2 if model.gated else 1
+        width_up = model.expert_ffn * projections_up
         ledger.linear("router", tokens, self.hidden, model.num_experts)
         score_bytes = 16 * tokens * model.num_experts
         ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
-        if width != self.hidden:
+        if width != self.hidden:  # latent experts: one projection before them, one behind them
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
@@ -658,7 +674,9 @@ class _Books:
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
         if model.shared_ffn:
             gradient_bytes = max(gradient_bytes, self._shared_experts())
-        copies_sent_once = model.top_k if techniques.sends_once else 0
+        copies_sent_once = 0
+        if techniques.sends_once:
+            copies_sent_once = model.top_k
         # To the experts and back.
         exchange_s = 2 * all_to_all_s(device, 2 * choices * width, num_ranks, copies_sent_once)
         ledger.wait("moe", exchange_s, exchange_s)
@@ -670,7 +688,8 @@ class _Books:
         """Add experts that get all tokens; return the bytes of their gradients."""
         ledger = self.ledger
         width = self.model.shared_ffn / self.tensor
-        width_up = width * (2 if self.model.gated else 1)
+        projections_up = 2 if self.model.gated else 1
+        width_up = width * projections_up
         ledger.linear("shared_experts", self.tokens, self.hidden, width_up, gathers=True)
         gradient_bytes = self._activation("shared_experts", self.tokens * width)
         ledger.linear("shared_experts", self.tokens, width, self.hidden)
@@ -685,6 +704,7 @@ class _Books:
         inner_width = model.scan_heads * model.scan_head_size / self.tensor
         states = 2 * model.scan_groups * model.scan_state / self.tensor
         heads = model.scan_heads / self.tensor
+        # One projection gives the gate, the input, both state matrices, and a time step per head.
         ledger.linear("mamba", self.tokens, self.hidden, 2 * inner_width + states + heads)
         # Convolution, chunked scan and gated norm are bound by memory, like Triton's kernels.
         channels = self.tokens * (inner_width + states)
@@ -692,7 +712,10 @@ class _Books:
         scan_bytes = self.device.scan_bytes * channels
         ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
         ledger.linear("mamba", self.tokens, inner_width, self.hidden)
+        # A convolution over four tokens with a bias, the gated norm, and per head the decay, the
+        # skip connection and the bias of the time step.
         ledger.params += 5 * (inner_width + states) + inner_width + 3 * heads
+        # Megatron counts the scan with this formula.
         ledger.operations += 7 * self.tokens * inner_width * model.scan_state
 
     def _attention(self) -> None:
@@ -706,7 +729,9 @@ class _Books:
             key_value_width = self._latent_projections(heads, query_width, value_width)
             rotated_width = model.rotary_size
         else:
-            rotated_width = 0 if model.learned_positions else model.head_size
+            rotated_width = model.head_size
+            if model.learned_positions:
+                rotated_width = 0
             key_value_width = self._projections(heads, query_width, value_width, rotated_width)
         self._attention_kernels(query_width, value_width, key_value_width)
         self._keep_attention(heads, value_width, rotated_width)
@@ -722,6 +747,7 @@ class _Books:
         key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
+        # Tensor parallelism does not divide the projections down: each rank has its tokens.
         ledger.linear(
             "attention", tokens / self.tensor, self.hidden, key_value_rank + model.rotary_size
         )
@@ -757,6 +783,7 @@ class _Books:
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
+        # With fewer groups than tensor-parallel ranks, ranks share a group.
         groups = max(1.0, model.query_groups / self.tensor)
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
@@ -778,7 +805,10 @@ class _Books:
             normed_elements = tokens * (query_width + key_value_width / 2)
             local_bytes += self._kept_by_norm(normed_elements, model.head_size)
         ledger.keep("attention", 2 * tokens * output_width, local_bytes)
-        passes = 4 if model.qk_norm else 2
+        # Rotation, and norms of queries and keys, read and write them.
+        passes = 2
+        if model.qk_norm:
+            passes = 4
         traffic_bytes = 2 * passes * tokens * query_width
         ledger.elementwise("attention", traffic_bytes, traffic_bytes, kernels=4)
         ledger.params += model.qkv_biases * output_width
@@ -813,7 +843,7 @@ class _Books:
         backward_s = 2.5 * operations / (rate * device.attention_backward) + 5 * device.kernel_s
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
-        if sharding.context > 1:
+        if sharding.context > 1:  # the ring's messages hide behind the products of attention
             ring_bytes = 2 * self.tokens * sharding.context * key_value_width
             ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
             shown_in_forward_s = max(0.0, ring_s - forward_s)
@@ -830,6 +860,7 @@ class _Books:
         copy_bytes = 0.0
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
+        # Flash attention keeps a sum of exponentials in fp32 for each query and head.
         fused_bytes = (2 + copy_bytes) * self.tokens * value_width + 4 * self.tokens * heads
         local_bytes = 2 * self.tokens * value_width + 8 * sharding.sequence * rotated_width
         ledger.keep("attention", fused_bytes, local_bytes)

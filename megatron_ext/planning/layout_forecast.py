@@ -27,6 +27,7 @@ from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import SHORTEST, UNIT, Costs
 from megatron_ext.schedules.table.cuts import cut, layout_of
 from megatron_ext.schedules.table.memory import running_peak
+from megatron_ext.schedules.table.table_change import in_use
 from megatron_ext.schedules.table.transforms import weights_at_once
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Row, Schedule
-from megatron_ext.schedules.table.table_change import in_use
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
@@ -248,16 +248,17 @@ def _divided(
     """Return a model's costs."""
     layers, first, last = parts_of(model, sharding, device, mode, holds_embedding=holds_embedding)
     part_beside = {part: beside(part, overlap) for part in {*layers, last}}
+    layers_beside = [part_beside[layer] for layer in layers]
+    kinds = []
+    for layer, num_layers in Counter(layers).items():
+        kinds.append(_KindCost(layer, part_beside[layer], num_layers))
     return _ModelCost(
         layers=layers,
         first=first,
         last=last,
         whole_model=total([*layers, first, last]),
-        beside=total([*(part_beside[layer] for layer in layers), first, part_beside[last]]),
-        kinds=[
-            _KindCost(layer, part_beside[layer], num_layers)
-            for layer, num_layers in Counter(layers).items()
-        ],
+        beside=total([*layers_beside, first, part_beside[last]]),
+        kinds=kinds,
     )
 
 
@@ -294,8 +295,11 @@ def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -
     """Return the bytes of weights, gradients and optimizer on one device."""
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
+    # Weights and gradients are whole on each holder; a distributed optimizer divides its states.
     for params, num_holders in zip((part.params, part.expert_params), holders, strict=True):
-        shards = num_holders if job.shards_optimizer else 1
+        shards = 1
+        if job.shards_optimizer:
+            shards = num_holders
         parameter_bytes = _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / shards
         num_bytes += params * parameter_bytes
     return num_bytes
@@ -312,12 +316,15 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
 def _mean_memory_bytes(job: Question, sizes: ParallelSizes, live_microbatches: float) -> float:
     """Return the bytes of an average rank while this many micro-batches are alive on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
+    # Two mirrored pipelines divide the optimizer's states among more ranks than one pipeline, so
+    # that no schedule needs less.
     static_bytes = _static_bytes(job, sizes, model_cost, 2)
     return (static_bytes + live_microbatches * model_cost.saved) / sizes.pp
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
     """Return whether 1F1B fits, if at all, only with fewer layers on its fullest ranks."""
+    # 1F1B keeps `pp` micro-batches on its first rank and one on its last.
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
     return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
 
@@ -396,7 +403,8 @@ def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
     pp = sizes.pp
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
-    # Keep the remainder, for tables that consist of rounds.
+    # Remove whole rounds of 2 pp only. The remainder stays, because tables that consist of rounds
+    # end differently with another one.
     return num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
 
 
@@ -503,6 +511,7 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     model_cost = _model_cost(job, sizes).whole_model
+    # A rank of twins holds the stages of both pipelines.
     mean_of_ranks = Part._make(size * twins / sizes.pp for size in model_cost)
     return _around_step_s(job, sizes, mean_of_ranks, twins)
 
@@ -525,7 +534,7 @@ def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: in
     key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs)
     try:
         table = _table(key)
-    except ScheduleError:
+    except ScheduleError:  # the schedule does not run with these sizes
         return math.inf
     cost = _model_cost(job, sizes)
     span_s = CutBound(
@@ -600,7 +609,9 @@ def _even_cuts(
     last_work = beside(cost.last, overlap).work
     ends = _min_layers_of_ends(job.model, placement.num_stages)
     cuts = set()
-    for by_stage in (False, True) if chunks > 1 else (False,):
+    # With one chunk, a rank is a stage.
+    divisions = (False, True) if chunks > 1 else (False,)
+    for by_stage in divisions:
         counts = cut(layer_works, cost.first.work, last_work, placement, by_stage=by_stage, **ends)
         cuts.add(tuple(counts))
     return sorted(cuts)
@@ -615,7 +626,8 @@ def _forecast_of_one_stage(
     model_cost = cost.whole_model
     num_layers = len(cost.layers)
     pipeline_s = num_microbatches * model_cost.work
-    live_microbatches, hidden = 1.0, 0.0
+    live_microbatches = 1.0
+    hidden = 0.0
     if runs_pairs(job, sizes):
         # All except the first forward and the last backward have a partner.
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
@@ -760,7 +772,7 @@ def _around_step_s(job: Question, sizes: ParallelSizes, rank: Part, twins: int) 
     """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)
-    reduced_s, gathered_s, updated_s = 0.0, 0.0, 0.0
+    reduced_s = gathered_s = updated_s = 0.0
     for params, num_holders, stride in (
         (rank.params, holders, sizes.tp),
         (rank.expert_params, expert_holders, sizes.ep),

@@ -94,9 +94,10 @@ class _Queue:
 
     def pop(self, visitor: Caller) -> _Visit:
         """Return the next visit for a visitor, from another's group if its own groups are empty."""
-        own_groups = [
-            group for group in self._groups if self._owners.get(group, visitor) is visitor
-        ]
+        own_groups = []
+        for candidate in self._groups:
+            if self._owners.get(candidate, visitor) is visitor:
+                own_groups.append(candidate)
         group = min(own_groups or self._groups, key=lambda group: self._groups[group][0])
         self._owners[group] = visitor
         visit = self._groups[group].popleft()
@@ -160,6 +161,7 @@ def search(
                     while visitor not in busy and len(queue):
                         visit = queue.pop(visitor)
                         is_full = len(result.plans) == keep
+                        # The bound of sizes that are ruled out still counts for the result's.
                         if is_full and visit.bound_s >= result.plans[-1].step_s:
                             bounds_s.append(visit.bound_s)
                             continue
@@ -177,7 +179,7 @@ def search(
                 if stops_at_first and result.plans:
                     result.is_complete = False
                     break
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # keep what hours may have found
             result.is_complete = False
     if not result.is_complete:
         bounds_s += [*busy.values(), *queue.bounds_s()]
@@ -296,11 +298,14 @@ class _Choices:
     def tensor(self) -> list[int]:
         model = self._model
         job = self._job
+        # Beyond a node, each layer would wait for the network.
         powers = _powers_of_two(min(job.device.node_size, model.query_groups * 2, 8))
         divided = (job.num_devices, model.heads, model.query_groups, model.ffn)
-        return [
-            tp for tp in self._fixed_or("tp", powers) if all(size % tp == 0 for size in divided)
-        ]
+        sizes = []
+        for tp in self._fixed_or("tp", powers):
+            if all(size % tp == 0 for size in divided):
+                sizes.append(tp)
+        return sizes
 
     def pipeline(self, tp: int) -> list[int]:
         num_devices = self._job.num_devices
@@ -371,8 +376,11 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
     # Without a pipeline, Megatron's own overlap runs, which has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True
+    granularity = "selective"
+    if mode == FULL:
+        granularity = "full"
     args = Namespace(
-        recompute_granularity="full" if mode == FULL else "selective",
+        recompute_granularity=granularity,
         recompute_modules=sorted(mode),
         fp8=job.techniques.precision != "bf16",
         mtp_num_layers=model.mtp_layers,
@@ -413,6 +421,9 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
             if fixed.get("vp", generator.num_chunks) == generator.num_chunks:
                 yield name, generator.num_chunks
             continue
-        for chunks in [fixed["vp"]] if "vp" in fixed else range(2, most_chunks + 1):
+        chunk_counts = [*range(2, most_chunks + 1)]
+        if "vp" in fixed:
+            chunk_counts = [fixed["vp"]]
+        for chunks in chunk_counts:
             if chunks > 1:
                 yield name, chunks
