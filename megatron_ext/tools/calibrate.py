@@ -144,7 +144,11 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
     """Return the extra time of a layer together with an end of the model."""
-    return Passes(*(max(0.0, both_s - layer_s) for both_s, layer_s in _by_pass(together, layer)))
+    extra_s = []
+    for both_s, layer_s in _by_pass(together, layer):
+        # An end may cost less than the measurements vary.
+        extra_s.append(max(0.0, both_s - layer_s))
+    return Passes(*extra_s)
 
 
 class _Bench:
@@ -185,16 +189,29 @@ class _Bench:
         on_host = self.device.name == "cpu"
         model = self.model
         has_te = gpt_layer_specs.HAVE_TE and not on_host
-        num_experts = model.num_experts if kind == "moe" else None
-        dtype = torch.float32 if on_host else torch.bfloat16
+        num_experts = None
+        if kind == "moe":
+            num_experts = model.num_experts
+        dtype = torch.bfloat16
+        if on_host:
+            dtype = torch.float32
+        activation = functional.gelu
+        if model.gated:
+            activation = functional.silu
+        norm = "LayerNorm"
+        if model.norm_weights == 1:
+            norm = "RMSNorm"
+        position_embedding = "rope"
+        if model.learned_positions:
+            position_embedding = "learned_absolute"
         settings: dict[str, Any] = {
             "num_layers": 1,
             "hidden_size": model.hidden,
             "num_attention_heads": model.heads,
             "ffn_hidden_size": model.ffn,
             "gated_linear_unit": model.gated,
-            "activation_func": functional.silu if model.gated else functional.gelu,
-            "normalization": "RMSNorm" if model.norm_weights == 1 else "LayerNorm",
+            "activation_func": activation,
+            "normalization": norm,
             "add_bias_linear": model.biases,
             "add_qkv_bias": model.qkv_biases and not model.biases,
             "qk_layernorm": model.qk_norm,
@@ -203,6 +220,7 @@ class _Bench:
             "use_cpu_initialization": on_host,
             "bf16": not on_host,
             "params_dtype": dtype,
+            # Fused kernels add to Megatron's gradient buffers, which a model without DDP lacks.
             "gradient_accumulation_fusion": False,
             # The same fusions as in trainings without further flags.
             "bias_dropout_fusion": not on_host,
@@ -233,7 +251,7 @@ class _Bench:
             self.sharding.sequence,
             pre_process=pre,
             post_process=post,
-            position_embedding_type="learned_absolute" if model.learned_positions else "rope",
+            position_embedding_type=position_embedding,
         )
         return built.to(device=self.device.torch_device(), dtype=dtype)
 
@@ -282,10 +300,13 @@ class _Bench:
         def forward() -> Any:
             if not pre:
                 built.set_input_tensor(hidden)
-            out = built(tokens, positions, mask, labels=tokens if post else None)
-            return out.float().mean() if post else out
+            if not post:
+                return built(tokens, positions, mask, labels=None)
+            # The model returns the loss of each token.
+            return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+            # A device runs behind its host, so wait for earlier kernels before the clock starts.
             self.device.synchronize()
             begin_s = time.perf_counter()
             result = run()
@@ -325,6 +346,7 @@ class _Bench:
                 wholes.append(whole_s)
                 inputs.append(input_s)
             number += 1
+        # The shortest times, because whatever else a machine does only makes them longer.
         return Passes(min(forwards), min(inputs), max(0.0, min(wholes) - min(inputs)))
 
 
@@ -377,10 +399,13 @@ def of_trace(
     # The ends get the time of their stages that exceeds their layers' time.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
-        end = Passes(*(stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)))
+        end_s = [stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)]
+        end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
-        measured[name] = Passes(*(max(0.0, time_s) for time_s in end))
+        # Layers of an end stage may be faster than those between, so nothing may remain.
+        end_s = [max(0.0, time_s) for time_s in end]
+        measured[name] = Passes(*end_s)
     return factors(measured, costs)
 
 
@@ -391,7 +416,8 @@ def _scaled(
     ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
     scaled: dict[str, Passes] = {}
     for name, passes in formula.items():
-        scaled[name] = Passes(*(cost_s * ratio for cost_s, ratio in _by_pass(passes, ratios)))
+        scaled_s = [cost_s * ratio for cost_s, ratio in _by_pass(passes, ratios)]
+        scaled[name] = Passes(*scaled_s)
     return scaled
 
 

@@ -186,9 +186,9 @@ def _check_batch(args: argparse.Namespace) -> None:
     example = "--global-batch-size 1024"
     if args.model is None and not args.model_flags:
         example = f"--model examples/llama3 {example}"
+    state = "missing" if batch is None else batch
     raise ArgumentsError(
-        f"--global-batch-size is {'missing' if batch is None else batch}; give the sequences "
-        f"of a step, say {example}"
+        f"--global-batch-size is {state}; give the sequences of a step, say {example}"
     )
 
 
@@ -267,10 +267,8 @@ def _job(args: argparse.Namespace) -> Question:
         device = replace(device, measured=factors, sources=sources)
     sequence = model.sequence if args.seq_length is None else args.seq_length
     if sequence is None or not 0 < sequence <= _MAX_COUNT:
-        raise ArgumentsError(
-            f"--seq-length is {'missing' if sequence is None else sequence}; give the tokens, say "
-            "4096"
-        )
+        state = "missing" if sequence is None else sequence
+        raise ArgumentsError(f"--seq-length is {state}; give the tokens, say 4096")
     techniques = techniques_of_flags(model.flags, args.precision)
     fixed = _fixed(model, args.fix or "")
     _check_graphs(techniques, fixed)

@@ -87,7 +87,10 @@ def result_lines(result: SearchResult, took_s: float, device: DeviceKind) -> Ite
         "rank; batch and number: of micro-batches"
     )
     yield from _memory_lines(plans[0], device)
-    yield f"\nflags of the first {len(plans)}:" if len(plans) > 1 else "\nflags:"
+    if len(plans) > 1:
+        yield f"\nflags of the first {len(plans)}:"
+    else:
+        yield "\nflags:"
     for number, plan in enumerate(plans, start=1):
         yield f"  {number}  {flags_of(plan)}"
     if plans[0].techniques:
@@ -107,7 +110,7 @@ def _row(number: int, plan: Layout) -> list[str]:
         f"{plan.tflops:.0f}",
         f"{max(plan.memory_gib):.1f}",
         f"{100 * max(plan.shares):.2f} %",
-        *(str(getattr(sizes, name)) for name in _SIZE_FIELDS),
+        *[str(getattr(sizes, name)) for name in _SIZE_FIELDS],
         str(sizes.num_microbatches),
         schedule,
         mode_name(sizes.mode),
@@ -150,11 +153,10 @@ def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[s
 def _why_slower(second: Layout, first: Layout) -> str:
     second_figures = as_dict(second)
     first_figures = as_dict(first)
-    changes = [
-        f"{name} {second_figures[name]}"
-        for name in _COMPARED
-        if second_figures[name] != first_figures[name]
-    ]
+    changes = []
+    for name in _COMPARED:
+        if second_figures[name] != first_figures[name]:
+            changes.append(f"{name} {second_figures[name]}")
     return (
         f"the second, with {', '.join(changes)}, is {second.step_s - first.step_s:.3f} s "
         f"slower: no cut of its schedule is below {second.bound_s:.3f} s against "

@@ -378,7 +378,10 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
             advice += f" where {copies} copies of the weights fit, else {fallback}"
         print(advice)
     shown = timelines[:_WITH_FLAGS]
-    print(f"\nflags{' of the first three' if len(shown) < len(timelines) else ''}:")
+    if len(shown) < len(timelines):
+        print("\nflags of the first three:")
+    else:
+        print("\nflags:")
     width = _label_width(timelines)
     for timeline in shown:
         label = timeline.schedule.label.ljust(width)
@@ -394,7 +397,8 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
         num_microbatches=args.microbatches,
         cut=lambda _schedule, _placement: None,
         chunks=args.chunks,
-        costs=costs if costs != UNIT else None,
+        # Equal costs are the default of `--costs`, not a choice of the user's.
+        costs=None if costs == UNIT else costs,
     )
     ranking = rank(training, ByTable(training=training, measured=None, reason="tables alone"))
     print(f"\n{ranking.sentence(ranking.candidates[:2], [])}")
@@ -471,7 +475,8 @@ def _run_plot(args: argparse.Namespace) -> int:
 
 
 def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
-    width, coloured = 100, False
+    width = 100
+    coloured = False
     if sys.stdout.isatty():
         width = shutil.get_terminal_size((100, 24)).columns
         coloured = not os.environ.get("NO_COLOR")

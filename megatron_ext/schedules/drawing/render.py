@@ -41,7 +41,9 @@ def _painted(cell: re.Match[str]) -> str:
     """Return a cell in the colour of its kind, in the pale shade if its letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
-    return ansi(cell[0], odd if kind.islower() else even)
+    if kind.islower():
+        return ansi(cell[0], odd)
+    return ansi(cell[0], even)
 
 
 def caption(timeline: Timeline) -> str:
@@ -75,7 +77,9 @@ def check_drawable(timeline: Timeline) -> None:
 
 
 def _legend(timeline: Timeline) -> str:
-    kinds = {action.kind for row in timeline.schedule.rows for action in row}
+    kinds: set[str] = set()
+    for row in timeline.schedule.rows:
+        kinds.update(action.kind for action in row)
     if timeline.schedule.ships_activations:  # R takes no time and is not drawn
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
@@ -100,7 +104,11 @@ def unit_of_time(timeline: Timeline) -> str:
 
 def slot_time(timeline: Timeline) -> float:
     """Return the duration of one column, which is the duration of the shortest action."""
-    return min(end - start for row in timeline.bars for _, start, end in row if end > start)
+    durations: list[float] = []
+    for row in timeline.bars:
+        # The R of shipped activations takes no time.
+        durations += [end - start for _, start, end in row if end > start]
+    return min(durations)
 
 
 def _num_chunks(schedule: Schedule) -> int:
@@ -156,7 +164,8 @@ def _cells(timeline: Timeline) -> list[list[str]]:
     cell_width = 0
     for rank, row in enumerate(timeline.bars):
         labels = [cell_label(schedule, action) for action, _, _ in row]
-        cell_width = max([cell_width, *(len(label) + 1 for label in labels)])
+        for label in labels:
+            cell_width = max(cell_width, len(label) + 1)
         # A pair is drawn as one bar in the place of its forward.
         for index in schedule.pairs_of(table_rank(schedule, rank)):
             _, start, end = row[index]

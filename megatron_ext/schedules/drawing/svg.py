@@ -148,10 +148,13 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
         top = y
         height = _BAR
         line = 14
-        if index in pairs or index - 1 in pairs:
+        is_upper = index in pairs
+        is_lower = index - 1 in pairs
+        if is_upper or is_lower:
             height = _BAR // 2
             line = 9
-            top += 0 if index in pairs else height
+        if is_lower:
+            top += height
         odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
         up = " up" if action.microbatch >= schedule.num_microbatches else ""
         inset = 1.2 if up else 0.4  # the frame lies half outside
@@ -204,18 +207,16 @@ def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
     """Return (CSS classes, name) for everything that is drawn as a rectangle."""
     kinds: set[str] = set()
     for schedule in schedules:
-        present = {action.kind for row in schedule.rows for action in row}
+        present: set[str] = set()
+        for row in schedule.rows:
+            present.update(action.kind for action in row)
         if schedule.ships_activations:
             present.discard("R")  # it takes no time here, so it is not drawn
         kinds |= present
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     entries.append(("lane", "idle"))
-    has_odd_chunks = any(
-        chunk_on_screen(schedule, stage)
-        for schedule in schedules
-        for stage in range(schedule.num_stages)
-    )
-    if has_odd_chunks:
+    # The last stage has the highest chunk number.
+    if any(chunk_on_screen(schedule, schedule.num_stages - 1) for schedule in schedules):
         entries.append(("F odd", "pale: odd chunks"))
     if any(schedule.placement.twins == 2 for schedule in schedules):
         entries.append(("page up", "framed: second direction"))

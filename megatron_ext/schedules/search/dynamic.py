@@ -87,7 +87,7 @@ class _DynamicStep:
             now, chooses, rank, arrival = heapq.heappop(self._events)
             if arrival is not None:
                 self._policies[rank].progress.arrived(arrival)
-            if now < self._host_free[rank]:
+            if now < self._host_free[rank]:  # a later event wakes the rank
                 continue
             if chooses:
                 self._wake(rank, now)
@@ -105,11 +105,10 @@ class _DynamicStep:
         num_left = sum(policy.progress.num_left for policy in self._policies)
         if num_left:
             raise ScheduleError(f"the policies of {self._schedule.label} left {num_left} actions")
-        table = replace(
-            self._schedule,
-            rows=tuple(map(tuple, self._rows)),
-            pairs=tuple(map(frozenset, self._pairs)) if any(self._pairs) else (),
-        )
+        pairs: tuple[frozenset[int], ...] = ()
+        if any(self._pairs):
+            pairs = tuple(map(frozenset, self._pairs))
+        table = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=pairs)
         return Timeline(table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends))
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
@@ -152,16 +151,16 @@ class _DynamicStep:
         for action in actions:
             self._send(action, rank, launched, end)
         # With launch times, the host may launch one more action once the one before this has ended.
-        self._host_free[rank] = max(launched, device_free if self._costs.launch else end)
+        previous_end = device_free if self._costs.launch else end
+        self._host_free[rank] = max(launched, previous_end)
         self._push(self._host_free[rank], rank)
 
     def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
         """Queue the arrival of an action's results at the ranks that need them."""
-        targets = [
-            target
-            for target in self._schedule.feeds(action)
-            if self._schedule.travels(action, target)
-        ]
+        targets = []
+        for target in self._schedule.feeds(action):
+            if self._schedule.travels(action, target):
+                targets.append(target)
         for target, arrival in zip(targets, self._clock.arrivals(action, end), strict=True):
             message = tensor_of(target)
             target_rank = self._schedule.placement.rank_of[target.stage]

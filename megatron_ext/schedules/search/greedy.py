@@ -43,7 +43,10 @@ def _priority(action: Action) -> Key:
     # The deepest forward is closest to its backward, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
-    return (2 if kind == "W" else 0), stage, microbatch, -slice_index
+    # Slices run backward in reverse.
+    if kind == "W":
+        return 2, stage, microbatch, -slice_index
+    return 0, stage, microbatch, -slice_index
 
 
 # Ticks per unit of time. Times are whole ticks, so that sums are exact.
@@ -84,13 +87,17 @@ class Problem:
     def delays(self) -> list[int]:
         """Ticks from the end of a stage to the start of the next, by the lower stage of the two."""
         latency = round(self.costs.latency * _TICKS)
-        return [0 if hop == "local" else latency for hop in self.placement.hops]
+        delays = []
+        for hop in self.placement.hops:
+            delays.append(0 if hop == "local" else latency)
+        return delays
 
     @property
     def bound(self) -> int:
         """A lower bound on the makespan: the last rank's late start plus all of its work."""
         num_ranks = self.placement.num_ranks
         durations = self.durations
+        # The first micro-batch passes one stage on each of the ranks before the last one.
         start = durations["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
         work = sum(sum(durations[kind]) for kind in ("F", *self.backwards))
         return start + self.num_microbatches * work * len(self.placement.stages_of[-1])
@@ -155,7 +162,8 @@ def slots_for_forward(schedule: Schedule) -> int:
     # By stage: the link to the rank that receives its output; None: the output stays on the rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
-        link_of.append(outputs[0].link if outputs else None)
+        link = outputs[0].link if outputs else None
+        link_of.append(link)
     # Deep stages first: at equal times, they free a slot before an earlier stage fills it.
     completions: list[tuple[float, int]] = []
     for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
@@ -361,11 +369,13 @@ class _Attempt:
         if first is not None:
             rank.choice = (rank.free, *first)
         else:
-            allowed = (
-                choice
-                for choice in still_future
-                if any(rank.heap_of(choice[2]) is heap for heap in heaps)
-            )
+            # Nothing is ready, so the rank waits for the first action that becomes ready. By
+            # identity, because two empty heaps are equal.
+            allowed = []
+            for choice in still_future:
+                heap_of_choice = rank.heap_of(choice[2])
+                if any(heap_of_choice is heap for heap in heaps):
+                    allowed.append(choice)
             rank.choice = min(allowed, default=None)
         if rank.choice is not None:
             heappush(self._starts, (rank.choice[0], number))
@@ -373,6 +383,7 @@ class _Attempt:
     def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
         """Return the heaps that the next action of a rank may come from."""
         forwards = [rank.forwards]
+        # Only the first stage starts micro-batches, so the limit holds back no other forward.
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap

@@ -104,6 +104,7 @@ class Policy(ABC):
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
+        # A backward needs the forward of its micro-batch first.
         if not partners or progress.row[partners[0]].microbatch == action.microbatch:
             return None
         return partners
@@ -131,7 +132,8 @@ class Curve:
     def for_next_step(self) -> Curve:
         """Return a copy for another step."""
         curve = copy(self)
-        curve._sum, curve._top = list(self._sum), list(self._top)
+        curve._sum = list(self._sum)
+        curve._top = list(self._top)
         return curve
 
     def take(self, position: int) -> float:
@@ -208,10 +210,8 @@ class Hint(Policy):
         """Return the policy of another step."""
         policy = copy(self)
         # Everything else is a number or constant during a step, and can be shared.
-        policy.progress, policy._remaining = (
-            self.progress.for_next_step(),
-            self._remaining.for_next_step(),
-        )
+        policy.progress = self.progress.for_next_step()
+        policy._remaining = self._remaining.for_next_step()
         return policy
 
     def wait(self) -> float:
@@ -356,8 +356,14 @@ class Greedy(Policy):
         def preference(action: Action) -> tuple[int, int, int]:
             # Backwards traverse the chunks in reverse, so the preference is reversed as well.
             forward = action.kind == "F"
-            deep = -action.stage if forward == depth_first else action.stage
-            return deep, action.microbatch, action.slice if forward else -action.slice
+            depth = action.stage
+            if forward == depth_first:
+                depth = -action.stage
+            # Within a micro-batch, slices run backward in reverse.
+            slice_turn = action.slice
+            if not forward:
+                slice_turn = -action.slice
+            return depth, action.microbatch, slice_turn
 
         rows = list(schedule.rows)
         rows[rank] = tuple(sorted(rows[rank], key=preference))
@@ -368,7 +374,9 @@ class Greedy(Policy):
     def looks_ahead(self) -> bool:
         """Return whether an action in the direction that did not run last is ready."""
         progress = self.progress
-        return bool(progress.backwards if self._backward_next else progress.forwards)
+        if self._backward_next:
+            return bool(progress.backwards)
+        return bool(progress.forwards)
 
     def choose(self) -> int | None:
         """Choose the direction that did not run last, if it has a ready action."""

@@ -151,7 +151,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (index, behind_inputs):
                 transfer = posts.popleft().transfer
                 posted.add(transfer.message)
-                source = 1 - twin if transfer.to_twin else twin, transfer.peer
+                source = _other_end(twin, transfer)
                 started.append(Meeting(source, place, transfer.message))
             for needed in exchange.all_inputs:
                 if needed.verb == "RECV" and needed.message not in posted:
@@ -160,9 +160,16 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
                         "receive brings it; use --pipeline-transport auto"
                     )
         for send in _sends(exchange):
-            target = 1 - twin if send.to_twin else twin, send.peer
+            target = _other_end(twin, send)
             started.append(Meeting(place, target, send.message))
     return started
+
+
+def _other_end(twin: int, transfer: Transfer) -> Place:
+    """Return the place of a transfer's peer."""
+    if transfer.to_twin:
+        return 1 - twin, transfer.peer
+    return twin, transfer.peer
 
 
 def check_queues(schedule: Schedule) -> None:
@@ -184,7 +191,10 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     # received. Then the ranks finish if and only if one order of all messages is consistent with
     # every rank's sequence. Collectives need no check: their members run the same row and meet at
     # the same position, so several replicas deadlock only if one alone does.
-    ends = Counter(meeting for program in programs.values() for meeting in program)
+    ends: Counter[Meeting] = Counter()
+    for program in programs.values():
+        ends.update(program)
+    # A message with one end only waits forever.
     stuck = [meeting for meeting, count in ends.items() if count != 2]
     order: TopologicalSorter[Meeting] = TopologicalSorter()  # Python 3.10 has no [...] for it
     for program in programs.values():
@@ -193,6 +203,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     try:
         order.prepare()
     except CycleError as error:
+        # `graphlib` repeats the first message of the cycle at its end.
         stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(

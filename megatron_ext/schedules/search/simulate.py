@@ -81,10 +81,13 @@ class Timeline:
     def hidden(self) -> float:
         """The share of all-to-all hidden by computation, over all ranks; 0 if there is none."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
-        total = sum(all_to_all_of(action) for row in self.schedule.rows for action in row)
+        exchanges: list[float] = []
+        for row in self.schedule.rows:
+            exchanges += map(all_to_all_of, row)
+        total = sum(exchanges)
         if not total:
             return 0.0
-        return sum(exchanges.hidden for exchanges in self._exchanges_of_pairs) / total
+        return sum(pairs.hidden for pairs in self._exchanges_of_pairs) / total
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
@@ -201,6 +204,7 @@ def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
 
     def time_and_memory(table: Schedule) -> tuple[float, float]:
         timeline = simulate(table, costs)
+        # Tables that take equally long may differ by rounding, and memory then decides.
         return round(timeline.makespan, 9), timeline.peak_activations
 
     return min(tables, key=time_and_memory)
@@ -230,7 +234,9 @@ class Clock:
         for kind, outputs_by_stage in schedule.links.items():
             self._links[kind] = []
             for outputs in outputs_by_stage:
-                links = [output.link if costs.latency else None for output in outputs]
+                links: list[Link | None] = [None] * len(outputs)
+                if costs.latency:
+                    links = [output.link for output in outputs]
                 self._links[kind].append(links)
 
     def time_of(self, action: Action) -> float:
@@ -274,6 +280,7 @@ class Clock:
             time += alone
             exchange += paired_share * self.all_to_all_of(action)
             compute += paired_share * (alone - self.all_to_all_of(action))
+        # The shorter of communication and computation runs behind the longer one.
         end = now + time - self._hides * min(exchange, compute)
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
@@ -290,7 +297,8 @@ class Clock:
                 if self._link_factors is not None:
                     number = microbatch * self._num_slices + slice_index
                     key = stage * self._slices_in_step + number
-                    latency *= self._link_factors["F" if kind == "F" else "B"][key]
+                    direction: Kind = "F" if kind == "F" else "B"
+                    latency *= self._link_factors[direction][key]
                 arrival += latency
             arrivals.append(arrival)
         return arrivals

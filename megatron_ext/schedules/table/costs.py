@@ -64,6 +64,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         times = [self.forward, self.input, self.weight]
+        # A stage may take no time in one of its passes, but not in all.
         times += [sum(stage_times) for stage_times in self.stages]
         if not all(SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
@@ -195,6 +196,8 @@ class Costs:
             ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
         """
         count = schedule.num_stages * schedule.slices_in_step
+        # Each kind draws from a separate seed, so that splitting backwards does not change the
+        # forwards' factors.
         factors = {kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS}
         scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
@@ -204,7 +207,9 @@ class Costs:
             )
         for kind, shares in self.slice_factors(schedule.slices).items():
             # By micro-batch and slice; all stages have the same factors.
-            of_stage = [scale * share for scale in scales for share in shares]
+            of_stage = []
+            for scale in scales:
+                of_stage += [scale * share for share in shares]
             factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
         return factors
 

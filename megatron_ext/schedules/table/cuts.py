@@ -85,7 +85,8 @@ def _by_longest_stage(
     # By stage and its end layer: where the stage starts in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
-        min_layers, extra = 1, 0.0
+        min_layers = 1
+        extra = 0.0
         if stage == 0:
             min_layers = least_first
             extra += first
@@ -156,6 +157,7 @@ def _move(
     least_first, least_last = least_ends
     least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
+    # Each move lowers the value, so the search ends anyway; the limit bounds its time.
     for _ in range(4 * len(layers)):
         rank_work = loads(counts, layers, first, last, placement)
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)

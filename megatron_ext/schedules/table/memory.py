@@ -120,7 +120,10 @@ def stash_ratio(
     # A module may be both recomputed and offloaded, but its memory is saved only once.
     kept_bytes = max(kept_bytes, 2 / divided)
     # A recomputed layer keeps only its input.
-    inputs = 2 * kept_inputs / (tensor_parallel if divides_inputs else divided)
+    holders_of_inputs = divided
+    if divides_inputs:
+        holders_of_inputs = tensor_parallel
+    inputs = 2 * kept_inputs / holders_of_inputs
     kept_bytes = recomputed_layers * inputs + (1 - recomputed_layers) * kept_bytes
     # The four linear layers keep two operands each until W, recomputed or not: one is as wide as
     # the model (the input of a column-parallel layer, the gradient of a row-parallel one), the

@@ -95,8 +95,11 @@ def from_csv(text: str, name: str) -> Schedule:
     if not any(rows):
         raise ScheduleError("it contains no action; write one row of actions for each rank")
     rank_of = _rank_of(rows)
-    num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    num_slices = 1 + max(action.slice for row in rows for action in row)
+    num_microbatches = num_slices = 0
+    for row in rows:
+        for action in row:
+            num_microbatches = max(num_microbatches, action.microbatch + 1)
+            num_slices = max(num_slices, action.slice + 1)
     return Schedule(
         name,
         recognised(rank_of, len(rows)),
@@ -119,7 +122,10 @@ def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
     lines = io.StringIO(text.strip("\ufeff \t\r\n"))
     try:
         for line, cells in enumerate(csv.reader(lines), start=1):
-            computed = ["" if _DERIVED.fullmatch(cell.strip()) else cell for cell in cells]
+            computed = []
+            for cell in cells:
+                is_derived = _DERIVED.fullmatch(cell.strip())
+                computed.append("" if is_derived else cell)
             try:
                 row, begins = parse_row(computed)
             except ScheduleError as error:

@@ -54,7 +54,9 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
         positions = list(accumulate(map(len, replacements), initial=0))
         rows.append(tuple(chain.from_iterable(replacements)))
         pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
-    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
+    if not schedule.pairs:
+        pairs.clear()
+    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs))
 
 
 def ahead(row: Row, lead: int) -> Row:

@@ -101,9 +101,9 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
     """
     m = schedule.num_microbatches
     num_slices = schedule.num_slices
-    kinds_of = {
-        stage: _kinds(schedule, stage, rank) for stage in schedule.placement.stages_of[rank]
-    }
+    kinds_of = {}
+    for stage in schedule.placement.stages_of[rank]:
+        kinds_of[stage] = _kinds(schedule, stage, rank)
     for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
@@ -186,11 +186,11 @@ def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
     for kind in _REPLACED_BY.get(action.kind, ()):
         if action._replace(kind=kind) in before:
             return _ONE_BACKWARD
-    missing = [
-        needed
-        for needed in schedule.needs(action)
-        if not schedule.travels(needed, action) and needed not in before
-    ]
+    missing = []
+    for needed in schedule.needs(action):
+        # Inputs from other ranks are messages, which `check_ends` follows.
+        if not schedule.travels(needed, action) and needed not in before:
+            missing.append(needed)
     if not missing:
         return _ONE_BACKWARD
     rule = f"{missing[0]} has to run before it"
@@ -210,7 +210,9 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     stage, microbatch = divmod(number, schedule.num_microbatches)
     rank = schedule.placement.rank_for(stage, "B")
     row = schedule.rows[rank]
-    opening = Action(stage, "R" if schedule.disaggregated else "F", microbatch, slice_index)
+    # A backward rank recomputes a forward as R.
+    first_kind: Kind = "R" if schedule.disaggregated else "F"
+    opening = Action(stage, first_kind, microbatch, slice_index)
     if not bits & _BIT["F"]:
         missing = opening
         index = len(row)
@@ -218,7 +220,8 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
         missing = opening._replace(kind="W")
         index = row.index(opening._replace(kind="I"))
     else:
-        missing = opening._replace(kind="I" if schedule.splits_backward else "B")
+        backward: Kind = "I" if schedule.splits_backward else "B"
+        missing = opening._replace(kind=backward)
         index = row.index(opening)
     parts = f"each of the {schedule.num_microbatches} micro-batches"
     if schedule.num_slices > 1:

@@ -169,7 +169,8 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
         num_values *= settings.get(size) or 0
     if pipeline is None or pipeline.transport == "torch" or not num_values:
         return
-    bytes_per_value = 2 if settings.get("bf16") or settings.get("fp16") else 4
+    is_half = settings.get("bf16") or settings.get("fp16")
+    bytes_per_value = 2 if is_half else 4
     rank_bytes = arena_bytes(pipeline, num_values * bytes_per_value)
     pipeline_bytes = rank_bytes * pipeline.pp
     finding = (
@@ -186,6 +187,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
     if pipeline_bytes > available:
         yield Diagnosis("FAIL", "transport arenas", finding, remedy)
+    # On the CPU, the model and its activations need this memory too.
     elif pipeline_bytes > available // 2:
         yield Diagnosis("WARN", "transport arenas", finding, remedy)
     else:
@@ -254,7 +256,9 @@ def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> It
     remedy = ""
     if better is not None:
         remedy = _better_flags(differences, better, plan, flags)
-    dynamic = None if answer.config is None else answer.config.dynamic
+    dynamic = None
+    if answer.config is not None:
+        dynamic = answer.config.dynamic
     yield _memory(plan, device, dynamic, remedy)
     yield _idle_devices(plan, better, device, remedy)
 
@@ -262,6 +266,7 @@ def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> It
 def _better_flags(differences: str, better: Layout, plan: Layout, flags: Sequence[str]) -> str:
     """Return text with a better layout's flags, which flags they replace, and their gain."""
     user_flags = {word.partition("=")[0] for word in flags}
+    # Flags that the better layout has as well only get another value.
     replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
     if replaced:
         differences += f" in place of {', '.join(sorted(replaced))}"
@@ -450,10 +455,9 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     better.
     """
     sizes = user_layout.sizes
-    fixed: dict[str, Any] = {
-        name: getattr(sizes, name) for name in ("tp", "pp", "cp", "ep", "micro_batch")
-    }
-    fixed["recompute"] = sizes.mode
+    fixed: dict[str, Any] = {"recompute": sizes.mode}
+    for name in ("tp", "pp", "cp", "ep", "micro_batch"):
+        fixed[name] = getattr(sizes, name)
     if sizes.pp > 1:
         fixed |= {"schedule": user_layout.schedule, "vp": user_layout.chunks}
     changes: list[_Change] = []
@@ -465,6 +469,7 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
             free_names |= {"schedule", "vp"}
         fixed_settings = {key: value for key, value in fixed.items() if key not in free_names}
         changes += _better(job, fixed_settings, user_layout, differences)
+    # A sharded optimizer is a field of the question, not a size that a search can keep.
     sharded = replace(job, shards_optimizer=True)
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")

@@ -191,8 +191,8 @@ def _survey_files(
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
-    # Records form no cycles, and the cycle collector would take a third of the time.
-    # A fresh interpreter would have to import all of this
+    # By fork, because a fresh interpreter would have to import all of this. Records form no cycles,
+    # and the cycle collector would take a third of the time.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)
@@ -269,15 +269,18 @@ def _means_over_stages(
         for rank, time in by_rank.items():
             times[name, slice_index][rank].append(time)
     means: dict[tuple[str, int], dict[int, float]] = {}
-    for action, of_ranks in times.items():
-        means[action] = {rank: statistics.fmean(of_stages) for rank, of_stages in of_ranks.items()}
+    for action, times_by_rank in times.items():
+        means[action] = {}
+        for rank, times_of_stages in times_by_rank.items():
+            means[action][rank] = statistics.fmean(times_of_stages)
     return means
 
 
 def _slow_links(run: Run) -> list[Slow]:
-    sharing_ranks = {
-        rank.header.rank for rank in run.surveys if rank.header.host in run.shared_cpus
-    }
+    sharing_ranks = set()
+    for rank in run.surveys:
+        if rank.header.host in run.shared_cpus:
+            sharing_ranks.add(rank.header.rank)
     delays_ns: dict[str, int] = {}
     for link in run.links:
         is_judged = not sharing_ranks & {link.source, link.target}
@@ -285,12 +288,14 @@ def _slow_links(run: Run) -> list[Slow]:
             delays_ns[f"link from rank {link.source} to rank {link.target}"] = link.delay_ns
     if not delays_ns:
         return []
+    # The low median, so that of two links the slow one is compared with the fast one.
     median_ns = statistics.median_low(delays_ns.values())
-    return [
-        Slow(name, delay_ns / median_ns)
-        for name, delay_ns in delays_ns.items()
-        if 0 < SLOW_LINK * median_ns <= delay_ns
-    ]
+    slow_links = []
+    for name, delay_ns in delays_ns.items():
+        # Within the error of the clocks, all messages may seem to take no time.
+        if 0 < SLOW_LINK * median_ns <= delay_ns:
+            slow_links.append(Slow(name, delay_ns / median_ns))
+    return slow_links
 
 
 def aggregated_name(directory: Path) -> Path:

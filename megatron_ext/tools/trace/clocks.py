@@ -151,6 +151,7 @@ def align(
     for _, header in sorted(headers.items()):
         if header.clock in shifts:
             continue
+        # The distance of a clock from the time of day, compared with that of the first rank's.
         by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (first.wall_ns - first.clock_ns)
         error_ns = 0 if header is first else None
         shifts[header.clock] = ClockShift(by_time_of_day_ns, error_ns)

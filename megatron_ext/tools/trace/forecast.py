@@ -34,6 +34,7 @@ from megatron_ext.tools.trace.survey import figures
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.aggregate import Run
+    from megatron_ext.tools.trace.survey import Step
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
@@ -125,11 +126,11 @@ class Forecast:
             fast = [candidate for candidate in candidates if candidate.step_s <= bound_s]
             smallest = min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s))
             choices.append(smallest)
-            candidates = [
-                candidate
-                for candidate in candidates
-                if candidate.weight_copies < smallest.weight_copies
-            ]
+            with_fewer_copies = []
+            for candidate in candidates:
+                if candidate.weight_copies < smallest.weight_copies:
+                    with_fewer_copies.append(candidate)
+            candidates = with_fewer_copies
         return choices
 
     @property
@@ -218,7 +219,10 @@ def _required_schedule(run: Run) -> Schedule:
             f"{run.directory} has no schedule.json, which identifies the actions; trace a run "
             f"with pipeline parallelism"
         )
-    if not any(step.is_full for rank in run.surveys for step in rank.steps):
+    steps: list[Step] = []
+    for rank in run.surveys:
+        steps += rank.steps
+    if not any(step.is_full for step in steps):
         raise DataError(
             f"{run.directory}: no traced step had the {schedule.num_microbatches} micro-batches of "
             f"the table; trace steps in which the batch has grown to its full size"
@@ -232,6 +236,7 @@ class _TracedRun:
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self.schedule = schedule
         self.costs = measured_costs(run, schedule)
+        # Without jitter one simulated step is enough, where several would be needed.
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
         self.step_s, pipeline_s, optimizer_s = _median_times(run)
@@ -260,7 +265,7 @@ class _TracedRun:
         if self.costs.all_to_all:
             cuts.append(_Cut(pairs=True, slices=1))
         if self.schedule.num_slices > 1:
-            # Slices cannot run in pairs
+            # Slices cannot run in pairs.
             cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
         # Policies that ignore the order of the table give the same result for all tables of one
         # placement.
@@ -287,10 +292,12 @@ class _TracedRun:
         costs = None
         if cut_.slices > 1:
             costs = Costs(attention=attention_of(self.schedule.slices))
+        if chunks is not None:  # variants have options of any type
+            chunks = int(chunks)
         return PipelineConfig(
             pairs=cut_.pairs,
             schedule=name,
-            chunks=None if chunks is None else int(chunks),
+            chunks=chunks,
             options=options,
             slices=cut_.slices,
             stash_ratio=self.stash_ratio,
@@ -357,10 +364,10 @@ class _TracedRun:
             steps = [evaluate(pipeline.full, costs) for costs in draws]
         else:
             policies = partial(pipeline.policy, pipeline.num_microbatches)
-            steps = [
-                simulate_dynamic(pipeline.full, policies, replace(costs, launch=self.launch_s))
-                for costs in draws
-            ]
+            steps = []
+            for costs in draws:
+                launching = replace(costs, launch=self.launch_s)
+                steps.append(simulate_dynamic(pipeline.full, policies, launching))
             label += f" dpp {dynamic.policy}"
             order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
@@ -411,6 +418,7 @@ def _median_times(run: Run) -> _Times:
     steps_ns: list[float] = []
     pipelines_ns: list[float] = []
     optimizers_ns: list[float] = []
+    # A step ends with its slowest rank, so take the longest of all ranks before the median.
     for steps in run.steps.values():
         steps_ns.append(max(step.duration_ns for step in steps))
         pipelines_ns.append(max(step.pipeline_ns - step.first_ns for step in steps))
@@ -432,6 +440,8 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
     for survey in run.surveys:
         rank = figures([survey])
         if rank.activation_bytes and rank.memory_bytes:
+            # `peak_live` is the peak that the rank reached, which in dynamic order may be higher
+            # than the table's.
             fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
             fixed_bytes.append(max(0, fixed))
             activation_bytes.append(rank.activation_bytes * schedule.num_stages / schedule.pp)

@@ -55,6 +55,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
             )
         stages.append(times)
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
+    # Only messages that were waited for show a latency; others wait for their receiver.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_ns = sum(statistics.median(sample_ns) for sample_ns in exchanges_ns.values())
     return Costs(
@@ -64,6 +65,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         latency=statistics.median(delays_ns or [0]) / 1e9,
         stages=tuple(stages),
         jitter=statistics.median(sigmas or [0.0]),
+        # Below 1, as `Costs` requires: the two times are medians of different samples.
         all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
     )
 

@@ -95,6 +95,7 @@ class TraceFile:
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
             # Search the text first, because lines of other iterations need no decoding.
+            # Line 0 is the header.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
@@ -103,6 +104,8 @@ class TraceFile:
                 self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
+        # The event of the iteration itself comes last, because it is written when the iteration
+        # ends.
         *events, last = _decode(f"[{text}]")
         figures = last["args"]
         check_figures(figures)

@@ -42,7 +42,10 @@ _KINDS = {name: kind for kind, name in ACTION_NAMES.items()} | {
     "optimizer": "after",
 }
 _LEGEND = (
-    *((kind, NAMES[kind]) for kind in "FBIW"),
+    ("F", NAMES["F"]),
+    ("B", NAMES["B"]),
+    ("I", NAMES["I"]),
+    ("W", NAMES["W"]),
     ("wait", "wait"),
     ("move", "send, receive"),
     ("after", "reduce, optimizer"),
@@ -67,6 +70,12 @@ def page(run: Run) -> str:
     # Ranks that stopped early have fewer columns, which are as wide as those of the others.
     longest = max((rank.steps for rank in run.surveys), key=len)
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
+    planned_figures = None
+    if plan is not None:
+        planned_figures = {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio}
+    ranks = []
+    for rank in shown_ranks:
+        ranks.append({"label": rank.header.label, **figures([rank])._asdict()})
     content = {
         "title": _title(run, plan),
         "folder": run.directory.resolve().name,
@@ -76,13 +85,11 @@ def page(run: Run) -> str:
         "traced": forecast.measured,
         "notes": notes[:_MAX_ROWS],
         "total": {**total._asdict(), "ranks": len(run.surveys)},
-        "plan": plan and {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio},
+        "plan": planned_figures,
         "legend": _LEGEND,
         "inks": _inks(),
         "timelines": _timelines(run, plan),
-        "ranks": [
-            {"label": rank.header.label, **figures([rank])._asdict()} for rank in shown_ranks
-        ],
+        "ranks": ranks,
         "heat": [_idle_shares(rank.steps, steps_per_column) for rank in shown_ranks],
         "steps": [step.number for step in longest],
         "links": [asdict(link) for link in run.links[:_MAX_ROWS]],

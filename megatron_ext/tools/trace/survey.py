@@ -171,6 +171,7 @@ class RankSurvey:
         all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
+        # The first step of a run also allocates memory and compiles kernels.
         warm = [step for step in full if step is not self.steps[0]]
         return warm or full or self.steps
 
@@ -192,6 +193,7 @@ class _Sample:
         are dropped first.
         """
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = iteration
+        # The keys sort iterations that do not count behind all others.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
 
@@ -207,11 +209,11 @@ class _Sample:
     @property
     def measures(self) -> list[Iteration]:
         """The iterations whose durations count."""
-        return [
-            iteration
-            for (is_no_measure, _), iteration in self._iterations.items()
-            if not is_no_measure
-        ]
+        measures = []
+        for (is_no_measure, _), iteration in self._iterations.items():
+            if not is_no_measure:
+                measures.append(iteration)
+        return measures
 
 
 def survey(
@@ -269,6 +271,9 @@ def _step_of(
         row.append(
             Action(attributes["stage"], _KINDS[span.name], attributes["microbatch"], slice_index)
         )
+    first_ns = 0
+    if actions:
+        first_ns = actions[0].begin_ns
     idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
     if other_ns > 0:  # data loading, Python, and everything else without a span
@@ -278,7 +283,7 @@ def _step_of(
         iteration.number,
         iteration.begin_ns,
         iteration.duration_ns,
-        first_ns=actions[0].begin_ns if actions else 0,
+        first_ns=first_ns,
         pipeline_ns=covered_ns,
         busy_ns=busy_ns,
         idle_ns=idle_ns,
@@ -303,6 +308,7 @@ def _idle_times(spans: Iterable[Span], pipeline_ns: int) -> tuple[dict[str, floa
         took_ns = span.end_ns - span.begin_ns
         if span.name == "optimizer":
             optimizer_ns += took_ns
+        # What a rank waits for behind its last action belongs to the time after the pipeline.
         elif span.name in _IDLE and span.begin_ns < pipeline_ns:
             cause = str(span.attributes.get("cause", span.name))
             if "on" in span.attributes:
@@ -350,6 +356,7 @@ class _IterationCounter:
         slice_index = span.attributes.get("slice", 0)
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
+        # Only the second action of a pair starts before the middle of the last one.
         if 2 * span.begin_ns < self._begin_ns + self._end_ns:
             # The two actions of a pair start together, so neither has a separate cost.
             self._open_action = None
@@ -357,7 +364,8 @@ class _IterationCounter:
             return
         self._close_action(span.begin_ns)
         self._open_action = span.name, stage, slice_index
-        self._begin_ns, self._end_ns = span.begin_ns, span.end_ns
+        self._begin_ns = span.begin_ns
+        self._end_ns = span.end_ns
 
     def _close_action(self, next_ns: int) -> None:
         """Record the cost of the last action, which lasts until the rank waits or computes."""
@@ -390,8 +398,8 @@ class _IterationCounter:
     def _message(self, source: int, span: Span) -> tuple[object, ...]:
         """Return a key that distinguishes the messages of this iteration."""
         attributes = span.attributes
-        names = ("for", "stage", "microbatch", "slice")
-        return source, *(attributes.get(name) for name in names)
+        values = [attributes.get(name) for name in ("for", "stage", "microbatch", "slice")]
+        return source, *values
 
     def _add_exchanges(self) -> None:
         """Add the time that each forward spent exchanging tokens, possibly in several spans."""
@@ -410,9 +418,14 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
     Durations are medians, parts of a step are means (the longest wait first), memory and
     activations come from the worst step, and numbers of actions are sums.
     """
-    steps = [step for survey in surveys for step in survey.complete_steps] or [Step()]
+    steps: list[Step] = []
+    for rank in surveys:
+        steps += rank.complete_steps
+    if not steps:  # a rank that died in its first step has none
+        steps = [Step()]
     idle_ns: dict[str, float] = defaultdict(float)
     for step in steps:
+        # A cause that a step lacks counts as 0 there, so divide by the number of all steps.
         for cause, time_ns in step.idle_ns.items():
             idle_ns[cause] += time_ns / len(steps)
     return Step(

@@ -187,11 +187,13 @@ def _write_costs(run: Run) -> None:
         costs = measured_costs(run, run.schedule)
     except DataError:  # traces of some ranks are missing, but the Chrome trace does not need them
         return
+    # The sizes show later whether the costs belong to the model that asks for them.
+    sizes = {name: run.settings[name] for name in SIZES if name in run.settings}
     measured = MeasuredCosts(
         stages=costs.stages,
         latency_s=costs.latency,
         all_to_all=costs.all_to_all,
-        sizes={name: run.settings[name] for name in SIZES if name in run.settings},
+        sizes=sizes,
     )
     path = run.directory / COSTS_FILE
     try:
