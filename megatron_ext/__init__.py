@@ -80,7 +80,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    special_names = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *special_names})
 
 
 def activate() -> None:

@@ -173,7 +173,9 @@ def _run_patches(args: argparse.Namespace) -> int:
     rows = REGISTRY.rows()
     if args.action == "list" and args.json:
         names = "id target kind feature order state intact active drift reason releases required"
-        listed = [{name: getattr(row, name) for name in names.split()} for row in rows]
+        listed = []
+        for row in rows:
+            listed.append({name: getattr(row, name) for name in names.split()})
         print(json.dumps(listed, indent=1))
         return 0
     if args.action == "list":
@@ -206,7 +208,8 @@ def _run_upstream(args: argparse.Namespace) -> int:
     # The latter raises an error that says how to get one
     tree = upstream.find_tree() or upstream.require_tree()
     version, commit, problems = upstream.tree_status(tree)
-    print(f"{tree}: version {version}, commit {commit[:12] if commit else 'not a git checkout'}")
+    commit_text = commit[:12] if commit else "not a git checkout"
+    print(f"{tree}: version {version}, commit {commit_text}")
     for problem in problems:
         print(f"{tree}: {problem}")
     return int(bool(problems))

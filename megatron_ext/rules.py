@@ -51,7 +51,10 @@ class Condition(NamedTuple):
         match = _CONDITION.fullmatch(text)
         assert match is not None, f"no condition: {text}"
         negation, name, operator, operands = match.groups("")
-        return cls(bool(negation), name, operator, tuple(operands.split(",")) if operands else ())
+        values: tuple[str, ...] = ()
+        if operands:
+            values = tuple(operands.split(","))
+        return cls(bool(negation), name, operator, values)
 
     def holds(self, args: object) -> bool:
         """Return whether the condition holds for these attributes (None if missing)."""

@@ -71,7 +71,10 @@ class OpenSocket(NamedTuple):
             is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6)
             is_tcp = is_tcp and duplicate.type == socket.SOCK_STREAM
             is_same = os.fstat(duplicate.fileno()).st_ino == self.inode
-            yield duplicate if is_tcp and is_same else None
+            if is_tcp and is_same:
+                yield duplicate
+            else:
+                yield None
 
 
 def open_sockets() -> set[OpenSocket]:

@@ -80,14 +80,18 @@ class UserCut:
         pattern = None
         if all_layers:
             pattern, _, _mtp_layers = all_layers.partition("/")
-        described = [dest for dest in _HETEROGENEOUS if settings.get(dest) is not None]
+        layer_description = None
+        for dest in _HETEROGENEOUS:
+            if settings.get(dest) is not None:
+                layer_description = dest
+                break
         return cls(
             sizes=JobSizes.of(settings),
             pattern=pattern,
             is_hybrid=any(settings.get(dest) for dest in _HYBRID),
             counts_embedding=bool(settings.get("account_for_embedding_in_pipeline_split")),
             counts_loss=bool(settings.get("account_for_loss_in_pipeline_split")),
-            layer_description=described[0] if described else None,
+            layer_description=layer_description,
         )
 
     @property
@@ -213,7 +217,7 @@ class UserCut:
         if self.end_layers != (None, None):
             return self._layers_between_ends(placement)
         per_stage, num_left_over = divmod(self.num_split, placement.num_stages)
-        # Megatron can cut a pattern only into one stage per rank.
+        # Megatron can cut a pattern without "|" only into one stage per rank.
         if num_left_over or (self.pattern and chunks > 1):
             return None
         layers_by_stage = [per_stage] * placement.num_stages
@@ -228,6 +232,7 @@ class UserCut:
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
+        # Megatron spreads the layers of a rank over its chunks, and asserts that they divide.
         if any(count < 1 or count % chunks for count in end_counts):
             return None
         num_between = placement.num_ranks - len(end_counts)
@@ -261,9 +266,12 @@ class UserCut:
         layers_between: float = max(end_counts)
         if num_between:
             layers_between = (self.num_layers - sum(end_counts)) / num_between
-        weights = [
-            0.0 if count is None else max(0.0, layers_between - count) for count in self.end_layers
-        ]
+        weights = []
+        for count in self.end_layers:
+            missing_layers = 0.0
+            if count is not None:
+                missing_layers = max(0.0, layers_between - count)
+            weights.append(missing_layers)
         return EndWeights(*weights)
 
 

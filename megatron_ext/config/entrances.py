@@ -88,7 +88,8 @@ def prepare(
     if rewritten:
         setattr(args, _REWRITTEN, rewritten)
     if getattr(user_args, "rank", 0) == 0:  # the job's first rank, not a role's
-        log(*(reworded(line, wording) for line in (*preflight.changes, *preflight.notices)))
+        lines = preflight.changes + preflight.notices
+        log(*[reworded(line, wording) for line in lines])
     put_in_force(preflight, requested, getattr(user_args, "seed", None))
     return preflight.arguments
 

@@ -177,7 +177,9 @@ def _row(key: str, text: str) -> _Row:
     flag, path, metavar, *_ = [*key.split(), "", ""]
     part, _, name = path.strip("-").rpartition(".")
     owner = _PARTS.get(part, PipelineConfig)
-    kind, *_ = kinds_of(get_type_hints(owner).get(name, str if metavar else bool))
+    # A flag without a field, such as a former spelling, has no annotation.
+    default_kind = str if metavar else bool
+    kind, *_ = kinds_of(get_type_hints(owner).get(name, default_kind))
     choices = typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
     options: dict[str, Any] = {"help": text}
     if choices is not None:
@@ -199,7 +201,8 @@ def _row(key: str, text: str) -> _Row:
 
 _ROWS = [_row(key, text) for key, text in entries(_HELP)]
 
-DESTINATIONS = {flag[2:].replace("-", "_") for flag in (*REMOVED, *(row.flag for row in _ROWS))}
+_OUR_FLAGS = [*REMOVED, *[row.flag for row in _ROWS]]
+DESTINATIONS = {flag[2:].replace("-", "_") for flag in _OUR_FLAGS}
 """Attribute names of our flags in the parsed arguments."""
 
 FLAG_OF = {

@@ -145,7 +145,18 @@ def preflight(
 
 
 _RENAMED = {field: dest for dest, field in MEGATRON_FIELDS.items()}
-_READ = {dest for rules in RULES.values() for rule in rules for dest in rule.reads}
+
+
+def _read_by_rules() -> frozenset[str]:
+    """Return the names of Megatron's arguments that a rule reads."""
+    names: set[str] = set()
+    for rules in RULES.values():
+        for rule in rules:
+            names.update(rule.reads)
+    return frozenset(names)
+
+
+_READ = _read_by_rules()
 _NAMES = _READ | _RENAMED.keys()
 
 
@@ -333,7 +344,8 @@ def _add_pipeline(
         return None
     carries_stock = config.schedule is None
     table = None
-    with answer.collecting("pipeline_transport" if carries_stock else "pipeline_schedule"):
+    setting = "pipeline_transport" if carries_stock else "pipeline_schedule"
+    with answer.collecting(setting):
         if carries_stock:
             config = _stock_config(config, cut)
             subject = f"--pipeline-transport={config.wire}"
@@ -351,12 +363,15 @@ def _add_pipeline(
                 "the number of micro-batches is not checked: there is no --micro-batch-size or no "
                 "--global-batch-size"
             )
+        # Placement, splits and pairs do not depend on this number, so any that fills the pipeline
+        # will do.
+        num_microbatches = 2 * pp
+        if batches is not None:
+            num_microbatches = batches.num_microbatches
         pipeline = Pipeline(
             config,
             pp,
-            # Placement, splits and pairs do not depend on this number, so any that fills the
-            # pipeline will do.
-            2 * pp if batches is None else batches.num_microbatches,
+            num_microbatches,
             # A dynamic order splits backwards only to save time, so if a setting excludes W, they
             # stay whole.
             splits=not any(rule.refuses(args) for rule in RULES["whole"]),

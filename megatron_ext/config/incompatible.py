@@ -341,7 +341,9 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    rules += RULES.get("dropped_by_slices" if table.num_slices > 1 else "unpaired", ())
+    # Slices exclude pairs in any case, and drop the flags that would ask for them.
+    group = "dropped_by_slices" if table.num_slices > 1 else "unpaired"
+    rules += RULES.get(group, ())
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
 

@@ -127,7 +127,10 @@ def layout_text(layout: Any) -> Any:
     stages = getattr(layout, "input_data", layout)
     if not isinstance(stages, list | tuple):
         return stages
-    return "|".join("".join(_letter(layer) for layer in stage) for stage in stages)
+    letters = []
+    for stage in stages:
+        letters.append("".join(_letter(layer) for layer in stage))
+    return "|".join(letters)
 
 
 def _letter(layer: Any) -> str:

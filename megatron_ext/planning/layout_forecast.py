@@ -537,6 +537,7 @@ def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: in
     except ScheduleError:  # the schedule does not run with these sizes
         return math.inf
     cost = _model_cost(job, sizes)
+    overlap = job.device.pair_overlap if pairs else 0.0
     span_s = CutBound(
         table=table,
         uses=_uses(key),
@@ -544,7 +545,7 @@ def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: in
         first=cost.first,
         last=cost.last,
         min_layers=min_layers,
-        overlap=job.device.pair_overlap if pairs else 0.0,
+        overlap=overlap,
         microbatches_beyond=(sizes.num_microbatches - num_microbatches) / twins,
         memory_bytes=_memory_limit_bytes(job) - 2 * _message_bytes(job, sizes),
         static_bytes=lambda part: _static_bytes(job, sizes, part, twins),

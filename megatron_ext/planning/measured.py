@@ -140,7 +140,9 @@ def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[f
         layers[-1] -= loss
     # Use parts so small that both an old stage and a layer consist of whole parts.
     num_layers = sum(layers_by_stage)
-    parts = [time / num_layers for time in layers for _ in range(num_layers)]
+    parts = []
+    for time in layers:
+        parts += [time / num_layers] * num_layers
     spread = []
     for first, end in pairwise(accumulate(layers_by_stage, initial=0)):
         spread.append(sum(parts[first * num_old : end * num_old]))

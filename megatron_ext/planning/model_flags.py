@@ -82,6 +82,12 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         value_size = args.v_head_dim
     ffn = _ffn_size(args)
     window = _window_size(args)
+    window_share = 0.0
+    if window:
+        window_share = _window_share(args, num_layers)
+    norm_weights = 2  # a scale and a bias
+    if args.normalization == "RMSNorm":
+        norm_weights = 1
     return ModelSizes(
         name=name,
         hidden=hidden,
@@ -96,10 +102,10 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         learned_positions=_learned_positions(args),
         biases=not args.disable_bias_linear,
         qkv_biases=args.add_qkv_bias or not args.disable_bias_linear,
-        norm_weights=1 if args.normalization == "RMSNorm" else 2,
+        norm_weights=norm_weights,
         qk_norm=args.qk_layernorm,
         window=window,
-        window_share=_window_share(args, num_layers) if window else 0.0,
+        window_share=window_share,
         kinds=_kinds(args, pattern, num_layers),
         num_experts=args.num_experts,
         top_k=args.moe_router_topk,
@@ -277,8 +283,8 @@ def _kinds(args: argparse.Namespace, pattern: str, num_layers: int) -> tuple[Lay
         period = marks
         marks = [int(layer % period == 0) for layer in range(num_layers)]
     kinds: list[LayerKind] = []
-    for mark in marks:
-        kinds.append("moe" if mark else "dense")
+    for has_experts in marks:
+        kinds.append("moe" if has_experts else "dense")
     return tuple(kinds)
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Time for ranks to publish their state, and time for an error to end a process."""
+_MAX_NAMED = 4
+"""Number of awaited ranks that a message names."""
 _SIGNAL = signal.SIGRTMIN + 7
 """Interrupts a system call of the training thread; nothing else uses this signal."""
 
@@ -67,24 +69,33 @@ class RankState(NamedTuple):
         """Return the state in one line."""
         doing = self.activity
         if self.waits_for:
-            named = [f"{of_rank} of rank {rank}" for rank, of_rank in self.waits_for[:4]]
-            named += [f"{len(self.waits_for) - 4} others"] * (len(self.waits_for) > 4)
+            named = [f"{of_rank} of rank {rank}" for rank, of_rank in self.waits_for[:_MAX_NAMED]]
+            num_unnamed = len(self.waits_for) - _MAX_NAMED
+            if num_unnamed > 0:
+                named.append(f"{num_unnamed} others")
             doing = f"waits for {' or '.join(named)}"
         return f"rank {self.rank} {doing} {self.lasting}"
 
     @property
     def lasting(self) -> str:
         """How long the activity has lasted, and the line of the training thread if known."""
-        return f"for {self.since_s:.1f} s" + (f", at {self.where}" if self.where else "")
+        lasting = f"for {self.since_s:.1f} s"
+        if self.where:
+            lasting += f", at {self.where}"
+        return lasting
 
 
 def made_by(message: Message) -> str:
     """Return the action that produces a message, for example `5B3`, or the message's text."""
     kind, stage, microbatch, part = message[:4]
-    if kind in ("F", "B"):
-        of = f".{part}" if part else ""
-        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}{of}"
-    return str(message)
+    if kind not in ("F", "B"):
+        return str(message)
+    # A message names the stage that needs it; the stage before, or behind, produces it.
+    producer = stage - 1
+    if kind == "B":
+        producer = stage + 1
+    suffix = f".{part}" if part else ""
+    return f"{producer}{kind}{microbatch}{suffix}"
 
 
 class Verdict(NamedTuple):
@@ -128,6 +139,7 @@ def explain(
             break
         steps = state.waits_for
         if state.in_collective:
+            # It waits for the ranks that have not entered as many collectives, and for silent ones.
             passed = [other for other in states if states[other].entered >= state.entered]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
         if not steps and state.runs_collective:
@@ -248,9 +260,14 @@ class Watchdog:
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._old_handler = signal.signal(_SIGNAL, self._raise)
-        for target, args in ((self._watch, (store, rank, num_ranks)), (self._watch_alone, (rank,))):
-            thread = threading.Thread(target=target, args=args, name="watchdog", daemon=True)
-            self._threads.append(thread)
+        # Daemons, because a blocked call of the store must not keep the process alive at its end.
+        self._threads = [
+            threading.Thread(
+                target=self._watch, args=(store, rank, num_ranks), name="watchdog", daemon=True
+            ),
+            threading.Thread(target=self._watch_alone, args=(rank,), name="watchdog", daemon=True),
+        ]
+        for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
@@ -326,6 +343,7 @@ class Watchdog:
         for waiting_rank, its_state in states.items():
             if its_state.waits_for or its_state.in_collective or its_state.runs_collective:
                 waiting.append(waiting_rank)
+        # If no rank waits, the one that raised the alarm computes forever.
         start = min(waiting, default=int(store.get("alarm")))
 
         def state_of_silent(silent: int) -> str:

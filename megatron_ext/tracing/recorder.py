@@ -81,7 +81,9 @@ class DeviceClock:
     def begin(self) -> int:
         """Start an iteration on an idle device, so that host and device agree on its start."""
         self._device.synchronize()  # once per iteration; stamps within it do not wait
-        self._base, self._begin_ns = self.stamp(), time.monotonic_ns()
+        # Nothing may come between the two: they are the same moment on both clocks.
+        self._base = self.stamp()
+        self._begin_ns = time.monotonic_ns()
         return self._begin_ns
 
     def stamp(self) -> Any:
@@ -103,8 +105,11 @@ class DeviceClock:
                 time.sleep(0.01)
         self._device.synchronize()
         # An event may precede the iteration, if its action started earlier.
-        took_ns = (max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps)
-        return [self._begin_ns + ns for ns in took_ns]
+        times_ns = []
+        for event in stamps:
+            took_ns = max(0, round(self._base.elapsed_time(event) * 1e6))  # torch counts ms
+            times_ns.append(self._begin_ns + took_ns)
+        return times_ns
 
 
 class Recorder:
@@ -133,9 +138,11 @@ class Recorder:
         self.wires: dict[int, str] = {}
         """Global rank of a peer -> the wire that carries messages to and from it."""
         self._identity = identity
-        self._clock, self._sampling = clock or HostClock(), sampling
+        self._clock = clock or HostClock()
+        self._sampling = sampling
         self._file: IO[str] | None = None
-        self._index, self._number, self._begin_ns = -1, 0, 0
+        self._index = -1
+        self._number = self._begin_ns = 0
         self._spans: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
         """Spans of the iteration: name, stamps of start and end, attributes."""
 
@@ -143,7 +150,8 @@ class Recorder:
         """Start the iteration with this number; end the previous one if it is still open."""
         self.end_iteration()
         self._index += 1
-        self._number, self.notes = number, {}
+        self._number = number
+        self.notes = {}
         sampling = self._sampling
         if sampling is None or self._index % sampling.interval >= sampling.num_iterations:
             return
@@ -163,7 +171,9 @@ class Recorder:
         """Record a span from `begin` to now, or to `end`."""
         if not self.active:  # tracing has ended since the action began
             return
-        self._spans.append((name, begin, self._clock.stamp() if end is None else end, attributes))
+        if end is None:
+            end = self._clock.stamp()
+        self._spans.append((name, begin, end, attributes))
 
     def end_iteration(self, timeout_s: float | None = None) -> None:
         """Write the current iteration, if it is traced.
@@ -174,7 +184,8 @@ class Recorder:
             return
         self.active = False  # even if the device has failed, which would fail again at exit
         end = self._clock.stamp()  # before our own work below
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         stamps: list[Any] = []
         for _, begin, span_end, _ in spans:
             stamps += begin, span_end
@@ -209,7 +220,8 @@ class Recorder:
             event["tid"] += _EXCHANGES
         elif name in ("send", "receive") and "for" in attributes:
             event["bind_id"] = self._message_number(attributes)
-            event["flow_out" if name == "send" else "flow_in"] = True
+            direction = "flow_out" if name == "send" else "flow_in"
+            event[direction] = True
         return event
 
     def _message_number(self, attributes: Mapping[str, Any]) -> int:

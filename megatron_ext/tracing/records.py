@@ -92,7 +92,9 @@ class Header:
         places = (self.data, self.pipeline, self.tensor)
         named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
         parts = [f"{name} {place}" for name, place, size in named if size > 1]
-        return f"rank {self.rank}" + (f" ({', '.join(parts)})" if parts else "")
+        if not parts:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} ({', '.join(parts)})"
 
 
 def directory_name(sizes: tuple[int, int, int], *, dynamic: bool) -> str:

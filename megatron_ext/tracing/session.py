@@ -133,7 +133,8 @@ class Session(Observer):
 
     def end_iteration(self) -> None:
         """Write the remaining data of the step."""
-        self._compute, self._collectives = None, 0
+        self._compute = None
+        self._collectives = 0  # an error inside a collective leaves it open
         failed = bool(self._open_spans)  # after an error, open spans never end
         while self._open_spans:
             _, end_span = self._open_spans.pop()
@@ -151,7 +152,8 @@ class Session(Observer):
                     notes["activation_bytes"] = total_bytes // len(stages)
                 self._now("waits until its device has finished the step")
                 # The error may be a device that never finishes: waiting for it would hide that.
-                self.recorder.end_iteration(_STUCK_S if failed else None)
+                timeout_s = _STUCK_S if failed else None
+                self.recorder.end_iteration(timeout_s)
         finally:
             self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
 
@@ -250,7 +252,8 @@ class Session(Observer):
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
         attributes = {"to": target, **_attributes_of(message), "bytes": num_bytes}
-        self._end("weights" if message.kind == "W" else "send", attributes)
+        name = "weights" if message.kind == "W" else "send"
+        self._end(name, attributes)
 
     def begin_receive(self, message: Message, source: int) -> None:
         """Report the sender that the rank waits for."""
@@ -277,7 +280,8 @@ class Session(Observer):
                     arrival = begin + round(1e9 * waited_s)
                 recorder.add("wait", begin, awaited, arrival)
                 begin = arrival
-            recorder.add("receive" if message_attributes else "weights", begin, received, end)
+            name = "receive" if message_attributes else "weights"
+            recorder.add(name, begin, received, end)
         self.arrived([message])
         self._now("goes on")
 
@@ -339,6 +343,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     Hooks for saved tensors would be simpler, but with them a backward gets copies of the
     parameters, without the attributes that Megatron sets on them.
     """
+    # Weights stay in memory anyway, and a graph may keep them only for its backward.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     bytes_of_storages: dict[int, int] = {}
     for tensor in _saved_tensors(outputs):
@@ -361,8 +366,10 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in names or ["saved_tensors"]:
             saved = getattr(node, name, None)
-            tensors = saved if isinstance(saved, tuple | list) else (saved,)
-            yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+            candidates = saved if isinstance(saved, tuple | list) else (saved,)
+            for candidate in candidates:
+                if isinstance(candidate, torch.Tensor):
+                    yield candidate
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)

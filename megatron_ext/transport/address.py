@@ -163,7 +163,11 @@ def own_address(
             f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes "
             f"or for each of the {world_size} ranks"
         )
-    name = node_ips[rank if len(node_ips) == world_size else rank // local_world_size]
+    # One address for each rank, or one for each host.
+    index = rank // local_world_size
+    if len(node_ips) == world_size:
+        index = rank
+    name = node_ips[index]
     try:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -262,8 +262,10 @@ class DirectTransport:
         # The device orders the reuse of the buffer after this copy, so the note need not wait for
         # it. The sender may already be gone.
         with suppress(TransportError):
-            # With the handle of a buffer that it has just lent, the peer can wait for this process.
-            self._host.note(source, _RELEASE.pack(number) + (buffer.handle if handle else b""))
+            note = _RELEASE.pack(number)
+            if handle:  # a new buffer, with whose handle the peer can wait for this process
+                note += buffer.handle
+            self._host.note(source, note)
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:

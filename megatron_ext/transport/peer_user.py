@@ -61,7 +61,9 @@ def _in_ipv6(address: str) -> str:
     The peer may have opened an IPv6 socket for a connection over IPv4.
     """
     ip = ip_address(address.partition("%")[0])
-    return _words(IPv6Address(f"::ffff:{ip}") if isinstance(ip, IPv4Address) else ip)
+    if isinstance(ip, IPv4Address):
+        return _words(IPv6Address(f"::ffff:{ip}"))
+    return _words(ip)
 
 
 def _words(ip: IPv4Address | IPv6Address) -> str:

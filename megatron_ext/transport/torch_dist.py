@@ -107,7 +107,7 @@ class TorchTransport:
         # An earlier transport of this job may have set this key.
         _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend()}"
-        peers = {rank for link in self._groups for rank in link} - {self._me}
+        peers = set[int]().union(*self._groups) - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:

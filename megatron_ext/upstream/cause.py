@@ -119,7 +119,8 @@ def of_error(error: BaseException) -> Cause:
         if left_while_loading(error):
             reason = f"Megatron did not load the checkpoint, and says why above: {reason}"
             return replace(ending, kind="exit", reason=reason, code=1)
-        return replace(ending, kind="exit" if code else "left", reason=reason)
+        kind = "exit" if code else "left"
+        return replace(ending, kind=kind, reason=reason)
     return ending
 
 

@@ -69,7 +69,8 @@ def report(error: BaseException) -> None:
         ended.wait(_CAUSE_S)
         signal.signal(signal.SIGTERM, before)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        time.sleep(_HELD_S if is_first else _OTHERS_S)
+        delay_s = _HELD_S if is_first else _OTHERS_S
+        time.sleep(delay_s)
 
 
 def report_exit(error: SystemExit) -> bool:

@@ -11,7 +11,7 @@ import ast
 import re
 import signal
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -53,11 +53,18 @@ def megatron_flags() -> tuple[MegatronFlag, ...]:
     """Return the flags of the Megatron that trains here; empty if there is no training loop."""
     tree = find_tree()
     core = releases.installed_core()
-    training = tree / "megatron" if tree else core.parent if core else None
-    if training is None or not (training / "training" / "arguments.py").is_file():
+    if tree is not None:
+        training = tree / "megatron"
+    elif core is not None:
+        training = core.parent
+    else:
         return ()
+    if not (training / "training" / "arguments.py").is_file():
+        return ()
+    if core is None:
+        return _read_flags(training, training)
     # A job imports megatron.core from the installed wheel, even if there is a tree.
-    return _read_flags(training, core.parent if core else training)
+    return _read_flags(training, core.parent)
 
 
 def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
@@ -93,8 +100,11 @@ def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
 
 
 def _called_functions(function: ast.FunctionDef) -> list[str]:
-    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    names = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names.append(node.func.id)
+    return names
 
 
 def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
@@ -104,15 +114,16 @@ def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
             continue
         if node.func.attr != "add_argument":
             continue
-        names = tuple(
-            name
-            for name in map(_literal, node.args)
-            if isinstance(name, str) and name.startswith("--")
-        )
+        names = []
+        for argument in node.args:
+            name = _literal(argument)
+            if isinstance(name, str) and name.startswith("--"):
+                names.append(name)
         if names:
+            # `**settings` has no name, and decides no type.
             values = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
             keywords = _keywords(values, converters)
-            yield MegatronFlag(names, keywords, _literal(values.get("default")))
+            yield MegatronFlag(tuple(names), keywords, _literal(values.get("default")))
 
 
 def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str, Any]:
@@ -123,8 +134,9 @@ def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str,
             keywords[name] = value
     action = values.get("action")
     if action is not None:
-        is_optional = ast.unparse(action).endswith("BooleanOptionalAction")
-        keywords["action"] = BooleanOptionalAction if is_optional else _literal(action)
+        keywords["action"] = _literal(action)
+        if ast.unparse(action).endswith("BooleanOptionalAction"):
+            keywords["action"] = BooleanOptionalAction
         keywords.pop("const", None)
     elif "type" in values:
         keywords |= converters.keywords(values["type"])
@@ -197,10 +209,10 @@ class _Classes:
             if re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M) is None:
                 continue
             if file not in self._parsed:  # most files define no class that makes flags
-                body = ast.parse(self._texts[file]).body
-                self._parsed[file] = {
-                    node.name: node for node in body if isinstance(node, ast.ClassDef)
-                }
+                self._parsed[file] = {}
+                for node in ast.parse(self._texts[file]).body:
+                    if isinstance(node, ast.ClassDef):
+                        self._parsed[file][node.name] = node
             return self._parsed[file].get(name)
         return None
 
@@ -222,32 +234,47 @@ class _Classes:
         if name == "signal.Signals":
             return [number.name for number in signal.Signals]
         definition = self.named(name)
-        body = definition.body if definition is not None else []
-        targets = (node.targets[0] for node in body if isinstance(node, ast.Assign))
-        return [target.id for target in targets if isinstance(target, ast.Name)]
+        if definition is None:
+            return []
+        names = []
+        for node in definition.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                names.append(node.targets[0].id)
+        return names
 
 
 def _made_of_classes(function: ast.FunctionDef, classes: _Classes) -> Iterator[MegatronFlag]:
     """Yield the flags that a function makes from the fields of dataclasses."""
-    lists = {
-        node.targets[0].id: _literal(node.value)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    lists: dict[str, Any] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            lists[node.targets[0].id] = _literal(node.value)
     for node in ast.walk(function):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith(_FACTORY):
             continue
         if not node.args or not isinstance(node.args[0], ast.Name):
             continue
-        excluded: list[str] = []
-        for keyword in node.keywords:
-            if keyword.arg == "exclude":
-                value = keyword.value
-                excluded = lists[value.id] if isinstance(value, ast.Name) else _literal(value)
+        excluded = _excluded(node, lists)
         for name, field in classes.fields(node.args[0].id).items():
-            flag = None if name in excluded else _of_field(name, field, classes)
+            if name in excluded:
+                continue
+            flag = _of_field(name, field, classes)
             if flag is not None:
                 yield flag
+
+
+def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
+    """Return the fields that a factory makes no flags of.
+
+    `lists` holds the variables of the calling function.
+    """
+    excluded: Sequence[str] = ()
+    for keyword in call.keywords:
+        if keyword.arg == "exclude" and isinstance(keyword.value, ast.Name):
+            excluded = lists[keyword.value.id]
+        elif keyword.arg == "exclude":
+            excluded = _literal(keyword.value)
+    return excluded
 
 
 def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFlag | None:
@@ -286,12 +313,17 @@ def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]
         name = ast.unparse(annotation.value).rpartition(".")[2]
         if name == "Literal":
             choices = _literal(annotation.slice)
-            choices = choices if isinstance(choices, tuple) else (choices,)
+            if not isinstance(choices, tuple):
+                choices = (choices,)
             return {"type": type(choices[0]), "choices": choices}
         inner = _keywords_of_type(annotation.slice, classes)
-        return inner | {"nargs": "+"} if name in ("list", "List") else inner
+        if name in ("list", "List"):
+            inner["nargs"] = "+"
+        return inner
     simple = {"int": int, "float": float, "str": str, "bool": bool}.get(name)
     if simple is not None:
         return {"type": simple}
     members = classes.members(name)
-    return {"type": str, "choices": members} if members else {"type": str}
+    if not members:
+        return {"type": str}
+    return {"type": str, "choices": members}

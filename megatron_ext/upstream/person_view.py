@@ -12,9 +12,10 @@ import argparse
 import re
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALUE = re.compile(r"(\w[\w ]*) value: (\S+) \|")
@@ -89,7 +90,9 @@ class PersonView:
 
     def flush(self) -> list[str]:
         """Return tracebacks whose last line was not recognised; of equal ones, only the first."""
-        unfinished = {_numberless("\n".join(lines)): lines for lines in self._tracebacks.values()}
+        unfinished: dict[str, list[str]] = {}
+        for lines in self._tracebacks.values():
+            unfinished[_numberless("\n".join(lines))] = lines
         self._tracebacks.clear()
         shown: list[str] = []
         for lines in unfinished.values():
@@ -124,15 +127,20 @@ class PersonView:
         return []
 
     def _once(self, line: str) -> list[str]:
-        is_new = line not in self._shown
+        if line in self._shown:
+            return []
         self._shown.add(line)
-        return [line] if is_new else []
+        return [line]
 
     # One method for each pattern in `_FORMS`.
 
     def _step(self, match: re.Match[str]) -> list[str]:
         iteration, last, text = match.groups()
-        fields = dict(part.strip().split(": ", 1) for part in text.split("|") if ": " in part)
+        fields: dict[str, str] = {}
+        for part in text.split("|"):
+            name, separator, value = part.strip().partition(": ")
+            if separator:
+                fields[name] = value
         parts = [f"iteration {iteration:>{len(last)}}/{last}"]
         try:
             parts += self._numbers_of_step(fields)
@@ -144,7 +152,10 @@ class PersonView:
         return ["  ".join(parts)]
 
     def _numbers_of_step(self, fields: dict[str, str]) -> list[str]:
-        parts = [_loss(name, value) for name, value in fields.items() if name.endswith("loss")]
+        parts = []
+        for name, value in fields.items():
+            if name.endswith("loss"):
+                parts.append(_loss(name, value))
         if "grad norm" in fields:
             parts.append(f"gradient norm {_number(fields['grad norm'])}")
         elapsed_ms = float(fields.get("elapsed time per iteration (ms)", "0"))
@@ -249,11 +260,15 @@ _FORMS = {
 def _number(text: str) -> str:
     """Return a number of the log with fewer digits, for example 4.8553 for 4.855259E+00."""
     value = float(text)
-    return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
+    if 0.01 <= abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
 
 
 def _loss(name: str, value: str) -> str:
-    return f"{'loss' if name == 'lm loss' else name} {_number(value)}"
+    if name == "lm loss":
+        name = "loss"
+    return f"{name} {_number(value)}"
 
 
 def _numberless(text: str) -> str:
@@ -279,13 +294,19 @@ def main(argv: list[str] | None = None) -> int:
     # not show them: users do not care how the launcher and its ranks end then.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
-    with options.log.open("w", encoding="utf-8") if options.log else nullcontext() as log:
+    log_file: AbstractContextManager[TextIO | None] = nullcontext()
+    if options.log:
+        log_file = options.log.open("w", encoding="utf-8")
+    with log_file as log:
         for data in sys.stdin.buffer:
             line = data.decode(errors="replace")
             if log is not None:
                 log.write(line)
                 log.flush()
-            shown = [line.rstrip("\n")] if options.raw else view.feed(line)
+            if options.raw:
+                shown = [line.rstrip("\n")]
+            else:
+                shown = view.feed(line)
             if shown and (options.raw or not is_stopped):
                 print("\n".join(shown), flush=True)
     if not is_stopped:

@@ -65,8 +65,13 @@ def written_version(core: Path) -> str | None:
         text = (core / "package_info.py").read_text()
     except OSError:
         return None
-    parts = [re.search(rf"^{key}\s*=\s*(\d+)", text, re.M) for key in ("MAJOR", "MINOR", "PATCH")]
-    return ".".join(part[1] for part in parts if part) if all(parts) else None
+    numbers = []
+    for key in ("MAJOR", "MINOR", "PATCH"):
+        match = re.search(rf"^{key}\s*=\s*(\d+)", text, re.M)
+        if match is None:
+            return None
+        numbers.append(match[1])
+    return ".".join(numbers)
 
 
 @lru_cache(maxsize=1)
@@ -97,7 +102,9 @@ def core_version() -> str | None:
     core = installed_core()
     # Search in the order of an import; an empty entry is the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
-    for place in [core] if core else places:
+    if core is not None:
+        places = [core]
+    for place in places:
         if version := written_version(place):
             return version
     return None

@@ -77,8 +77,12 @@ def setting_names() -> frozenset[str]:
     """
     tree = find_tree()
     core = releases.installed_core()
-    roots = (tree and tree / "megatron", core and core.parent)
-    return frozenset[str]().union(*(_names_below(root) for root in roots if root))
+    names = frozenset[str]()
+    if tree is not None:
+        names |= _names_below(tree / "megatron")
+    if core is not None:
+        names |= _names_below(core.parent)
+    return names
 
 
 @lru_cache(maxsize=2)

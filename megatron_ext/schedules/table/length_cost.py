@@ -86,7 +86,9 @@ class LengthCost:
             raise ScheduleError(f"a model of width {hidden_size} has no cost; use 1 or more")
         query_width = query_width or hidden_size
         key_width = key_width or query_width
-        ffn = (3 if gated else 2) * (ffn_hidden_size or 4 * hidden_size)
+        # A gated network has two projections up, and one down.
+        num_projections = 3 if gated else 2
+        ffn = num_projections * (ffn_hidden_size or 4 * hidden_size)
         weights = hidden_size * (2 * query_width + 2 * key_width + ffn)
         return cls(2.0 * weights, 2.0 * query_width)
 

@@ -156,7 +156,10 @@ def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:
         # A loop of one chunk is linear.
-        candidates.append(loop(num_ranks, num_chunks) if num_chunks > 1 else linear(num_ranks))
+        if num_chunks > 1:
+            candidates.append(loop(num_ranks, num_chunks))
+        else:
+            candidates.append(linear(num_ranks))
     for placement in candidates:
         if placement.rank_of == rank_of:
             return placement

@@ -113,4 +113,7 @@ def table_rank(schedule: Schedule, rank: int) -> int:
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
     """Return the chunk number of a stage within its direction on its rank."""
     placement = schedule.placement
-    return stage // (schedule.pp if placement.twin_hops else placement.num_ranks)
+    # With twin routing, a direction passes all ranks of the world before it returns to a rank.
+    if placement.twin_hops:
+        return stage // schedule.pp
+    return stage // placement.num_ranks
