@@ -195,7 +195,7 @@ class _Bench:
         dtype = torch.bfloat16
         if on_host:
             dtype = torch.float32
-        activation = functional.gelu
+        activation: Callable[..., Any] = functional.gelu
         if model.gated:
             activation = functional.silu
         norm = "LayerNorm"

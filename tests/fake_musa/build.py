@@ -76,8 +76,8 @@ def _lock(path: Path):
 
 def _compiler() -> str:
     for name in filter(None, [os.environ.get("CXX"), "c++", "g++", "clang++"]):
-        if found := shutil.which(name):
-            return found
+        if compiler := shutil.which(name):
+            return compiler
     raise NoCompiler("no C++ compiler (c++, g++, clang++ or CXX)")
 
 

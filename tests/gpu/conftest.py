@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if report.when == "call" or outcome != "passed":
                 # The report of a module that cannot be imported has no properties.
                 properties = getattr(report, "user_properties", ())
-                found = "; ".join(f"{name}: {value}" for name, value in properties)
-                rows.append((report.nodeid.removeprefix("tests/gpu/"), outcome, found))
+                measured = "; ".join(f"{name}: {value}" for name, value in properties)
+                rows.append((report.nodeid.removeprefix("tests/gpu/"), outcome, measured))
     for row in rows:
         terminalreporter.write_line(f"| {' | '.join(row)} |")

@@ -101,11 +101,11 @@ def run(
     path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     ranks = []
     for rank in range(num_ranks):
-        own = {
+        rank_environment = {
             **os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **_stand_in(path), "RANK": str(rank),
             "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **environment,
         }  # fmt: skip
-        ranks.append(_start(directory, rank, own))
+        ranks.append(_start(directory, rank, rank_environment))
     codes = _codes(ranks, timeout_s)
     if any(codes):
         tails = (_tail(directory / f"{rank}.log") for rank in range(num_ranks))
@@ -117,9 +117,9 @@ def _stand_in(path: str) -> dict[str, str]:
     """Return the emulated device's variables, with jitter to expose missing waits."""
     if not EMULATED:
         return {}
-    found = {**build.environment(devices=1), **queued(connections=1, jitter_us=100, seed=1)}
-    found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], path])
-    return found
+    variables = {**build.environment(devices=1), **queued(connections=1, jitter_us=100, seed=1)}
+    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], path])
+    return variables
 
 
 def _start(directory: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -182,9 +182,9 @@ def _allreduce(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
 
 
 def _allreduce_one_by_one(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
-    each = torch.distributed.AllreduceOptions()
-    each.reduceOp = options.reduceOp
-    *first, last = [group.allreduce([tensor], each) for tensor in tensors]
+    reduce_options = torch.distributed.AllreduceOptions()
+    reduce_options.reduceOp = options.reduceOp
+    *first, last = [group.allreduce([tensor], reduce_options) for tensor in tensors]
     for work in first:
         work.wait()
     return last

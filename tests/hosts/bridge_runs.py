@@ -110,15 +110,19 @@ def _as_builder(provider: Any) -> Any:
     from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig, local_layer_spec
     from megatron.bridge.models.transformer_config import TransformerConfig
 
-    own = {f.name for f in fields(GPTModelConfig)} - {"transformer", "transformer_layer_spec"}
+    field_names = {f.name for f in fields(GPTModelConfig)} - {
+        "transformer",
+        "transformer_layer_spec",
+    }
     inner = {f.name: getattr(provider, f.name) for f in fields(TransformerConfig) if f.init}
-    outer = {name: getattr(provider, name) for name in own if hasattr(provider, name)}
+    outer = {name: getattr(provider, name) for name in field_names if hasattr(provider, name)}
     spec = local_layer_spec(provider)
-    made = GPTModelConfig(
+    model_config = GPTModelConfig(
         transformer=TransformerConfig(**inner), transformer_layer_spec=spec, **outer
     )
-    made.transformer.seq_length = made.seq_length  # 0.6.2 warms up with it and does not set it
-    return made
+    # 0.6.2 warms up with it and does not set it.
+    model_config.transformer.seq_length = model_config.seq_length
+    return model_config
 
 
 def pretrain(config: Any, *callbacks: Any) -> Trained:
@@ -148,15 +152,15 @@ def _hex(losses: Mapping[str, Any]) -> str:
 def _note(trained: Trained) -> None:
     from megatron_ext.runtime import runtime
 
-    found = active.active()
-    if found is None:
+    configuration = active.active()
+    if configuration is None:
         return
-    chosen = found.pipeline or found.transport_only
+    chosen = configuration.pipeline or configuration.transport_only
     if chosen is not None:
         trained.transport = chosen.transport
-    if found.pipeline is not None:
+    if configuration.pipeline is not None:
         measured, _ = runtime.totals()
-        trained.schedule = found.pipeline.name
+        trained.schedule = configuration.pipeline.name
         trained.steps, trained.reordered = measured.steps, measured.out_of_order
 
 
@@ -169,8 +173,8 @@ def configure(settings: Mapping[str, Any] | None, sizes: Sizes = None) -> None:
     if settings is None:
         return
     names = ("pipeline_ranks", "num_microbatches", "num_layers")
-    given = dict(zip(names, sizes or (), strict=False))
-    megatron_ext.configure(megatron_ext.PipelineConfig(**settings), **given)
+    sizes_by_name = dict(zip(names, sizes or (), strict=False))
+    megatron_ext.configure(megatron_ext.PipelineConfig(**settings), **sizes_by_name)
 
 
 def train(
@@ -253,13 +257,13 @@ def train_twice() -> list[Trained]:
     config = recipe({})
     layout = config.model.pipeline_model_parallel_layout
     megatron_ext.configure(megatron_ext.PipelineConfig(schedule="zb-v"))
-    ours = pretrain(config)
+    trained = pretrain(config)
     megatron_ext.deconfigure()
     assert config.model.pipeline_model_parallel_layout is layout
     assert config.model.virtual_pipeline_model_parallel_size is None
     assert config.model._post_wrap_hooks == []
-    theirs = pretrain(config)
-    return [ours, theirs]
+    trained_again = pretrain(config)
+    return [trained, trained_again]
 
 
 def undone() -> list[str]:

@@ -150,7 +150,7 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     )
     set_args(args)
     scheduler = Namespace(step=lambda increment: None)
-    found = []
+    steps = []
     for step in range(3):
         samples = [_tokens(MICROBATCHES * step + i) for i in range(MICROBATCHES)]
         rollout = {
@@ -164,8 +164,8 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
         losses, _ = train_one_step(
             args, 0, step, [iterator], chunks, _Sgd(chunks), scheduler, MICROBATCHES, MICROBATCHES
         )
-        found.append({name: float(loss).hex() for name, loss in losses.items()})
-    return found, _weights(chunks), _ran()
+        steps.append({name: float(loss).hex() for name, loss in losses.items()})
+    return steps, _weights(chunks), _ran()
 
 
 def slime_loss(
@@ -190,7 +190,7 @@ def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
 
     _configure(schedule)
     chunks = _chunks()
-    found = []
+    steps = []
     for step in range(3):
         batches = []
         for i in range(MICROBATCHES):
@@ -218,8 +218,8 @@ def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
             global_valid_toks=torch.tensor(MICROBATCHES * (LENGTH - 1)),
         )
         _Sgd(chunks).step()
-        found.append([float(loss["loss"]).hex() for loss in losses])
-    return found, _weights(chunks), _ran()
+        steps.append([float(loss["loss"]).hex() for loss in losses])
+    return steps, _weights(chunks), _ran()
 
 
 def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
@@ -238,7 +238,7 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     engine.model_config = Namespace(
         hf_config=Namespace(architectures=["LlamaForCausalLM"]), tokenizer=Namespace(pad_token_id=0)
     )
-    found = []
+    steps = []
     for step in range(3):
         samples = [_tokens(MICROBATCHES * step + i)[: LENGTH - i] for i in range(MICROBATCHES)]
         nested = [
@@ -258,8 +258,8 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
             chunk.zero_grad_buffer()
         output = engine.forward_backward_batch(batch, verl_loss)
         _Sgd(chunks).step()
-        found.append([loss.hex() for loss in output["loss"]] if output else [])
-    return found, _weights(chunks), _ran()
+        steps.append([loss.hex() for loss in output["loss"]] if output else [])
+    return steps, _weights(chunks), _ran()
 
 
 def verl_loss(

@@ -43,9 +43,9 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _class(name)
-        setattr(self, name, made)
-        return made
+        stand_in = _class(name)
+        setattr(self, name, stand_in)
+        return stand_in
 
 
 def install(**more: tuple[str, ...]) -> list[str]:
@@ -56,11 +56,11 @@ def install(**more: tuple[str, ...]) -> list[str]:
     """
     for name in _BEFORE:
         import_module(name)
-    made = []
+    installed = []
     for name, parts in {**_MODULES, **more}.items():
         if name in sys.modules or find_spec(name) is not None:
             continue
-        made.append(name)
+        installed.append(name)
         sys.modules[name] = root = _StandIn(name)
         for part in parts:
             module = root
@@ -70,7 +70,7 @@ def install(**more: tuple[str, ...]) -> list[str]:
                     sys.modules[full] = _StandIn(full)
                     setattr(module, word, sys.modules[full])
                 module = sys.modules[full]
-    return made
+    return installed
 
 
 _MODULES = {

@@ -92,8 +92,8 @@ class Outcome:
             verdict = "MISSED"
         elif self.is_detected:
             verdict = "located" if self.is_located else "detected"
-        what = self.error or (self.difference.sentence() if self.difference else "no difference")
-        return f"{verdict:9}{self.fault.name} ({self.fault.setting}): {what}"
+        outcome = self.error or (self.difference.sentence() if self.difference else "no difference")
+        return f"{verdict:9}{self.fault.name} ({self.fault.setting}): {outcome}"
 
 
 def no_fault(setting: str) -> Fault:

@@ -257,10 +257,10 @@ def sent(kind: str, stage: int, change: Callable[[Any, list[Any]], Any], *number
                 message = transfer.message
                 if (message.kind, message.stage) != (kind, stage):
                     continue
-                whole = tensors[index].detach().clone()
+                original = tensors[index].detach().clone()
                 if message.microbatch in numbers:
-                    changed[index] = change(whole, before)
-                before.append(whole)
+                    changed[index] = change(original, before)
+                before.append(original)
             deliver(executor, exchange, changed)
 
         return delivering
@@ -422,8 +422,8 @@ def _twice(waiting: Any, compute: Any) -> None:
 
 
 def _without_the_last(waiting: Any, compute: Any) -> None:
-    *others, _last = waiting
-    compute({key: waiting[key] for key in others})
+    *all_but_last, _last = waiting
+    compute({key: waiting[key] for key in all_but_last})
 
 
 def _overwrites(waiting: Any, compute: Any) -> None:
@@ -569,18 +569,18 @@ def overwritten_input(number: int, microbatch: int, stage: int) -> Change:
 
     def plant(chunks: list[Any]) -> AbstractContextManager[Any]:
         layer = layer_of(chunks, number)
-        kept: list[Any] = []
+        saved_inputs: list[Any] = []
         if layer is not None:
             layer.mlp.register_forward_pre_hook(
                 lambda _module, args: (
-                    kept.append(args[0]) if layer.current_microbatch == microbatch else None
+                    saved_inputs.append(args[0]) if layer.current_microbatch == microbatch else None
                 )
             )
 
         def make(backward: Any) -> Any:
             def running(compute: Any, of_stage: int, number: int, *args: Any, **kw: Any) -> Any:
-                if (of_stage, number) == (stage, microbatch) and kept:
-                    kept.pop().data.mul_(2)
+                if (of_stage, number) == (stage, microbatch) and saved_inputs:
+                    saved_inputs.pop().data.mul_(2)
                 return backward(compute, of_stage, number, *args, **kw)
 
             return running

@@ -28,16 +28,20 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def held() -> dict[str, Any]:
     """Return every attribute of all loaded modules and their classes, and contents of lists."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for module, names in _modules():
         for name, value in list(names.items()):
             place = f"{module}:{name}"
-            found[place] = value
+            attributes[place] = value
             if issubclass(type(value), type) and value.__module__ == module:
-                found.update({f"{place}.{key}": one for key, one in list(vars(value).items())})
+                for key, attribute in list(vars(value).items()):
+                    attributes[f"{place}.{key}"] = attribute
             elif type(value) in {list, tuple}:
-                found.update({f"{place}[{index}]": one for index, one in enumerate(value)})
-    return {place: one for place, one in found.items() if not place.startswith(_OWN_CHANGES)}
+                for index, entry in enumerate(value):
+                    attributes[f"{place}[{index}]"] = entry
+    return {
+        place: value for place, value in attributes.items() if not place.startswith(_OWN_CHANGES)
+    }
 
 
 def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -46,7 +50,7 @@ def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     Additions by imports are left out: submodules, and entries in lists where torch records them.
     """
     missing = object()
-    changed = [place for place, one in before.items() if after.get(place, missing) is not one]
+    changed = [place for place, value in before.items() if after.get(place, missing) is not value]
     modules = {place.partition(":")[0] for place in before}
     gained = [
         place

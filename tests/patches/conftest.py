@@ -30,6 +30,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def registry() -> Iterator[Registry]:
-    made = Registry()
-    yield made
-    made.deactivate()
+    empty_registry = Registry()
+    yield empty_registry
+    empty_registry.deactivate()

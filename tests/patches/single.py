@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 def remove(registry: Registry, ids: Iterable[str]) -> None:
     """Undo patches and remove their rows from a registry."""
-    doomed = set(ids)
-    sites = [s for s in registry._sites.values() if any(p.id in doomed for p in s.patches)]
+    removed_ids = set(ids)
+    sites = [s for s in registry._sites.values() if any(p.id in removed_ids for p in s.patches)]
     registry._uninstall(sites)
     for site in sites:
-        site.patches = [p for p in site.patches if p.id not in doomed]
+        site.patches = [p for p in site.patches if p.id not in removed_ids]
         if not site.patches:
             del registry._sites[site.target]
-    for patch_id in doomed:
+    for patch_id in removed_ids:
         registry._ids.pop(patch_id, None)
     if registry.active:
         registry._arm({site.first.module for site in sites if site.patches})
@@ -30,13 +30,13 @@ def without(*ids: str) -> Iterator[None]:
     """Run the context with upstream as it is without these patches."""
     from megatron_ext.patches import REGISTRY, rows
 
-    taken = [patch for patch in rows() if patch.id in ids]
-    assert {patch.id for patch in taken} == set(ids), ids
+    removed_rows = [patch for patch in rows() if patch.id in ids]
+    assert {patch.id for patch in removed_rows} == set(ids), ids
     remove(REGISTRY, ids)
     try:
         yield
     finally:
-        REGISTRY.register(taken)
+        REGISTRY.register(removed_rows)
 
 
 def start_parallel(**sizes: int) -> None:

@@ -197,21 +197,21 @@ def measure(argv: list[str]) -> Rank:
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
-    set_up, found = training.setup_model_and_optimizer, {}
+    set_up, captured = training.setup_model_and_optimizer, {}
 
     @functools.wraps(set_up)
     def counting(*args: Any, **kwargs: Any) -> Any:
         set_up_model = set_up(*args, **kwargs)
-        found["made"], found["counter"] = (
+        captured["set_up"], captured["counter"] = (
             set_up_model,
             _Counting(torch.nn.ModuleList(set_up_model[0])),
         )
-        required().observers.append(found["counter"])
+        required().observers.append(captured["counter"])
         return set_up_model
 
     training.setup_model_and_optimizer = counting  # never restored: this process is a rank and ends
     train_here("gpt", argv)
-    counter, (chunks, optimizer, _) = found["counter"], found["made"]
+    counter, (chunks, optimizer, _) = captured["counter"], captured["set_up"]
     tensors = [weight for chunk in chunks for weight in chunk.parameters()]
     for chunk in chunks:
         tensors += [part.grad_data for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -32,9 +32,9 @@ def probe(*arguments: str, prefix: list[str] | None = None) -> object:
     )
 
 
-def start(what: str, rank: int, port: int, *more: str) -> subprocess.Popen[str]:
+def start(role: str, rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(PEER), what, str(rank), ADDRESS, str(port), *more],
+        [sys.executable, str(PEER), role, str(rank), ADDRESS, str(port), *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -48,8 +48,8 @@ def end(process: subprocess.Popen[str]) -> dict[str, object]:
 
 def exchange(port: int, num_ranks: int, num_messages: int) -> list[dict[str, object]]:
     """Let each rank send this many messages to every other rank."""
-    more = str(num_messages), str(num_ranks)
-    processes = [start("messages", rank, port, *more) for rank in range(num_ranks)]
+    counts = str(num_messages), str(num_ranks)
+    processes = [start("messages", rank, port, *counts) for rank in range(num_ranks)]
     return [end(process) for process in processes]
 
 

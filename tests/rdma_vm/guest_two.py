@@ -17,9 +17,9 @@ ADDRESS = "10.77.0.1"  # of node 0
 PEER = Path(__file__).with_name("peer.py")
 
 
-def run(what: str, port: int, *, unplug: bool = False) -> dict[str, object]:
+def run(role: str, port: int, *, unplug: bool = False) -> dict[str, object]:
     process = subprocess.Popen(
-        [sys.executable, str(PEER), what, str(NODE), ADDRESS, str(port)],
+        [sys.executable, str(PEER), role, str(NODE), ADDRESS, str(port)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     if unplug:

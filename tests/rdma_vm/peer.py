@@ -139,14 +139,14 @@ def stream(endpoint, peer: int, *, sends: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    what, rank, address, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    role, rank, address, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     num_messages = int(sys.argv[5]) if len(sys.argv) > 5 else NUM_MESSAGES
     num_ranks = int(sys.argv[6]) if len(sys.argv) > 6 else 2
     endpoint, links = open_endpoint(rank, num_ranks, address, port)
-    if what == "messages":
+    if role == "messages":
         result = exchange_messages(rank, endpoint, list(links), num_messages)
     else:
-        result = stream(endpoint, 1 - rank, sends=what == "send")
+        result = stream(endpoint, 1 - rank, sends=role == "send")
     endpoint.close()
     print(json.dumps({**result, "links": list(links.values())}), flush=True)
 

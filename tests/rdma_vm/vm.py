@@ -95,7 +95,7 @@ def build_initrd(path: Path) -> None:
 
 def _modules_in_order(version: str) -> list[Path]:
     """Return the files of the modules, each after the modules that it needs."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for module in _MODULES:
         listed = subprocess.run(
             [_program("modprobe"), "-S", version, "-d", str(KERNEL), "--show-depends", module],
@@ -103,8 +103,8 @@ def _modules_in_order(version: str) -> list[Path]:
         )  # fmt: skip
         for line in listed.stdout.splitlines():
             if line.startswith("insmod "):
-                found[Path(line.split()[1])] = None
-    return list(found)
+                files[Path(line.split()[1])] = None
+    return list(files)
 
 
 def boot(
@@ -196,6 +196,6 @@ def _result(share: Path, node: int) -> Guest:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=_SEARCH_PATH)
-    assert found is not None, name
-    return found
+    program = shutil.which(name, path=_SEARCH_PATH)
+    assert program is not None, name
+    return program

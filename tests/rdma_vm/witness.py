@@ -14,29 +14,31 @@ from megatron_ext.transport.native import require_native
 
 def differences(sysfs: str = "/sys") -> list[str] | None:
     """Compare devices, ports and GIDs; None without pyverbs or libibverbs."""
-    theirs = from_pyverbs()
-    if theirs is None:
+    by_pyverbs = from_pyverbs()
+    if by_pyverbs is None:
         return None
     try:
         devices = require_native().rdma_devices(sysfs)
     except TransportError:
         return None
-    ours = {
-        f"{device.name} port {port.number} {what}": canonical(value)
+    by_this_package = {
+        f"{device.name} port {port.number} {name}": canonical(value)
         for device in devices
         for port in device.ports
-        for what, value in (
+        for name, value in (
             ("is active", port.state == "active"),
             ("LID", port.lid),
             ("MTU", port.mtu_bytes),
             *((f"GID {entry.index}", entry.gid) for entry in port.gids),
         )
     }
-    return [
-        f"{what}: {ours.get(what, 'missing')}, pyverbs says {theirs.get(what, 'missing')}"
-        for what in sorted(ours.keys() | theirs.keys())
-        if ours.get(what) != theirs.get(what)
-    ]
+    lines = []
+    for name in sorted(by_this_package.keys() | by_pyverbs.keys()):
+        value = by_this_package.get(name, "missing")
+        value_by_pyverbs = by_pyverbs.get(name, "missing")
+        if value != value_by_pyverbs:
+            lines.append(f"{name}: {value}, pyverbs says {value_by_pyverbs}")
+    return lines
 
 
 def from_pyverbs() -> dict[str, str] | None:
@@ -51,10 +53,10 @@ def from_pyverbs() -> dict[str, str] | None:
             continue
         listing = json.loads(done.stdout)
         return {
-            f"{device} port {number} {what}": canonical(value)
+            f"{device} port {number} {name}": canonical(value)
             for device, ports in listing.items()
             for number, port in ports.items()
-            for what, value in (
+            for name, value in (
                 ("is active", port["active"]),
                 ("LID", port["lid"]),
                 ("MTU", 128 << port["mtu"]),

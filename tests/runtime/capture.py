@@ -76,16 +76,18 @@ def train(
         together.tables, together.transports = captured.tables, captured.transports
         together.orders = together.orders if rank else captured.orders
         together.pairs += captured.pairs
-        for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
-            _merge(mine, theirs, rank)
+        for gradients, gradients_of_rank in zip(
+            together.gradients, captured.gradients, strict=True
+        ):
+            _merge(gradients, gradients_of_rank, rank)
         _merge(together.parameters, captured.parameters, rank)
     assert together.losses, "no rank has a loss"
     return together
 
 
-def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
-    for name, digest in theirs.items():
-        assert mine.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
+def _merge(digests: dict[str, str], digests_of_rank: dict[str, str], rank: int) -> None:
+    for name, digest in digests_of_rank.items():
+        assert digests.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
 
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
@@ -201,10 +203,10 @@ def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer:
             return step()
 
         optimizer.step = stepping
-        losses, *rest = base(*args, **kwargs)
+        losses, *skipped_and_norms = base(*args, **kwargs)
         optimizer.step = step
         captured.losses.append({key: loss.item() for key, loss in losses.items()})
-        return losses, *rest
+        return losses, *skipped_and_norms
 
     return capturing
 
@@ -222,7 +224,7 @@ def named_weights(chunks: list[Any]) -> list[tuple[str, Any]]:
 
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    found = []
+    named = []
     for chunk in chunks:
         module = unwrap_model(chunk)
         for name, parameter in module.named_parameters():
@@ -234,8 +236,8 @@ def named_weights(chunks: list[Any]) -> list[tuple[str, Any]]:
                 name += f"@tp{tp_rank}"
             if not getattr(parameter, "allreduce", True):
                 name += f"@ep{ep_rank}"
-            found.append((name, parameter))
-    return found
+            named.append((name, parameter))
+    return named
 
 
 def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:

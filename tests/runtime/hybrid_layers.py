@@ -32,13 +32,13 @@ class Recurrence(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         width, groups = config.hidden_size, {"tp_group": pg_collection.tp}
-        own = {"config": config, "init_method": config.init_method, "skip_bias_add": False}
+        settings = {"config": config, "init_method": config.init_method, "skip_bias_add": False}
         self.norm = WrappedTorchNorm(config=config, hidden_size=width)
         self.into = ColumnParallelLinear(
-            width, width, bias=False, gather_output=False, **own, **groups
+            width, width, bias=False, gather_output=False, **settings, **groups
         )
         self.out = RowParallelLinear(
-            width, width, bias=False, input_is_parallel=True, **own, **groups
+            width, width, bias=False, input_is_parallel=True, **settings, **groups
         )
 
     def forward(self, hidden_states: torch.Tensor, **_rest: Any) -> torch.Tensor:

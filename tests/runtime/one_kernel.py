@@ -37,15 +37,15 @@ class OneKernel:
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         place = action.stage, action.microbatch
-        given = inputs[0] if inputs else self._data
-        assert given is not None
+        tensor = inputs[0] if inputs else self._data
+        assert tensor is not None
         if action.kind == "F":
-            self._kept[place] = given
-            return [given + 1]
+            self._kept[place] = tensor
+            return [tensor + 1]
         if action.kind == "B":
-            return [given + self._kept.pop(place)]
+            return [tensor + self._kept.pop(place)]
         if action.kind == "I":
-            return [given + self._kept[place]]
+            return [tensor + self._kept[place]]
         self._data = self._data + self._kept.pop(place)
         return []
 

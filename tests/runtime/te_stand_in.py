@@ -77,8 +77,8 @@ class DotProductAttention(torch.nn.Module):
         queries, keys = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist())
         for (begin, end), (first, last) in zip(queries, keys, strict=True):
             mask = _later(end - begin, last - first, attn_mask_type)
-            own = query[begin:end, None], key[first:last, None], value[first:last, None]
-            parts.append(self._attend(*own, mask)[:, 0])
+            operands = query[begin:end, None], key[first:last, None], value[first:last, None]
+            parts.append(self._attend(*operands, mask)[:, 0])
         return torch.cat(parts)
 
     def _attend(
@@ -179,9 +179,9 @@ class _Module(ModuleType):
             return lambda *args, **kwargs: (nullcontext(), None)
         if name.islower():
             return sys.modules.get(f"{self.__name__}.{name}") or _made(f"{self.__name__}.{name}")
-        made = _Anything(name, (), {"__init__": lambda *args, **kwargs: None})
-        setattr(self, name, made)
-        return made
+        stand_in = _Anything(name, (), {"__init__": lambda *args, **kwargs: None})
+        setattr(self, name, stand_in)
+        return stand_in
 
 
 def _made(name: str) -> ModuleType:
@@ -197,8 +197,8 @@ class _Finder:
     """Finds every module of Transformer Engine."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        ours = name.partition(".")[0] in ("transformer_engine", "transformer_engine_torch")
-        return ModuleSpec(name, self, is_package=True) if ours else None  # type: ignore[arg-type]
+        is_stood_in = name.partition(".")[0] in ("transformer_engine", "transformer_engine_torch")
+        return ModuleSpec(name, self, is_package=True) if is_stood_in else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _made(spec.name)

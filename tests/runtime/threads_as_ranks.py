@@ -135,17 +135,17 @@ def chain(schedule: Schedule, start: float = 0.0) -> dict[Action, list[float]]:
     inputs: dict[Action, list[float]] = {}
     stages = range(schedule.num_stages)
     for microbatch in range(schedule.num_microbatches):
-        given: list[float] = []
+        values: list[float] = []
         for stage in stages:
             action = Action(stage, "F", microbatch)
-            inputs[action] = given
-            given = [fake.result(action, given[0] if given else start)]
-        given = []
+            inputs[action] = values
+            values = [fake.result(action, values[0] if values else start)]
+        values = []
         for stage in reversed(stages):
             action = Action(stage, "B", microbatch)
-            inputs[action] = given
+            inputs[action] = values
             saved = inputs[action._replace(kind="F")]
-            given = [fake.result(action, [*given, *saved][0])]
+            values = [fake.result(action, [*values, *saved][0])]
     return inputs
 
 

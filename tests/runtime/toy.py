@@ -63,9 +63,9 @@ def config(**changes: Any) -> Any:
         "num_layers": 8, "hidden_size": WIDTH, "num_attention_heads": 1,
         "pipeline_dtype": torch.float32, "deallocate_pipeline_outputs": True,
     } | changes  # fmt: skip
-    made = TransformerConfig(**fields)
-    made.timers = None
-    return made
+    config = TransformerConfig(**fields)
+    config.timers = None
+    return config
 
 
 def chunks(made: Any, stages: list[int]) -> list[Stage]:

@@ -102,12 +102,13 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
         for rank, row in enumerate(schedule.rows):
             while position[rank] < len(row):
                 first = position[rank]
-                both = row[first : first + (2 if first in schedule.pairs_of(rank) else 1)]
-                steps = [(1 if action.kind == "F" else -1, action) for action in both]
+                num_actions = 2 if first in schedule.pairs_of(rank) else 1
+                actions_of_pair = row[first : first + num_actions]
+                steps = [(1 if action.kind == "F" else -1, action) for action in actions_of_pair]
                 leaving = [link(a.stage, a.stage + step, a.kind) for step, a in steps]
                 has_inputs = all(
                     any(option in ends for option in options)
-                    for action in both
+                    for action in actions_of_pair
                     for options in needs(schedule, action)
                 )
                 # A pair needs both slots at once, because it sends when both actions have ended.
@@ -116,8 +117,8 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
                 coming = [link(a.stage - step, a.stage, a.kind) for step, a in steps]
                 unused.update(filter(None, leaving))
                 unused.subtract(filter(None, coming))
-                ends.update(both)
-                position[rank] += len(both)
+                ends.update(actions_of_pair)
+                position[rank] += len(actions_of_pair)
                 progress = True
     return position == list(map(len, schedule.rows))
 

@@ -30,8 +30,10 @@ MADE = {
 
 def _schedule(name: str, stages: tuple[int, ...]) -> torch_schedules.PipelineScheduleMulti:
     module, device = torch.nn.Identity(), torch.device("cpu")
-    made = [PipelineStage(module, stage, 2 * PP, device) for stage in stages]
-    return getattr(torch_schedules, name)(made, NUM_MICROBATCHES, lambda output, _: output.sum())
+    stages_of_torch = [PipelineStage(module, stage, 2 * PP, device) for stage in stages]
+    return getattr(torch_schedules, name)(
+        stages_of_torch, NUM_MICROBATCHES, lambda output, _: output.sum()
+    )
 
 
 def main() -> None:

@@ -100,24 +100,24 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
         for dtype in [chooser.choice(_DTYPES)]
     ]
     transport.begin([item for item in plan if item.message.stage == me], num_messages)
-    mine = [item for item in plan if item.source == me]
+    outbound = [item for item in plan if item.source == me]
     own_order = random.Random(1000 * seed + me)
-    own_order.shuffle(mine)
-    for _, key, shape, dtype, _ in mine:
+    own_order.shuffle(outbound)
+    for _, key, shape, dtype, _ in outbound:
         assert shape is not None
         tensor = tensor_of(key, me, shape, dtype)
         transport.isend(tensor, key.stage, key)
         tensor.data = torch.empty(0, dtype=dtype)  # the effect of freeing an output
     inbound = [item for item in plan if item.message.stage == me]
     own_order.shuffle(inbound)
-    kept = []  # kept to the end, so that slots run out
+    received_tensors = []  # kept to the end, so that slots run out
     for source, key, shape, dtype, _ in inbound:
         assert shape is not None
         received = transport.recv(source, key, LONG_S)
         assert equal(received, tensor_of(key, source, shape, dtype)), f"{key} from rank {source}"
-        kept.append(received)
+        received_tensors.append(received)
     transport.flush(LONG_S)
-    for tensor, (source, key, shape, dtype, _) in zip(kept, inbound, strict=True):
+    for tensor, (source, key, shape, dtype, _) in zip(received_tensors, inbound, strict=True):
         assert shape is not None
         assert equal(tensor, tensor_of(key, source, shape, dtype))
-    return len(kept)
+    return len(received_tensors)

@@ -90,13 +90,13 @@ def run_suite(suite: Suite, tree: Path) -> Result:
 def _read(directory: Path, rank: int) -> dict[str, tuple[str, str]]:
     """Return outcome and reason by test; for a test recorded twice, the worse outcome counts."""
     path = session.report_file(directory, rank)
-    found: dict[str, tuple[str, str]] = {}
+    outcomes: dict[str, tuple[str, str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         note = json.loads(line)
-        before = found.get(note["test"], ("left out", ""))
-        both = (before, (note["outcome"], note["reason"]))
-        found[note["test"]] = min(both, key=lambda end: _WORST_FIRST.index(end[0]))
-    return found
+        before = outcomes.get(note["test"], ("left out", ""))
+        recorded = (before, (note["outcome"], note["reason"]))
+        outcomes[note["test"]] = min(recorded, key=lambda end: _WORST_FIRST.index(end[0]))
+    return outcomes
 
 
 def _merge(

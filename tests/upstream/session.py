@@ -203,14 +203,14 @@ class _Report:
         self._stream.write(json.dumps(line) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        kept = []
+        selected = []
         for item in items:
             reason = self._why_left_out(_name(item.nodeid))
             if reason is None:
-                kept.append(item)
+                selected.append(item)
             else:
                 self._note(_name(item.nodeid), "left out", reason)
-        items[:] = kept
+        items[:] = selected
 
     def _why_left_out(self, test: str) -> str | None:
         return next((reason for reason, p in self._left_out if p.fullmatch(test)), None)

@@ -293,13 +293,13 @@ def read(tree: Tree) -> dict[str, Any]:
     release = releases.parse_release(tree.version or "")
     assert release is not None
     by_patches = patched(release)
-    targets, others = {}, {}
+    targets, called_names = {}, {}
     for name in sorted({*by_patches, *called()}):
-        found = tree.find(name)
-        if found is not None:
-            is_target = name in by_patches and found.is_function
-            (targets if is_target else others)[name] = tree.fingerprint(found)
-    return {"targets": targets, "called": others, "settings": sorted(tree.settings)}
+        definition = tree.find(name)
+        if definition is not None:
+            is_target = name in by_patches and definition.is_function
+            (targets if is_target else called_names)[name] = tree.fingerprint(definition)
+    return {"targets": targets, "called": called_names, "settings": sorted(tree.settings)}
 
 
 def known() -> dict[str, Any]:

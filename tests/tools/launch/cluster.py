@@ -52,15 +52,15 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 def commands_in(namespace: str, *without: str) -> list[str]:
     """Return the command lines of a namespace's processes that contain none of these words."""
-    found = []
+    commands = []
     for pid in _run("ip", "netns", "pids", namespace).stdout.split():
         try:
             text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
         except OSError:
             continue
         if text and not any(word in text for word in without):
-            found.append(text)
-    return found
+            commands.append(text)
+    return commands
 
 
 @dataclass
@@ -130,9 +130,9 @@ def cluster(directory: Path) -> Iterator[Cluster]:
         make_network(namespaces)
         config = _make_keys(directory)
         servers = [_start_sshd(directory, namespaces[i], ADDRESSES[i]) for i in range(2)]
-        made = Cluster(directory, namespaces, f"ssh -F {config}")
-        wait_until(lambda: all(_answers(made, address) for address in ADDRESSES), 20)
-        yield made
+        running_cluster = Cluster(directory, namespaces, f"ssh -F {config}")
+        wait_until(lambda: all(_answers(running_cluster, address) for address in ADDRESSES), 20)
+        yield running_cluster
     finally:
         remove_network(namespaces)
         for server in servers:
@@ -187,8 +187,8 @@ def _make_keys(directory: Path) -> Path:
     for name in ("host_key", "user_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name))
     host_key = (directory / "host_key.pub").read_text()
-    known = "".join(f"[{address}]:{_PORT} {host_key}" for address in ADDRESSES)
-    (directory / "known_hosts").write_text(known)
+    known_hosts = "".join(f"[{address}]:{_PORT} {host_key}" for address in ADDRESSES)
+    (directory / "known_hosts").write_text(known_hosts)
     shutil.copy(directory / "user_key.pub", directory / "authorized_keys")
     config = directory / "ssh_config"
     config.write_text(
@@ -219,9 +219,9 @@ def _start_sshd(directory: Path, namespace: str, address: str) -> subprocess.Pop
         )
 
 
-def _answers(made: Cluster, address: str) -> bool:
-    inside = ["ip", "netns", "exec", made.namespaces[2]]
-    done = _run(*inside, *made.ssh.split(), "-o", "ConnectTimeout=2", address, "true", check=False)
+def _answers(running_cluster: Cluster, address: str) -> bool:
+    ssh = ["ip", "netns", "exec", running_cluster.namespaces[2], *running_cluster.ssh.split()]
+    done = _run(*ssh, "-o", "ConnectTimeout=2", address, "true", check=False)
     return done.returncode == 0
 
 

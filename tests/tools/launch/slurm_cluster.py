@@ -123,22 +123,22 @@ def slurm(directory: Path) -> Iterator[Slurm]:
     directory.chmod(0o755)  # munge requires a path to its socket that others can traverse
     prefix = f"megatron-ext-slurm-{os.getpid()}-{directory.name}"
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
-    made = Slurm(directory, namespaces, {})
+    running_slurm = Slurm(directory, namespaces, {})
     with ExitStack() as stack:
-        stack.callback(_end, made)
+        stack.callback(_end, running_slurm)
         cluster.make_network(namespaces)
         _configure(directory)
-        _serve(made, "munged", namespaces[2], "munged", "--foreground", "--force",
+        _serve(running_slurm, "munged", namespaces[2], "munged", "--foreground", "--force",
                f"--socket={directory}/munge.socket", f"--key-file={directory}/munge.key",
                f"--pid-file={directory}/munge.pid", f"--log-file={directory}/munge.log",
                f"--seed-file={directory}/munge.seed")  # fmt: skip
         cluster.wait_until((directory / "munge.socket").exists, 20)
         configuration = str(directory / "slurm.conf")
-        _serve(made, "slurmctld", namespaces[2], "slurmctld", "-D", "-f", configuration)
+        _serve(running_slurm, "slurmctld", namespaces[2], "slurmctld", "-D", "-f", configuration)
         for name, namespace in zip(NODES, namespaces, strict=False):
-            _serve(made, name, namespace, "slurmd", "-D", "-f", configuration, "-N", name)
-        cluster.wait_until(lambda: _idle(made), 60)
-        yield made
+            _serve(running_slurm, name, namespace, "slurmd", "-D", "-f", configuration, "-N", name)
+        cluster.wait_until(lambda: _idle(running_slurm), 60)
+        yield running_slurm
 
 
 def _configure(directory: Path) -> None:
@@ -153,30 +153,30 @@ def _configure(directory: Path) -> None:
     (directory / "slurm.conf").write_text(text)
 
 
-def _serve(made: Slurm, name: str, namespace: str, program: str, *flags: str) -> None:
-    found = shutil.which(program, path=_SEARCH)
-    assert found is not None
-    with (made.directory / f"{name}.output").open("wb") as log:
-        made.servers[name] = subprocess.Popen(
-            [*_inside(namespace), found, *flags],
+def _serve(running_slurm: Slurm, name: str, namespace: str, program: str, *flags: str) -> None:
+    path = shutil.which(program, path=_SEARCH)
+    assert path is not None
+    with (running_slurm.directory / f"{name}.output").open("wb") as log:
+        running_slurm.servers[name] = subprocess.Popen(
+            [*_inside(namespace), path, *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=made.environment(),
+            env=running_slurm.environment(),
         )
 
 
-def _idle(made: Slurm) -> bool:
-    code, output = made.run("sinfo", "--noheader", "--format=%T %D", timeout_s=60)
+def _idle(running_slurm: Slurm) -> bool:
+    code, output = running_slurm.run("sinfo", "--noheader", "--format=%T %D", timeout_s=60)
     return code == 0 and output.split() == ["idle", str(len(NODES))]
 
 
-def _end(made: Slurm) -> None:
-    for server in reversed(made.servers.values()):
+def _end(running_slurm: Slurm) -> None:
+    for server in reversed(running_slurm.servers.values()):
         server.send_signal(signal.SIGTERM)
-    for server in made.servers.values():
+    for server in running_slurm.servers.values():
         with suppress(subprocess.TimeoutExpired):
             server.wait(10)
-    cluster.remove_network(made.namespaces)  # and processes that ignored signals
-    for server in made.servers.values():
+    cluster.remove_network(running_slurm.namespaces)  # and processes that ignored signals
+    for server in running_slurm.servers.values():
         server.wait(10)

@@ -14,10 +14,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find() -> str:
-    found = next((path for path in map(shutil.which, NAMES) if path), None)
-    if found is None:
+    program = next((path for path in map(shutil.which, NAMES) if path), None)
+    if program is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
-    return found
+    return program
 
 
 def look(page: Path, script: str, *, dark: bool = False) -> dict[str, str]:
@@ -44,6 +44,6 @@ def look(page: Path, script: str, *, dark: bool = False) -> dict[str, str]:
     assert not console, "\n".join(console)
     body = re.search(r"<body([^>]*)>", done.stdout)
     assert body is not None, done.stdout[:500]
-    found = dict(re.findall(r'data-([\w-]+)="([^"]*)"', body[1]))
-    assert "error" not in found, found["error"]
-    return {name: html.unescape(value) for name, value in found.items()}
+    dataset = dict(re.findall(r'data-([\w-]+)="([^"]*)"', body[1]))
+    assert "error" not in dataset, dataset["error"]
+    return {name: html.unescape(value) for name, value in dataset.items()}

@@ -67,14 +67,14 @@ def write_run(
     timelines = {count: simulate(tables[count], costs) for count in counts}
     world = (replicas, pp, 1)
     directory = parent / directory_name(world, dynamic=False)
-    usual = {"schedule": table.label, "transport": "torch", "num_layers": 16 * pp}
+    default_settings = {"schedule": table.label, "transport": "torch", "num_layers": 16 * pp}
     for rank, data in product(range(pp), range(replicas)):
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
         header = Header(
             replicas * rank + data, data, rank, 0, world, replicas * pp,
             "host", clock_of(rank), now_ns, 1,
-            {"torch": "2"} | usual | (settings or {}), run,
+            {"torch": "2"} | default_settings | (settings or {}), run,
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header, None), clock, sampling)
         if wire_of is not None:

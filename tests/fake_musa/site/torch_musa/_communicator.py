@@ -50,7 +50,7 @@ class Communicator:
         self._stream = torch_musa.Stream()
         self._jobs = queue.SimpleQueue()
         if len(ranks) > 1:
-            keys = {one: f"communicator/{key}/{one}" for one in ranks}
+            keys = {number: f"communicator/{key}/{number}" for number in ranks}
             store.set(keys[rank], "here")
             with host_waits_for(f"the other ranks of communicator {name}"):
                 store.wait(list(keys.values()), timeout)
@@ -68,7 +68,7 @@ class Communicator:
             for tensor in operation.tensors:
                 tensor.record_stream(self._stream)
         event = self._stream.record_event()
-        parts = [(one.start, one.finish, one.meet) for one in operations]
+        parts = [(item.start, item.finish, item.meet) for item in operations]
         self._jobs.put((number, parts))
         return QueuedWork(event, name)
 
@@ -131,12 +131,12 @@ class QueuedWork(dist.Work):
 
 
 @contextlib.contextmanager
-def host_waits_for(what):
+def host_waits_for(event):
     """Let standstill reports say what the host is waiting for."""
     if not torch.ops.fake_musa.is_async():
         yield
         return
-    torch.ops.fake_musa.host_state(f"waits for {what}")
+    torch.ops.fake_musa.host_state(f"waits for {event}")
     try:
         yield
     finally:

@@ -79,13 +79,13 @@ def _flat(tensor):
     return _alias(tensor).view(-1)
 
 
-def _kept(opts, kind):
+def _copied_options(opts, kind):
     """Return a copy of options, because the operation may start after the caller's are freed."""
-    own = kind()
+    options = kind()
     for name in ("reduceOp", "rootRank", "rootTensor", "timeout"):
         if opts is not None and hasattr(opts, name):
-            setattr(own, name, getattr(opts, name))
-    return own
+            setattr(options, name, getattr(opts, name))
+    return options
 
 
 class ProcessGroupMCCL(dist.ProcessGroup):
@@ -134,10 +134,10 @@ class ProcessGroupMCCL(dist.ProcessGroup):
             key = "all"
         if key not in self._communicators:
             name = f"{self._name}, ranks {', '.join(map(str, ranks))} of it"
-            made = Communicator(
+            communicator = Communicator(
                 name, self._store, self.rank(), list(ranks), str(key), self._timeout
             )
-            self._communicators[key] = made
+            self._communicators[key] = communicator
         return self._communicators[key]
 
     # -- reductions --------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._run(name, lambda: [start(opts)], tensors, divide)
 
     def allreduce(self, tensors, opts=None):
-        aliases, opts = _aliases(tensors), _kept(opts, c10d.AllreduceOptions)
+        aliases, opts = _aliases(tensors), _copied_options(opts, c10d.AllreduceOptions)
         start = self._gloo.allreduce
         return self._reducing("all_reduce", lambda o: start(aliases, o), opts, aliases, tensors)
 
@@ -164,7 +164,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._together([self.allreduce([tensor], opts) for tensor in tensors])
 
     def reduce(self, tensors, opts):
-        aliases, opts = _aliases(tensors), _kept(opts, c10d.ReduceOptions)
+        aliases, opts = _aliases(tensors), _copied_options(opts, c10d.ReduceOptions)
         start = self._gloo.reduce
         return self._reducing("reduce", lambda o: start(aliases, o), opts, aliases, tensors)
 
@@ -176,7 +176,10 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._together(works)
 
     def reduce_scatter_single(self, output, source, opts=None):
-        aliases, opts = (_flat(output), _flat(source)), _kept(opts, c10d.ReduceScatterOptions)
+        aliases, opts = (
+            (_flat(output), _flat(source)),
+            _copied_options(opts, c10d.ReduceScatterOptions),
+        )
         start = self._gloo._reduce_scatter_base
         tensors = [output, source]
         return self._reducing(
@@ -190,17 +193,17 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     # -- other collectives -------------------------------------------------------------------------
 
     def broadcast(self, tensors, opts):
-        aliases, opts = _aliases(tensors), _kept(opts, c10d.BroadcastOptions)
+        aliases, opts = _aliases(tensors), _copied_options(opts, c10d.BroadcastOptions)
         return self._run("broadcast", lambda: [self._gloo.broadcast(aliases, opts)], tensors)
 
     def allgather(self, outputs, inputs, opts=None):
-        opts = _kept(opts, c10d.AllgatherOptions)
+        opts = _copied_options(opts, c10d.AllgatherOptions)
         aliases = [_aliases(output) for output in outputs], _aliases(inputs)
         tensors = [*inputs, *(tensor for output in outputs for tensor in output)]
         return self._run("all_gather", lambda: [self._gloo.allgather(*aliases, opts)], tensors)
 
     def all_gather_single(self, output, source, opts=None):
-        aliases, opts = (_flat(output), _flat(source)), _kept(opts, c10d.AllgatherOptions)
+        aliases, opts = (_flat(output), _flat(source)), _copied_options(opts, c10d.AllgatherOptions)
         start = self._gloo._allgather_base
         return self._run("all_gather", lambda: [start(*aliases, opts)], [output, source])
 
@@ -209,21 +212,26 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
 
     def all_to_all_single(self, output, source, output_splits, source_splits, opts=None):
-        aliases, opts = (_alias(output), _alias(source)), _kept(opts, c10d.AllToAllOptions)
+        aliases, opts = (
+            (_alias(output), _alias(source)),
+            _copied_options(opts, c10d.AllToAllOptions),
+        )
         splits = list(output_splits), list(source_splits)
         start = self._gloo.alltoall_base
         return self._run("all_to_all", lambda: [start(*aliases, *splits, opts)], [output, source])
 
     def gather(self, outputs, inputs, opts):
-        opts = _kept(opts, c10d.GatherOptions)
+        opts = _copied_options(opts, c10d.GatherOptions)
         aliases = [_aliases(output) for output in outputs], _aliases(inputs)
         tensors = [*inputs, *(tensor for output in outputs for tensor in output)]
         return self._run("gather", lambda: [self._gloo.gather(*aliases, opts)], tensors)
 
     def scatter(self, outputs, inputs, opts):
-        opts = _kept(opts, c10d.ScatterOptions)
-        aliases = _aliases(outputs), [_aliases(one) for one in inputs]
-        tensors = [*outputs, *(tensor for one in inputs for tensor in one)]
+        opts = _copied_options(opts, c10d.ScatterOptions)
+        aliases = _aliases(outputs), [_aliases(tensors_of_rank) for tensors_of_rank in inputs]
+        tensors = list(outputs)
+        for tensors_of_rank in inputs:
+            tensors += tensors_of_rank
         return self._run("scatter", lambda: [self._gloo.scatter(*aliases, opts)], tensors)
 
     def barrier(self, opts=None):
@@ -244,10 +252,14 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         aliases, batched = _aliases(tensors), self._batch is not None
 
         def meet(turn_s):
-            ours, theirs = torch.tensor([turn_s], dtype=torch.float64), torch.zeros(1).double()
-            told, heard = (tag + int(batched) for tag in stamp_tags)
-            works = self._gloo.send([ours], peer, told), self._gloo.recv([theirs], peer, heard)
-            return works, theirs
+            turn = torch.tensor([turn_s], dtype=torch.float64)
+            turn_of_peer = torch.zeros(1).double()
+            send_tag, recv_tag = (tag + int(batched) for tag in stamp_tags)
+            works = (
+                self._gloo.send([turn], peer, send_tag),
+                self._gloo.recv([turn_of_peer], peer, recv_tag),
+            )
+            return works, turn_of_peer
 
         # An operation in a batch does not use the communicator of its two ranks.
         operation = Operation(
@@ -297,8 +309,8 @@ def _batch_isend_irecv(p2p_op_list):
         return _torchs_batch_isend_irecv(p2p_op_list)
 
     def post():
-        for one in p2p_op_list:
-            one.op(one.tensor, one.peer, group=one.group, tag=one.tag)
+        for operation in p2p_op_list:
+            operation.op(operation.tensor, operation.peer, group=operation.group, tag=operation.tag)
 
     return [group.transfer_together(post)]
 

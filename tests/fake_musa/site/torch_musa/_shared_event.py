@@ -115,9 +115,9 @@ def _device():
 
 def _run(jobs):
     while True:
-        event, due_s, *what = jobs.get()
+        event, due_s, *times = jobs.get()
         time.sleep(max(0.0, due_s - time.monotonic()))
-        event.end(*what)
+        event.end(*times)
         del event
 
 

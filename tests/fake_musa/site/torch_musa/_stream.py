@@ -73,7 +73,7 @@ class _PointAtOnce:
     def query(self):
         return torch.ops.fake_musa.stream_done(self._stream, self._count)
 
-    def synchronize(self, what, timeout_s=None):
+    def synchronize(self, reason, timeout_s=None):
         torch.ops.fake_musa.stream_run(self._stream, self._count)
         return True
 
@@ -103,9 +103,9 @@ class _PointInQueue:
     def query(self):
         return torch.ops.fake_musa.event_query(self._number)
 
-    def synchronize(self, what, timeout_s=None):
+    def synchronize(self, reason, timeout_s=None):
         limit_s = 1e9 if timeout_s is None else timeout_s
-        return torch.ops.fake_musa.event_synchronize(self._number, what, limit_s)
+        return torch.ops.fake_musa.event_synchronize(self._number, reason, limit_s)
 
 
 class Event:

@@ -50,8 +50,8 @@ def _is_outside(path):
     return path.startswith(_OUTSIDE_OF) or any(part in path for part in _TRANSLATIONS)
 
 
-def _count(what):
-    _counts[what.decode(), _line(), threading.current_thread().name] += 1
+def _count(call):
+    _counts[call.decode(), _line(), threading.current_thread().name] += 1
 
 
 _callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_count)
