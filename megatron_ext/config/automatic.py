@@ -98,9 +98,9 @@ def device_here() -> DeviceKind | None:
 
 def _batches(args: Namespace) -> Batches | None:
     """Return the batch sizes of one pipeline; None if the arguments do not give them."""
-    has_batch = any(
-        getattr(args, size, None) for size in ("global_batch_size", "step_batch_size_schedule")
-    )
+    has_batch = False
+    for size in ("global_batch_size", "step_batch_size_schedule"):
+        has_batch = has_batch or bool(getattr(args, size, None))
     if not (has_batch and getattr(args, "micro_batch_size", None)):
         return None
     return batches_of(args, args.pipeline_model_parallel_size, 1)

@@ -42,12 +42,19 @@ REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the s
 release."""
 
 
-_OPTIONS = "\n".join(
-    f"{generator.flag(key)}\n"
-    f"    Option of --pipeline-schedule {generator.name} (default: {values[0]})."
-    for generator in registered().values()
-    for key, values in generator.options.items()
-)
+def _option_entries() -> str:
+    """Return the entries for options of schedules, in the notation of `_HELP`."""
+    lines = []
+    for generator in registered().values():
+        for key, values in generator.options.items():
+            lines.append(generator.flag(key))
+            lines.append(
+                f"    Option of --pipeline-schedule {generator.name} (default: {values[0]})."
+            )
+    return "\n".join(lines)
+
+
+_OPTIONS = _option_entries()
 _IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
 # Help texts by flag. After the flag comes the field that it sets (`part.field` for a field of a
 # part) and the name of its value in the help. The field's type determines the accepted values; a
@@ -147,17 +154,23 @@ _HELP = f"""
 {_IGNORED}
 """
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
-_CHOICES = {
-    "--device-backend": DEVICES,
-    "--pipeline-layout": ("auto",),
+
+
+def _choices() -> dict[str, Sequence[Any]]:
+    """Return the values of flags whose type does not list them."""
+    choices: dict[str, Sequence[Any]] = {
+        "--device-backend": DEVICES,
+        "--pipeline-layout": ("auto",),
+    }
     # No argparse default: `_options` rejects options of other schedules, so it must know whether an
     # option was given, even with its default value.
-    **{
-        generator.flag(key): values
-        for generator in registered().values()
-        for key, values in generator.options.items()
-    },
-}
+    for generator in registered().values():
+        for key, values in generator.options.items():
+            choices[generator.flag(key)] = values
+    return choices
+
+
+_CHOICES = _choices()
 
 
 class _Row(NamedTuple):

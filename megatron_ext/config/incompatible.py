@@ -275,15 +275,13 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
 
     `subject` is the feature as the user chose it, such as `--pipeline-slices=4`.
     """
-    return [
-        Refusal(
-            rule.reads[0],
-            f"{subject} cannot run with {rule.flag}: {rule.reason}",
-            rule.remedy.replace("SUBJECT", subject),
-        )
-        for rule in rules
-        if rule.refuses(args)
-    ]
+    refused = []
+    for rule in rules:
+        if rule.refuses(args):
+            cause = f"{subject} cannot run with {rule.flag}: {rule.reason}"
+            remedy = rule.remedy.replace("SUBJECT", subject)
+            refused.append(Refusal(rule.reads[0], cause, remedy))
+    return refused
 
 
 def rules_of(
@@ -320,11 +318,12 @@ def rules_of(
             ("dynamic", "chosen", chooses),
             ("dynamic", "crossed", chooses and bool(placement.twin_hops)),
         ]
-    return [
-        (flag_of(args, config, field), RULES.get(group, ()))
-        for field, group, applies in groups
-        if applies
-    ]
+    rules_by_flag = []
+    for field, group, applies in groups:
+        if applies:
+            # A feature whose folder is deleted has no rules.
+            rules_by_flag.append((flag_of(args, config, field), RULES.get(group, ())))
+    return rules_by_flag
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:

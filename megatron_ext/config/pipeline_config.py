@@ -472,10 +472,10 @@ def is_of_type(value: object, hint: Any) -> bool:
         return isinstance(value, tuple) and all(is_of_type(item, parts[0]) for item in value)
     if origin is Mapping:
         key_hint, value_hint = parts
-        return isinstance(value, Mapping) and all(
-            is_of_type(key, key_hint) and is_of_type(item, value_hint)
-            for key, item in value.items()
-        )
+        if not isinstance(value, Mapping):
+            return False
+        are_keys = all(is_of_type(key, key_hint) for key in value)
+        return are_keys and all(is_of_type(item, value_hint) for item in value.values())
     if hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if hint is float else hint)

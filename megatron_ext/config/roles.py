@@ -245,6 +245,11 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
+    # With one of these, Megatron compares times or signals after each step, and may then end.
+    exit_settings = []
+    for dest in ("exit_duration_in_mins", "exit_signal_handler"):
+        if getattr(args, dest, None):
+            exit_settings.append(dest)
     return Job(
         ranks,
         args.rank,
@@ -253,9 +258,7 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
         message_bytes=message_bytes,
         gathers_late=_gathers_late(args),
-        ends_by_itself=any(
-            getattr(args, dest, None) for dest in ("exit_duration_in_mins", "exit_signal_handler")
-        ),
+        ends_by_itself=bool(exit_settings),
         recomputes_routers=_recomputes_routers(args),
     )
 

@@ -361,10 +361,9 @@ class _Ladder:
 
     def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
         """Return the seconds of exchange that pairs hide with these numbers of extra layers."""
-        passes = [
-            stage_passes[num_extra]
-            for stage_passes, num_extra in zip(self._passes, num_extra_by_stage, strict=True)
-        ]
+        passes = []
+        for stage_passes, num_extra in zip(self._passes, num_extra_by_stage, strict=True):
+            passes.append(stage_passes[num_extra])
         hidden_s = 0.0
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
             forward = passes[forward_position]

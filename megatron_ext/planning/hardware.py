@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError
@@ -216,30 +218,72 @@ _BLACKWELL: dict[str, Any] = {
 _RACK: dict[str, Any] = {"node_size": 64}
 # Exponentials take half as long as on B200.
 _ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
-# GiB, PFLOP/s in 16, 8 and 4 bits, GB/s to other nodes, and the shares that products reach.
-_BLACKWELLS: tuple[tuple[Any, ...], ...] = (
-    ("b200", 178.3, (2.25, 4.5, 9.0), 50, (0.523, 0.499, 0.458, 0.608), {}),
-    ("gb200", 184.0, (2.5, 5.0, 10.0), 50, (0.587, 0.560, 0.513, 0.683), _RACK),
-    ("b300", 268.0, (2.25, 4.5, 13.5), 100, (0.546, 0.521, 0.477, 0.423), _ULTRA),
-    ("gb300", 276.0, (2.5, 5.0, 15.0), 100, (0.718, 0.686, 0.628, 0.557), _RACK | _ULTRA),
-)
+
+
+def _blackwell(
+    name: str,
+    memory_gib: float,
+    *,
+    peak_pflops: tuple[float, float, float],
+    network_gb_per_s: float,
+    gemm_shares: tuple[float, float, float, float],
+    exceptions: Mapping[str, Any] = MappingProxyType({}),
+) -> DeviceKind:
+    """Return a device of the Blackwell family.
+
+    Args:
+        name: Its name.
+        memory_gib: Memory that a program can allocate.
+        peak_pflops: Peak operations in 16, 8 and 4 bits, in 10^15 per second.
+        network_gb_per_s: To other nodes.
+        gemm_shares: Shares of the peaks that products reach, in the order of `_GEMM`.
+        exceptions: Fields in which it differs from `_BLACKWELL`.
+    """
+    settings: dict[str, Any] = {**_BLACKWELL, **exceptions}
+    for peak, pflops in zip(_PEAKS, peak_pflops, strict=True):
+        settings[peak] = 1e15 * pflops
+    for share, value in zip(_GEMM, gemm_shares, strict=True):
+        settings[share] = value
+    return DeviceKind(
+        name=name, memory_gib=memory_gib, network_bytes=network_gb_per_s * _GB, **settings
+    )
+
 
 DEVICES = {
     device.name: device
     for device in (
         DeviceKind(name="h100", memory_gib=79.1, memory_bytes=3350 * _GB, **_HOPPER),
         DeviceKind(name="h200", memory_gib=139.8, memory_bytes=4800 * _GB, **_HOPPER),
-        *(
-            DeviceKind(
-                name=name,
-                memory_gib=memory_gib,
-                **{peak: 1e15 * value for peak, value in zip(_PEAKS, peaks, strict=True)},
-                network_bytes=network * _GB,
-                **dict(zip(_GEMM, shares, strict=True)),
-                **_BLACKWELL,
-                **exceptions,
-            )
-            for name, memory_gib, peaks, network, shares, exceptions in _BLACKWELLS
+        _blackwell(
+            "b200",
+            178.3,
+            peak_pflops=(2.25, 4.5, 9.0),
+            network_gb_per_s=50,
+            gemm_shares=(0.523, 0.499, 0.458, 0.608),
+        ),
+        _blackwell(
+            "gb200",
+            184.0,
+            peak_pflops=(2.5, 5.0, 10.0),
+            network_gb_per_s=50,
+            gemm_shares=(0.587, 0.560, 0.513, 0.683),
+            exceptions=_RACK,
+        ),
+        _blackwell(
+            "b300",
+            268.0,
+            peak_pflops=(2.25, 4.5, 13.5),
+            network_gb_per_s=100,
+            gemm_shares=(0.546, 0.521, 0.477, 0.423),
+            exceptions=_ULTRA,
+        ),
+        _blackwell(
+            "gb300",
+            276.0,
+            peak_pflops=(2.5, 5.0, 15.0),
+            network_gb_per_s=100,
+            gemm_shares=(0.718, 0.686, 0.628, 0.557),
+            exceptions=_RACK | _ULTRA,
         ),
         DeviceKind(
             name="mi300x",
@@ -346,10 +390,10 @@ def _read_device(path: Path) -> DeviceKind:
         content: dict[str, Any] = read_json(path, _MAX_FILE_BYTES)
         base = content.pop("base", None)
         content.setdefault("name", path.stem)
-        content["measured"] = tuple(
-            (part, (float(forward), float(input_), float(weight)))
-            for part, (forward, input_, weight) in content.get("measured", {}).items()
-        )
+        factors = []
+        for part, (forward, input_, weight) in content.get("measured", {}).items():
+            factors.append((part, (float(forward), float(input_), float(weight))))
+        content["measured"] = tuple(factors)  # a hashable field
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})
         if base is not None:

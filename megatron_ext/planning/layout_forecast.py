@@ -702,10 +702,10 @@ def _simulated_span(
     timeline = simulate(table, costs)
     num_beyond = sizes.num_microbatches - key.num_microbatches
     # For each micro-batch beyond the simulated ones, assume at least the work of the busiest rank.
-    busiest_s = max(
-        rank.part.work - hidden_share * rank.part.exchange
-        for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True)
-    )
+    ranks_s = []
+    for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True):
+        ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
+    busiest_s = max(ranks_s)
     pipeline_s = timeline.makespan + num_beyond / twins * busiest_s
     if num_beyond and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s:
         # Simulate one more round, which includes the waiting times of ranks in each round.
@@ -726,10 +726,11 @@ def _memory_bytes(
 ) -> list[float]:
     """Return the memory of each rank at its worst moment."""
     message_bytes = _message_bytes(job, sizes) if sizes.pp > 1 else 0.0
-    return [
-        rank.memory_bytes(_static_bytes(job, sizes, rank.part, twins), message_bytes)
-        for rank in ranks
-    ]
+    memory_bytes = []
+    for rank in ranks:
+        static_bytes = _static_bytes(job, sizes, rank.part, twins)
+        memory_bytes.append(rank.memory_bytes(static_bytes, message_bytes))
+    return memory_bytes
 
 
 def _layout(

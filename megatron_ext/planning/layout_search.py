@@ -331,11 +331,12 @@ class _Choices:
         if num_experts:
             divisor = math.gcd(num_experts, devices_of_stage)
             powers = [ep for ep in _powers_of_two(divisor) if divisor % ep == 0]
-        return [
-            ep
-            for ep in self._fixed_or("ep", powers)
-            if devices_of_stage % ep == 0 and (num_experts or 1) % ep == 0
-        ]
+        sizes = []
+        for ep in self._fixed_or("ep", powers):
+            # Each rank has the same number of experts; a model without experts has one rank each.
+            if devices_of_stage % ep == 0 and (num_experts or 1) % ep == 0:
+                sizes.append(ep)
+        return sizes
 
     def micro_batch(self) -> list[int]:
         return self._fixed_or("micro_batch", _powers_of_two(8))

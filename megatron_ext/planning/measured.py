@@ -123,9 +123,11 @@ def cut_anew(
     the ends over their neighbours, for embedding and loss, stays in the ends.
     """
     by_pass = [_cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)]
-    return tuple(
-        (max(SHORTEST, times[0]), times[1], times[2]) for times in zip(*by_pass, strict=True)
-    )
+    stages = []
+    for forward, input_gradient, weight in zip(*by_pass, strict=True):
+        # A stage without layers may take no time, which the simulator does not accept.
+        stages.append((max(SHORTEST, forward), input_gradient, weight))
+    return tuple(stages)
 
 
 def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:

@@ -87,11 +87,10 @@ def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -
             f"ranks the same --pipeline-transport"
         )
     no_memory = address.why_no_memory_with(peer_address)
-    no_rdma = [
-        f"host {end.host} has no RDMA: {end.no_rdma}"
-        for end in (address, peer_address)
-        if end.no_rdma
-    ]
+    no_rdma = []
+    for end in (address, peer_address):
+        if end.no_rdma:
+            no_rdma.append(f"host {end.host} has no RDMA: {end.no_rdma}")
     if address.wire == "shm" and no_memory is not None:
         raise TransportError(
             f"rank {rank} shares no memory with rank {peer}: {no_memory}; take "

@@ -127,9 +127,10 @@ class DirectTransport:
         # messages have not arrived yet.
         self._incomplete: list[tuple[int, Message]] = []
         self._is_aborted = self._is_closed = False
-        self._peers = {
-            peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
-        }
+        self._peers = {}
+        for peer in host.stats().wires:
+            if peers is None or peer in peers:
+                self._peers[peer] = _Peer()
         self._stats = Stats(wires=dict.fromkeys(self._peers, "ipc"))
         for peer in self._peers:
             if rank < peer:
@@ -232,11 +233,12 @@ class DirectTransport:
         else:
             text = self._host.recv(source, message.notice, timeout_s)
             self._incomplete.append((source, message))
-            self._incomplete = [
-                (sender, name)
-                for sender, name in self._incomplete
-                if not self._host.drop(sender, name)
-            ]
+            # The message itself follows its notice, and keeps a slot until it is dropped.
+            incomplete = []
+            for sender, name in self._incomplete:
+                if not self._host.drop(sender, name):
+                    incomplete.append((sender, name))
+            self._incomplete = incomplete
         expected = self._expected.pop((source, message))
         content = text.numpy().tobytes()
         number, code, num_dims = _HEAD.unpack_from(content)

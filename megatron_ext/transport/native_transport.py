@@ -570,12 +570,14 @@ class NativeTransport:
                 return PeerClosed(f"{problem}; {place(report)} closed its transport")
         if isinstance(cause, TransportError):
             return TransportError(f"{problem}: {cause}")
-        links = "; ".join(
-            f"{place(report)} is {report.state}: {report.num_arrived} messages arrived but not "
-            f"received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
-            f"messages queued for it"
-            for report in reports
-        )
+        lines = []
+        for report in reports:
+            lines.append(
+                f"{place(report)} is {report.state}: {report.num_arrived} messages arrived but not "
+                f"received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
+                f"messages queued for it"
+            )
+        links = "; ".join(lines)
         return TransportTimeout(f"{problem} of {cause:g} s; {links or 'there are no peers'}")
 
     def _unsent(self, target: int, message: Message, error: TransportError) -> TransportError:

@@ -123,11 +123,11 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     _load_generators()
     # Sorted, because plug-ins register in the order of their imports, which differs from program to
     # program.
-    return {
-        name: generator
-        for name, generator in sorted(_GENERATORS.items())
-        if generator.listed or unlisted
-    }
+    generators = {}
+    for name, generator in sorted(_GENERATORS.items()):
+        if generator.listed or unlisted:
+            generators[name] = generator
+    return generators
 
 
 def get(name: str) -> Generator:

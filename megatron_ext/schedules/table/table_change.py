@@ -71,11 +71,13 @@ def in_use(**options: Option) -> dict[str, Any]:
 
     A table without a feature then imports none of its files.
     """
-    return {
-        option: value
-        for option, value in options.items()
-        if value is True or (not isinstance(value, bool) and value != 1)
-    }
+    changing = {}
+    for option, value in options.items():
+        # A switch changes tables if it is on, a number if it is not 1.
+        is_on = value if isinstance(value, bool) else value != 1
+        if is_on:
+            changing[option] = value
+    return changing
 
 
 def table_changes(options: dict[str, Option]) -> list[TableChange]:

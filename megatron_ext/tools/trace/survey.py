@@ -455,9 +455,9 @@ def text(surveys: Sequence[RankSurvey]) -> str:
     )
     for survey in surveys[:_MAX_LINES]:
         rank = figures([survey])
-        causes = [
-            f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in list(rank.idle_ns.items())[:3]
-        ]
+        causes = []
+        for cause, time_ns in list(rank.idle_ns.items())[:3]:  # the longest come first
+            causes.append(f"{cause} {time_ns / 1e6:.1f} ms")
         lines.append(
             f"  {survey.header.label}: busy {rank.busy_ns / 1e6:.1f} ms; "
             f"{', '.join(causes) or 'never idle'}; "
