@@ -291,9 +291,12 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
     """Measure one row of the first table."""
     sizes = Sizes(pp, _NUM_MICROBATCHES, _FORWARD_S, 2, steps)
     if isinstance(system, Own):
-        tp, roles, table = 1, 1, system.pipeline(pp, _NUM_MICROBATCHES).full
+        tp = 1
+        roles = 1
+        table = system.pipeline(pp, _NUM_MICROBATCHES).full
     else:
-        tp, roles = system.tp, 2
+        tp = system.tp
+        roles = 2
         table = generate("fbd", 2 * pp, _NUM_MICROBATCHES, activations=system.activations)
     makespan = simulate(table, _RoleCosts(tp=tp)).makespan
     by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
@@ -307,9 +310,11 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
 def steps_as_markdown(rows: list[Row]) -> str:
     """Return the first table; figures are relative to 1F1B with the same number of stages."""
     reference = {row.pp: row for row in rows if row.name == "1F1B"}
-    lines, off = [], []
+    lines = []
+    off = []
     for row in rows:
-        than, deviation = reference[row.pp], row.measured / row.computed - 1
+        than = reference[row.pp]
+        deviation = row.measured / row.computed - 1
         off.append((deviation, f"{row.name}, TP {row.tp}, PP {row.pp}"))
         lines.append((
             row.name,

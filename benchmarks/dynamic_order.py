@@ -34,7 +34,8 @@ _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, 
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")
 _GREEDY = ("interleaved chunks=2, breadth-first", "interleaved chunks=2, depth-first")
 _TORCH = ("torch InterleavedZeroBubble", "torch ZBVZeroBubble")
-_ZBV, _ZBV_HINTS = "zb-v, static", ("zb-v, hint +0", "zb-v, hint +1")
+_ZBV = "zb-v, static"
+_ZBV_HINTS = ("zb-v, hint +0", "zb-v, hint +1")
 _BITPIPE = "bitpipe order=paper, static, split"
 _BITPIPE_HINTS = ("bitpipe order=paper, hint +0", "bitpipe order=paper, hint +1")
 _ALL = tuple(SCENARIOS)
@@ -128,7 +129,9 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
 
 def text_of(result: PartResult) -> str:
     """Return all tables of a part, and the conditions under which it ran."""
-    part, sizes, figures = result.part, result.compared.sizes, result.compared.figures
+    part = result.part
+    sizes = result.compared.sizes
+    figures = result.compared.figures
     if result.simulated:
         conditions = f"simulated, {sizes.steps} draws"
     else:
@@ -155,7 +158,8 @@ def text_of(result: PartResult) -> str:
 
 def _against(comparison: Comparison, result: PartResult) -> str:
     """Return how much faster than a reference each system is, by scenario."""
-    sizes, figures = result.compared.sizes, result.compared.figures
+    sizes = result.compared.sizes
+    figures = result.compared.figures
     measured = {system for system, _ in figures}
     ideal_s = sizes.work_s
     if result.simulated:

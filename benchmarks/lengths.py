@@ -171,10 +171,11 @@ class Batch:
 
     def step(self, way: Way) -> float:
         """Return the time of the slowest replica, in forwards of the mean micro-batch."""
-        return max(
-            simulated(way.system, self.pp, len(row), Costs(microbatch_scale=row)).makespan
-            for row in self.rows(way)
-        )
+        makespans = []
+        for row in self.rows(way):
+            costs = Costs(microbatch_scale=row)
+            makespans.append(simulated(way.system, self.pp, len(row), costs).makespan)
+        return max(makespans)
 
     def bound(self) -> float:
         """Return the shortest possible step under the first way."""
@@ -184,7 +185,8 @@ class Batch:
 
 def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[float]]) -> str:
     """Return all ways at one size and workload as a table, with its heading."""
-    workload, reference = WORKLOADS[name], steps[UPSTREAM]
+    workload = WORKLOADS[name]
+    reference = steps[UPSTREAM]
     rows = [("", "step", "speed")]
     rows += [
         (way, f"{statistics.median(steps_of_way):.1f}", spread(ratios(reference, steps_of_way), 2))

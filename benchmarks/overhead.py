@@ -105,7 +105,10 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
     devices.current()  # must come before Megatron is imported
     from megatron.training import training
 
-    dispatch, train_step, count, steps = REGISTRY._dispatch, training.train_step, 0, []
+    dispatch = REGISTRY._dispatch
+    train_step = training.train_step
+    count = 0
+    steps = []
 
     def counting(*call: Any) -> Any:
         nonlocal count
@@ -113,7 +116,8 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
         return dispatch(*call)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        before, begin_s = count, time.perf_counter()
+        before = count
+        begin_s = time.perf_counter()
         result = train_step(*args, **kwargs)
         steps.append((count - before, time.perf_counter() - begin_s))
         return result
@@ -330,7 +334,8 @@ def traces(quick: bool) -> str:
             took_s, cpu_s, kib = map(float, printed.split())
             rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", f"{kib / 2**20:.2f} GiB"))
         if any(map(shutil.which, browser.NAMES)):
-            page, empty = directory / "report.html", Path(scratch) / "empty.html"
+            page = directory / "report.html"
+            empty = Path(scratch) / "empty.html"
             empty.write_text("<!doctype html><html><body></body></html>")
             name = f"the browser with the report ({page.stat().st_size / 2**20:.1f} MiB)"
             for subject, file in ((name, page), ("the browser with an empty page", empty)):

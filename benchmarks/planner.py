@@ -194,7 +194,8 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     so 1 means even.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
-    device, compared = parse_devices("1xh100")[1], []
+    device = parse_devices("1xh100")[1]
+    compared = []
     for model, pp, layout in data["layouts"]:
         sizes = sizes_of_flags(data["models"][model].split(), model)
         experts = 8 if sizes.num_experts else 1
@@ -273,7 +274,8 @@ def sleeping_s(plan: Layout, factor: float) -> float:
             factor * seconds for seconds in (part.forward, part.input, part.weight)
         )
         stages.append({"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s})
-    sizes, name = plan.sizes, plan.schedule
+    sizes = plan.sizes
+    name = plan.schedule
     chunks = plan.chunks if name == "interleaved" else None
     longest_s = factor * plan.pipeline_s / sizes.num_microbatches
     by_rank = ranks.run(
@@ -410,7 +412,8 @@ def time_training(argv: list[str]) -> list[tuple[float, float]]:
         def run(*args: Any, **kwargs: Any) -> Any:
             device.synchronize()
             torch.distributed.barrier()
-            begin, end = device.timing_event(), device.timing_event()
+            begin = device.timing_event()
+            end = device.timing_event()
             begin.record()
             result = call(*args, **kwargs)
             end.record()
@@ -486,22 +489,23 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
     """Print errors of time and memory by source and model; `plain` are the rows without flags."""
-    off = [
-        ((row["model"],), (error, memory))
-        for row, _, error, memory in rows
-        if row["source"] == "SimuMax"
-    ]
+    off = []
+    for row, _, error, memory in rows:
+        if row["source"] == "SimuMax":
+            off.append(((row["model"],), (error, memory)))
     lines: list[tuple[str, ...]] = [
         ("SimuMax", model, str(len(time)), *summary(time), *summary(memory))
         for model, (time, memory) in grouped(off)
     ]
     print(markdown(("source", "model", "rows", "time, mean %", "worst %", "memory, mean %",
                     "worst %"), lines) + "\n")  # fmt: skip
-    others_off = [
-        ((row["model"],), (error, None, bare) if row["fitted"] else (None, error, bare))
-        for (row, _, error, _), (_, _, bare, _) in zip(rows, plain, strict=True)
-        if row["source"] == "Megatron-Bridge"
-    ]
+    others_off = []
+    for (row, _, error, _), (_, _, bare, _) in zip(rows, plain, strict=True):
+        if row["source"] == "Megatron-Bridge":
+            errors: tuple[float | None, ...] = (error, None, bare)
+            if not row["fitted"]:
+                errors = (None, error, bare)
+            others_off.append(((row["model"],), errors))
     lines = [
         (model, str(len(fitted)), *summary(fitted), str(len(unfitted)), *summary(unfitted),
          *summary(bare))

@@ -34,7 +34,8 @@ from megatron_ext.tools.text_table import aligned
 _PARTS = ("schedules", "memory", "keys")
 _LENGTH = 4 * SEQUENCE_LENGTH
 """Tokens per sample of real models."""
-_SLICES, _ATTENTION = (1, 4, 8, 16), (0.3, 0.6)
+_SLICES = (1, 4, 8, 16)
+_ATTENTION = (0.3, 0.6)
 _FORWARD_MS = 80.0
 _COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights", "gap us")
 
@@ -101,7 +102,8 @@ def main() -> int:
         help="forward of the shortest slice: the whole one is longer if it has to be")  # fmt: skip
     add("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     args = parser.parse_args()
-    at_sizes, forward_ms = [(4, 4), (4, 8), (8, 16)], _FORWARD_MS
+    at_sizes = [(4, 4), (4, 8), (8, 16)]
+    forward_ms = _FORWARD_MS
     if args.quick:
         at_sizes, args.slice_ms, forward_ms = [(4, 4)], 2.0, 4.0
     ranks.clean_up_when_terminated()

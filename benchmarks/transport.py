@@ -107,7 +107,8 @@ class _Socket(_Torch):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
         # Rank 0 publishes its address in the store.
-        name, store = f"socket-{tensor.nbytes}", dist.distributed_c10d._get_default_store()
+        name = f"socket-{tensor.nbytes}"
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 listener.settimeout(_TIMEOUT_S)
@@ -136,7 +137,8 @@ class _Socket(_Torch):
 
 def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTransport:
     """Connect the two ranks, under a name for this wire and size."""
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    me = dist.get_rank()
     return NativeTransport(
         store, me, [1 - me], run_id=name, wire=wire, slots=8, slot_bytes=slot_bytes, **options
     )
@@ -204,7 +206,9 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         num_devices = torch.get_device_module(backend).device_count()
         place = device.torch_device(dist.get_rank() % num_devices)
         device.bind(place.index)
-        arrived, tensor, count = device.synchronize, tensor.to(place), 50
+        arrived = device.synchronize
+        tensor = tensor.to(place)
+        count = 50
         host = native("shm", num_bytes, f"gpu-staged-{num_bytes}", for_device=True)
         notes = native("shm", NOTE_BYTES, f"gpu-ipc-{num_bytes}")
         sharing = device.sharing(place)
@@ -219,7 +223,8 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         pairs = [(tensor.cpu(), tensor)]
     else:
         # A plain copy is a lower bound only for messages that go through shared memory.
-        count, alone = 300, "copy" if num_bytes <= _MAX_SHM_BYTES else ""
+        count = 300
+        alone = "copy" if num_bytes <= _MAX_SHM_BYTES else ""
         wires = _of_host(tensor)
         pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
@@ -284,10 +289,11 @@ def left_out() -> str:
 def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
     """Return the figures by size and wire as the tables of docs/transport.md."""
     units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size]
-    wires = dict.fromkeys(
-        wire for figures_by_wire in figures_by_size.values() for wire in figures_by_wire
-    )
-    latencies, bandwidths = [], []
+    wires: dict[str, None] = {}  # a set that keeps the order
+    for figures_by_wire in figures_by_size.values():
+        wires |= dict.fromkeys(figures_by_wire)
+    latencies = []
+    bandwidths = []
     for wire in wires:
         latencies.append([wire, *["-"] * len(figures_by_size)])
         bandwidths.append([wire, *["-"] * len(figures_by_size)])

@@ -71,9 +71,10 @@ def chosen(
     parser: argparse.ArgumentParser, systems: Sequence[System], only: Sequence[str]
 ) -> list[System]:
     """Return the systems whose name contains one of the texts; without texts, return all."""
-    selected = [
-        system for system in systems if not only or any(text in system.name for text in only)
-    ]
+    selected = []
+    for system in systems:
+        if not only or any(text in system.name for text in only):
+            selected.append(system)
     if not selected:
         names = "; ".join(system.name for system in systems)
         parser.error(f"no system has {' or '.join(only)} in its name; there are: {names}")
@@ -105,9 +106,9 @@ def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Return the median and, in brackets, the lowest and the highest value."""
-    median, low, high = (
-        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
-    )
+    median = f"{statistics.median(values):.{digits}f}"
+    low = f"{min(values):.{digits}f}"
+    high = f"{max(values):.{digits}f}"
     return f"{median} ({low} .. {high})"
 
 

@@ -41,10 +41,8 @@ class Compared:
         orders that ran. None for other systems, without a table, or if nothing ran.
         """
         (name, scenario), figures = key, self.figures[key]
-        dynamic, own_systems = (
-            self.systems[name],
-            [system for system in self.systems.values() if isinstance(system, Own)],
-        )
+        dynamic = self.systems[name]
+        own_systems = [system for system in self.systems.values() if isinstance(system, Own)]
         if not (isinstance(dynamic, Own) and dynamic.config.dynamic):
             return None
         schedule = dynamic.config.schedule
@@ -92,7 +90,8 @@ def compare(
         simulates: Compute the expected times instead of measuring; only for our systems.
         where: Device and environment of the ranks; see `ranks.run`.
     """
-    compared, before = Compared(sizes), machine()
+    compared = Compared(sizes)
+    before = machine()
     for system, names in selection:
         compared.systems[system.name] = system
         try:
@@ -151,11 +150,10 @@ def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
 
 def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> str:
     """Return the figures of all comparisons as one text table."""
-    all_cells = [
-        cells(compared, key, figures)
-        for compared in comparisons
-        for key, figures in compared.figures.items()
-    ]
+    all_cells = []
+    for compared in comparisons:
+        for key, figures in compared.figures.items():
+            all_cells.append(cells(compared, key, figures))
     return aligned([columns, *([row[name] for name in columns] for row in all_cells)])
 
 

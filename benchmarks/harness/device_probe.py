@@ -48,11 +48,10 @@ class DeviceProbe(Probe):
 
     def finish(self) -> int:
         """Wait until the device ends the step; return how often the host had waited before that."""
-        waits: int = sum(
-            count
-            for (_, _, thread), count in host_waits.by_line().items()
-            if "megatron-ext" not in thread  # a staged transport's threads are meant to wait
-        )
+        waits = 0
+        for (_, _, thread), count in host_waits.by_line().items():
+            if "megatron-ext" not in thread:  # a staged transport's threads are meant to wait
+                waits += count
         devices.current().synchronize()
         return waits
 

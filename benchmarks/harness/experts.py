@@ -89,12 +89,13 @@ class ExpertProbe(DeviceProbe):
 def _meet(device: torch.device) -> None:
     """Make the current stream wait until the other ranks of the expert group have arrived."""
     group = parallel_state.get_expert_model_parallel_group()
-    operations = [
-        torch.distributed.P2POp(do, torch.empty(1, device=device), other, group)
-        for other in torch.distributed.get_process_group_ranks(group)
-        if other != torch.distributed.get_rank()
-        for do in (torch.distributed.isend, torch.distributed.irecv)
-    ]
+    operations = []
+    for peer in torch.distributed.get_process_group_ranks(group):
+        if peer == torch.distributed.get_rank():
+            continue
+        for operation in (torch.distributed.isend, torch.distributed.irecv):
+            buffer = torch.empty(1, device=device)
+            operations.append(torch.distributed.P2POp(operation, buffer, peer, group))
     for work in torch.distributed.batch_isend_irecv(operations):
         work.wait()
 
@@ -122,7 +123,8 @@ class _Layer(torch.nn.Module):
 
     def _spending(self, kind: Kind, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that spends a gradient's time; weight gradients may be left to W."""
-        place, probe = self.place, self.probe
+        place = self.place
+        probe = self.probe
 
         def passes(gradient: torch.Tensor) -> torch.Tensor:
             if kind == "I" or probe.split is None or not probe.split.is_deferring:

@@ -99,7 +99,8 @@ def set_up(
     Returns:
         The stages, and the arguments of a forward-backward function.
     """
-    pp, num_chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
+    pp = placement.num_ranks
+    num_chunks = placement.num_stages // placement.num_ranks
     virtual = num_chunks if num_chunks > 1 else None
     experts = torch.distributed.get_world_size() // (pp * placement.twins)
     _initialize(pp, virtual, experts)
@@ -125,7 +126,8 @@ def set_up(
 
 def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]) -> None:
     """Record every forward and backward step that this process runs, for the rest of its life."""
-    run_forward, run_backward = schedules.forward_step, schedules.backward_step
+    run_forward = schedules.forward_step
+    run_backward = schedules.backward_step
 
     @functools.wraps(run_forward)
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:

@@ -199,7 +199,8 @@ def replay(
         ValueError: The order is impossible, so the record is wrong.
     """
     ready_s: _Made = {}
-    position, now = [0] * len(rows), [0.0] * len(rows)
+    position = [0] * len(rows)
+    now = [0.0] * len(rows)
     # Advance each rank as far as inputs exist, until no rank gets any further.
     progress = True
     while progress:

@@ -71,7 +71,8 @@ class OpTimes:
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         """Return the time of one op; in sliced tables, micro-batches are slices."""
-        seconds, shares = self.forward_s * self.share, self.slices.get(kind, (1.0,))
+        seconds = self.forward_s * self.share
+        shares = self.slices.get(kind, (1.0,))
         return seconds * (2 if kind == "B" else 1) * shares[microbatch % len(shares)]
 
     def of(self, op: Op) -> float:
@@ -155,7 +156,8 @@ class NoisyTimes(OpTimes):
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         if kind == "B":  # the times of I and W
             return sum(self.seconds(half, stage, microbatch) for half in ("I", "W"))
-        scenario, middle = self.scenario, (max(self.rank_of) + 1) // 2
+        scenario = self.scenario
+        middle = (max(self.rank_of) + 1) // 2
         factor = self._factor(scenario.jitter, kind, stage, microbatch)
         factor *= self._factor(scenario.microbatch, microbatch)
         if self.rank_of[stage] == middle:
@@ -173,7 +175,8 @@ class NoisyTimes(OpTimes):
         ends = self.rank_of[source], self.rank_of[stage]
         if ends[0] == ends[1]:
             return 0.0
-        scenario, middle = self.scenario, (max(self.rank_of) + 1) // 2
+        scenario = self.scenario
+        middle = (max(self.rank_of) + 1) // 2
         seconds = 0.0
         if scenario.latency:
             seconds = scenario.latency * self._factor(1.0, "link", kind, stage, microbatch)

@@ -71,7 +71,8 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
     except build.NoCompiler as error:
         raise SystemExit(f"the emulated device cannot be built: {error}") from None
     # A device's clock may lag one forward behind its host's.
-    lag_us, costs = 1e6 * sizes.forward_s, DEVICE_COSTS
+    lag_us = 1e6 * sizes.forward_s
+    costs = DEVICE_COSTS
     env = queued(connections=connections, stuck_s=60, lag_us=lag_us, **costs)
     words = (
         f"{connections} hardware queues, a copy {costs['copy_us']:g} us and "
@@ -109,7 +110,8 @@ def measure(
         step()
         runtime_s = time.thread_time() - thread_s - probe.cpu_s
         host_waits = probe.finish()
-        end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        end_s = time.perf_counter()
+        cpu_s = time.process_time() - cpu_s
         records.append(Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits))
     probe.meet()  # no rank may leave while others wait for its messages
     return records[sizes.warmup :]
@@ -129,7 +131,8 @@ def prepare(
 
     from megatron_ext import devices
 
-    device, rank = devices.current(), int(os.environ["RANK"])
+    device = devices.current()
+    rank = int(os.environ["RANK"])
     device.bind(rank)
     if device.name == "cpu":
         # Pin each rank to separate CPUs, as launchers do; if there are too few, neighbours still

@@ -27,7 +27,8 @@ _LATENCY = 0.01
 
 def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
     """Return a scenario's draws for the stages of a system: one for each of `sizes.steps`."""
-    share, rank_of = system.share(sizes.pp), system.placement(sizes.pp).rank_of
+    share = system.share(sizes.pp)
+    rank_of = system.placement(sizes.pp).rank_of
     return [
         NoisyTimes(sizes.forward_s, share, SCENARIOS[name], rank_of, 0, draw)
         for draw in range(sizes.steps)
@@ -54,12 +55,12 @@ def measure(
             continue
         print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
         # Repeat all draws in turn, so that a busy moment of the machine affects each only once.
-        draws = {
-            name: [system.times(sizes)] * sizes.steps  # of slices too
-            if name == "quiet"
-            else noisy(system, sizes, name)
-            for name in together
-        }
+        draws = {}
+        for name in together:
+            if name == "quiet":
+                draws[name] = [system.times(sizes)] * sizes.steps  # of slices too
+            else:
+                draws[name] = noisy(system, sizes, name)
         times = [draw for draws_of_name in draws.values() for draw in draws_of_name * repetitions]
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
         by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)
@@ -165,8 +166,10 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         schedule: The table, whose backwards are all split.
         costs: Times of actions and links.
     """
-    durations, factors = costs.durations(schedule), costs.action_factors(schedule)
-    links, last = costs.link_factors(schedule), schedule.num_stages - 1
+    durations = costs.durations(schedule)
+    factors = costs.action_factors(schedule)
+    links = costs.link_factors(schedule)
+    last = schedule.num_stages - 1
     jobs: dict[tuple[int, Kind, int], _Job] = {}
 
     def time(kind: Kind, stage: int, m: int) -> float:
@@ -184,7 +187,8 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         # Down the stages, then back, with each W on the side.
         chain: list[tuple[Kind, int]] = [("F", stage) for stage in range(last + 1)]
         chain += [("I", stage) for stage in range(last, -1, -1)]
-        release, releases = 0.0, []
+        release = 0.0
+        releases = []
         for kind, stage in chain:
             releases.append(release)
             release += time(kind, stage, m) + under_way(kind, stage, m)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -149,11 +149,16 @@ class _SplitPipeline(Pipeline):
         return split_backwards(super().schedule(num_microbatches))
 
 
-VARIANTS = {
-    " ".join([name, *(f"{key}={value}" for key, value in options.items())]): (name, options)
-    for name, generator in registered().items()
-    for options in generator.variants
-}
+def _variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    variants: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for name, generator in registered().items():
+        for options in generator.variants:
+            words = [f"{key}={value}" for key, value in options.items()]
+            variants[" ".join([name, *words])] = (name, options)
+    return variants
+
+
+VARIANTS = _variants()
 """Name and options of each variant of the registered schedules, by its label in the table."""
 ORDERS: dict[str, DynamicOrder | None] = {
     "static": None,
@@ -226,7 +231,8 @@ def all_systems() -> list[System]:
     for shown, transport, latency in wires:
         prefix = f"megatron_ext, {shown}: "
         systems += [own(prefix + label, label, transport=transport) for label in VARIANTS]
-        name, costs = f"{prefix}bitpipe order=zb for latency {latency:g}", Costs(latency=latency)
+        name = f"{prefix}bitpipe order=zb for latency {latency:g}"
+        costs = Costs(latency=latency)
         systems.append(own(name, "bitpipe order=zb", transport=transport, costs=costs))
     return systems
 
