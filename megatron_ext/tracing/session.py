@@ -362,18 +362,23 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
     visited = set(queue)
     while queue:
         node = queue.pop()
-        # torch's nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        for name in names or ["saved_tensors"]:
-            saved = getattr(node, name, None)
-            candidates = saved if isinstance(saved, tuple | list) else (saved,)
-            for candidate in candidates:
-                if isinstance(candidate, torch.Tensor):
-                    yield candidate
+        yield from _saved_by(node)
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)
                 queue.append(next_node)
+
+
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that one node of a graph keeps."""
+    # torch's nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    for name in names or ["saved_tensors"]:
+        saved = getattr(node, name, None)
+        candidates = saved if isinstance(saved, tuple | list) else (saved,)
+        for candidate in candidates:
+            if isinstance(candidate, torch.Tensor):
+                yield candidate
 
 
 def _attributes_of(message: Message) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config.batches import Batches, batches_of
 from megatron_ext.config.cut import UserCut
+from megatron_ext.config.flags import in_flags
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.planning.choice import NOT_FORECAST
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
@@ -135,14 +136,11 @@ def check_training(
     elif answer.config.disaggregation is None:
         name = "Megatron's own schedule"
         hangs = KNOWN_HANGS
-        try:  # `preflight` does not check the cut of Megatron's schedules
-            args.num_chunks = UserCut.of(vars(args)).chunks
-            layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
+        try:
+            _set_facts_of_cut(answer)
         except (ArgumentsError, ScheduleError) as error:
-            yield Diagnosis.of("FAIL", "layout", error)
+            yield Diagnosis.of("FAIL", "layout", reworded(str(error), in_flags))
             return
-        args.ends_without_layers = layout[-1] == "L"
-        args.shapes_travel = answer.transport_only is not None
     for rule in hangs:
         if rule.refuses(args):
             yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
@@ -152,11 +150,30 @@ def check_training(
         line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
         yield Diagnosis("OK", "layout", line)
     else:
-        # argparse keeps the separator, and the script is optional.
-        flags = [word for word in words if word != "--"]
-        if flags and flags[0].endswith(".py"):
-            del flags[0]
-        yield from _forecast(answer, flags, device)
+        yield from _forecast(answer, _flags_in(words), device)
+
+
+def _set_facts_of_cut(answer: Preflight) -> None:
+    """Set the arguments that `KNOWN_HANGS` reads and that are not flags, for Megatron's schedules.
+
+    Raises:
+        ArgumentsError: The flags of the cut contradict each other, or do not divide.
+        ScheduleError: The layout is not in Megatron's notation.
+    """
+    # `preflight` does not check the cut of Megatron's schedules.
+    args = answer.checked_args
+    args.num_chunks = UserCut.of(vars(args)).chunks
+    layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
+    args.ends_without_layers = layout[-1] == "L"
+    args.shapes_travel = answer.transport_only is not None
+
+
+def _flags_in(words: Sequence[str]) -> list[str]:
+    """Return the flags of a command line, which argparse may give with the separator."""
+    flags = [word for word in words if word != "--"]
+    if flags and flags[0].endswith(".py"):  # the script is optional
+        del flags[0]
+    return flags
 
 
 def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
@@ -246,7 +263,7 @@ def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> It
     try:
         job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:
-        yield Diagnosis.of("FAIL", "layout", error)
+        yield Diagnosis.of("FAIL", "layout", reworded(str(error), in_flags))
         return
     if plan is None:
         reason = "the planner has no forecast for this schedule or cut"
