@@ -323,6 +323,7 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
         ArgumentsError: A word is not one of our flags, or a value is invalid.
     """
     parser = add_arguments(WordParser(source))
+    # A flag that is absent here must not overrule the command line with its default.
     for action in parser._actions:
         action.default = SUPPRESS
     try:

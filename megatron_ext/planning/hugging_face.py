@@ -97,6 +97,7 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
             "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
             "v-head-dim": config["v_head_dim"],
         }
+    # Heads may be wider or narrower than the hidden size divided by their number.
     values = {"kv-channels": config.get("head_dim")}
     if _has_groups(config):
         values["num-query-groups"] = config["num_key_value_heads"]
@@ -122,6 +123,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     if not config.get(width_name):
         width_name = "intermediate_size"
     width = _size(config, width_name)
+    # Llama 4 has one shared expert, for which its configuration has no key.
     num_shared = int(_model_type(config).startswith("llama4"))
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")

@@ -94,7 +94,7 @@ class MeasuredCosts:
                 all_to_all=_time(content["all_to_all"]),
                 sizes=dict(content["sizes"]),
             )
-            measured.costs(1, [1] * len(stages))
+            measured.costs(1, [1] * len(stages))  # raises for times that no simulation accepts
         except OSError as error:
             reason = error.strerror or error
             raise ArgumentsError(f"{path} cannot be read: {reason}; {remedy}") from error

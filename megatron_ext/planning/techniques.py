@@ -192,6 +192,7 @@ def _graphs_of(args: argparse.Namespace) -> Graphs:
         return "none"
     if "full_iteration" in (args.cuda_graph_impl, *scope):
         return "step"
+    # A scope without attention covers single modules only.
     if scope and "attn" not in scope:
         return "mamba" if "mamba" in scope else "router"
     if scope or args.cuda_graph_impl is not None:

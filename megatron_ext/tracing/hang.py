@@ -343,7 +343,7 @@ class Watchdog:
         for waiting_rank, its_state in states.items():
             if its_state.waits_for or its_state.in_collective or its_state.runs_collective:
                 waiting.append(waiting_rank)
-        # If no rank waits, the one that raised the alarm computes forever.
+        # If no rank waits, start with the one that raised the alarm.
         start = min(waiting, default=int(store.get("alarm")))
 
         def state_of_silent(silent: int) -> str:

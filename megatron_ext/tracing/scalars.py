@@ -98,7 +98,6 @@ def since_last() -> dict[str, float] | None:
     ranks[dist.get_rank()] = torch.tensor(new, dtype=torch.float32)
     dist.all_reduce(ranks)
     busy_s, wall_s, jumped, actions, sent, passed_s = ranks.T.tolist()
-    # Evaluations between two log lines run no step.
     if not max(wall_s) or not sum(actions):
         return None
     scalars = {

@@ -343,7 +343,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     Hooks for saved tensors would be simpler, but with them a backward gets copies of the
     parameters, without the attributes that Megatron sets on them.
     """
-    # Weights stay in memory anyway, and a graph may keep them only for its backward.
+    # Weights are in memory with or without the graph.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     bytes_of_storages: dict[int, int] = {}
     for tensor in _saved_tensors(outputs):
