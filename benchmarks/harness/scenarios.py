@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.transforms import split_backwards
 
 from . import ranks
 from .metrics import Figures, evaluate
-from .ops import SCENARIOS, NoisyTimes, Sizes
+from .ops import SCENARIOS, NoisyTimes, OpTimes, Sizes
 from .systems import Own, System
 
 _LATENCY = 0.01
@@ -55,13 +55,15 @@ def measure(
             continue
         print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
         # Repeat all draws in turn, so that a busy moment of the machine affects each only once.
-        draws = {}
+        draws: dict[str, Sequence[OpTimes]] = {}
         for name in together:
             if name == "quiet":
                 draws[name] = [system.times(sizes)] * sizes.steps  # of slices too
             else:
                 draws[name] = noisy(system, sizes, name)
-        times = [draw for draws_of_name in draws.values() for draw in draws_of_name * repetitions]
+        times: list[OpTimes] = []
+        for draws_of_name in draws.values():
+            times += [*draws_of_name] * repetitions
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
         by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)
         count = repetitions * sizes.steps
