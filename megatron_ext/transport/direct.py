@@ -127,10 +127,9 @@ class DirectTransport:
         # messages have not arrived yet.
         self._incomplete: list[tuple[int, Message]] = []
         self._is_aborted = self._is_closed = False
-        self._peers = {}
-        for peer in host.stats().wires:
-            if peers is None or peer in peers:
-                self._peers[peer] = _Peer()
+        self._peers = {
+            peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
+        }
         self._stats = Stats(wires=dict.fromkeys(self._peers, "ipc"))
         for peer in self._peers:
             if rank < peer:
@@ -155,8 +154,7 @@ class DirectTransport:
         notes: list[Expected] = []
         self._expected = {}
         for item in expected:
-            source = item.source
-            message = item.message
+            source, message = item.source, item.message
             if source not in self._peers:
                 continue
             if message.for_host:
@@ -191,8 +189,7 @@ class DirectTransport:
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
-        peer = self._peers[target]
-        shape = tuple(tensor.shape)
+        peer, shape = self._peers[target], tuple(tensor.shape)
         try:
             self._take_back(target)
             number, handle = self._lend(peer, tensor.nbytes)
@@ -233,18 +230,16 @@ class DirectTransport:
         else:
             text = self._host.recv(source, message.notice, timeout_s)
             self._incomplete.append((source, message))
-            # The message itself follows its notice, and keeps a slot until it is dropped.
-            incomplete = []
-            for sender, name in self._incomplete:
-                if not self._host.drop(sender, name):
-                    incomplete.append((sender, name))
-            self._incomplete = incomplete
+            self._incomplete = [
+                (sender, name)
+                for sender, name in self._incomplete
+                if not self._host.drop(sender, name)
+            ]
         expected = self._expected.pop((source, message))
         content = text.numpy().tobytes()
         number, code, num_dims = _HEAD.unpack_from(content)
         sizes = struct.Struct(f"<{num_dims}q")
-        shape = sizes.unpack_from(content, _HEAD.size)
-        dtype = DTYPE_OF[code]
+        shape, dtype = sizes.unpack_from(content, _HEAD.size), DTYPE_OF[code]
         handle = content[_HEAD.size + sizes.size :]
         if dtype != expected.dtype or expected.shape not in (None, shape):
             raise MessageMismatch(
@@ -264,10 +259,8 @@ class DirectTransport:
         # The device orders the reuse of the buffer after this copy, so the note need not wait for
         # it. The sender may already be gone.
         with suppress(TransportError):
-            note = _RELEASE.pack(number)
-            if handle:  # a new buffer, with whose handle the peer can wait for this process
-                note += buffer.handle
-            self._host.note(source, note)
+            # With the handle of a buffer that it has just lent, the peer can wait for this process.
+            self._host.note(source, _RELEASE.pack(number) + (buffer.handle if handle else b""))
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -464,8 +457,7 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         peers: Global ranks of the peers; each of them lists this rank too.
         make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
     """
-    me = dist.get_rank()
-    world_size = dist.get_world_size()
+    me, world_size = dist.get_rank(), dist.get_world_size()
     # Drivers reveal this only when one process maps memory of the other, and both must agree. So
     # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
     # results before any transport is opened.
