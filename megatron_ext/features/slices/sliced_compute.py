@@ -77,7 +77,7 @@ class _LayerBuffer:
         assert self.tokens is not None
         # A backward reads its tokens after later slices were written behind them. Autograd would
         # reject a view as modified, because it shares the buffer's version counter; `data` is an
-        # alias with a counter that starts at 0. Transformer Engine rejects views, too.
+        # alias with a counter that starts at 0.
         alias = self.tokens[begin:end].data
         # Not the alias itself, which will hold the graph of its slice.
         self._last_read = alias.detach()
@@ -288,6 +288,9 @@ class RunningSlice:
             # Its kernels get only addresses. It copies parts of one projection, but assumes that
             # queries are contiguous if keys and values have separate memory.
             query = query.contiguous()
+            if first > 0:
+                # It rejects keys that do not start where their memory does.
+                key, value = key.clone(), value.clone()
         if packed is not None:
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
