@@ -30,6 +30,7 @@ that has a part in a step computes it."""
 
 TABLES = {
     "slices": "megatron_ext.features.slices.slicing:SliceChange",
+    "slice_sizes": "megatron_ext.features.slices.slicing:LengthChange",
     "pairs": "megatron_ext.features.pairs.pairing:PairChange",
 }
 """By option of `schedules.generate`: subclasses of `schedules.table.table_change.TableChange`."""

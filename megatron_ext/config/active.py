@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import base_table, generate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job, Role
     from megatron_ext.observer import Observer
     from megatron_ext.schedules.search.policies import Policy
-    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule, SliceSizes
     from megatron_ext.schedules.table.placement import Placement
 
 
@@ -121,19 +121,35 @@ class Pipeline:
             ScheduleError: The schedule has no table for that number, or its table is wrong or would
                 deadlock.
         """
-        if num_microbatches in self._tables:
-            return self._tables[num_microbatches]
+        if num_microbatches not in self._tables:
+            table = self._generated(num_microbatches, self.costs, slices=self.config.slices)
+            self._tables[num_microbatches] = table
+        return self._tables[num_microbatches]
+
+    def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
+        """Return the table of one step whose micro-batches have slices of these sizes.
+
+        The caller keeps it as long as it needs it: another step has other lengths. `costs` are
+        those of the longest micro-batch.
+
+        Raises:
+            ScheduleError: See `schedule`.
+        """
+        return self._generated(len(slice_sizes), costs, slice_sizes=slice_sizes)
+
+    def _generated(self, num_microbatches: int, costs: Costs, **slices: Any) -> Schedule:
+        """Generate and validate a table, with the options of `generate` for its slices."""
         config = self.config
         table = generate(
             self.name,
             self.pp,
             num_microbatches * config.twins,  # here a replica is one twin
             config.chunks,
-            self.costs,
-            **in_use(pairs=config.pairs, slices=config.slices),
+            costs,
+            **in_use(pairs=config.pairs, **slices),
             **config.options,
         )
-        if table.num_slices != config.slices:
+        if not table.slice_sizes and table.num_slices != config.slices:
             raise ScheduleError(
                 f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
                 f"--pipeline-slices {table.num_slices}"
@@ -156,23 +172,30 @@ class Pipeline:
             # torch.distributed may match messages by order, so prove that the order cannot
             # deadlock.
             check_queues(table)
-        self._tables[num_microbatches] = table
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
         """Return the policy that chooses the next action of a rank, for one step."""
+        if num_microbatches not in self._policies:
+            self._policies[num_microbatches] = self.policies_of(self.schedule(num_microbatches))
+        return self._policies[num_microbatches](rank)
+
+    def policies_of(self, table: Schedule) -> Callable[[int], Policy]:
+        """Return what creates each rank's policy for one of this pipeline's tables."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
-        if num_microbatches not in self._policies:
-            self._policies[num_microbatches] = policies(
-                dynamic.policy,
-                self.schedule(num_microbatches),
-                extra_activations=dynamic.margin,
-                weights_fill=self._fills.get(num_microbatches, False),
-                costs=self.costs,
-                stash_ratio=self.config.stash_ratio,
-            )
-        return self._policies[num_microbatches](rank)
+        extra_activations = dynamic.margin
+        if table.slice_sizes and dynamic.extra_activations is None:
+            # One more of the longest micro-batches would be half of a table's memory or more.
+            extra_activations = 0
+        return policies(
+            dynamic.policy,
+            table,
+            extra_activations=extra_activations,
+            weights_fill=self._fills.get(table.num_microbatches, False),
+            costs=self.costs,
+            stash_ratio=self.config.stash_ratio,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,7 @@ def _forecast(
     for rule in choice.NOT_FORECAST:
         if rule.refuses(args):
             raise ArgumentsError(f"with {rule.flag} {rule.reason}")
-    if config.slices > 1:
+    if config.cuts_sequences:
         raise ArgumentsError("the planner would count whole micro-batches, not slices")
     if batches is None:
         raise ArgumentsError("the batch is not known")

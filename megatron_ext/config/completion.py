@@ -67,7 +67,7 @@ def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
     if config.pairs:
         return True
     # In these cases the rules drop the flag, with a notice (`incompatible.dropped`).
-    if config.slices > 1 or any(settings.get(dest) for dest in _UNPAIRED):
+    if config.cuts_sequences or any(settings.get(dest) for dest in _UNPAIRED):
         return False
     return bool(settings.get("overlap_moe_expert_parallel_comm"))
 

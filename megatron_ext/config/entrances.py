@@ -207,8 +207,10 @@ def running(pipeline: Pipeline) -> str:
     if config.twins == 2:
         hosted = f" (two mirrored pipelines of {pipeline.pp // 2})"
     at_once = ""
+    if config.slice_tokens is not None:
+        at_once = f"; each step cuts its micro-batches into slices of {config.slice_tokens} tokens"
     if config.weights_at_once and schedule.splits_backward:
-        at_once = "; W runs right after I"
+        at_once += "; W runs right after I"
         if config.stash_ratio > 1:
             at_once += (
                 f": all layers are recomputed, and W needs {config.stash_ratio:g} times what a "

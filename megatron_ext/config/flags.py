@@ -102,15 +102,20 @@ _HELP = f"""
     Cut the sequence of each micro-batch into K slices of equal cost, which run through the pipeline
     one by one: about 1/K of the bubble, and of the activations beyond one micro-batch (default: 1,
     whole micro-batches).
+--pipeline-slice-tokens slice_tokens T
+    For data of variable or packed lengths: cut each micro-batch of more than T tokens into slices
+    of equal cost, as many as its tokens are multiples of T, rounded up. The table is made for the
+    lengths of each step. `megatron-ext plan --lengths FILE --slice-tokens auto` finds T (default:
+    whole micro-batches).
 --pipeline-balance balance
     For data of variable or packed lengths. order: let the micro-batches of a step enter the
     pipeline in an order that follows from their lengths. pack: before that, share out the
     micro-batches of all data-parallel replicas by cost. The gradient is the same sum in another
     order (default: off).
 --pipeline-length-costs length_costs A,B
-    With --pipeline-balance or --pipeline-slices: a sample of L tokens costs A*L + B*L^2, in any
-    unit, for example as `megatron-ext plan --lengths FILE --trace-dir DIR` measures it (default:
-    what follows from the shape of the model).
+    With --pipeline-balance, --pipeline-slices or --pipeline-slice-tokens: a sample of L tokens
+    costs A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --trace-dir
+    DIR` measures it (default: what follows from the shape of the model).
 {_DPP} dynamic
     Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of waiting
     for the next one of the table. The table is that of --pipeline-schedule, by default interleaved

@@ -505,12 +505,13 @@ def _check_settings(
     if config.disaggregation is not None:
         unused = incompatible.DROPPED_BY_ROLES
     elif pipeline is not None:
-        unused = incompatible.dropped(pipeline.full)
+        unused = incompatible.dropped(pipeline)
     args = copy(args)
     vars(args).update(incompatible.drop(answer, args, unused))
     incompatible.imply(answer, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         answer.refusals += incompatible.refusals(subject, args, rules)
+    _check_slice_tokens(answer, args, config)
     seq_length = getattr(args, "seq_length", None)
     if table is not None and table.num_slices > 1 and seq_length:
         with answer.collecting("slices"):
@@ -522,6 +523,20 @@ def _check_settings(
                 divisor = args.tensor_model_parallel_size
             token_bounds(even, seq_length, divisor)
     return args
+
+
+def _check_slice_tokens(answer: Preflight, args: Namespace, config: PipelineConfig) -> None:
+    """Reject slices by length that tensor-parallel ranks cannot divide."""
+    tokens = config.slice_tokens
+    if tokens is None or not getattr(args, "sequence_parallel", False):
+        return
+    divisor = args.tensor_model_parallel_size
+    with answer.collecting("slice_tokens"):
+        if tokens < divisor:
+            raise ScheduleError(
+                f"--pipeline-slice-tokens {tokens}: {divisor} tensor-parallel ranks divide each "
+                f"slice (--sequence-parallel); use --pipeline-slice-tokens {divisor} or more"
+            )
 
 
 def _give_roles(

@@ -279,9 +279,16 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
     for rule in rules:
         if rule.refuses(args):
             cause = f"{subject} cannot run with {rule.flag}: {rule.reason}"
-            remedy = rule.remedy.replace("SUBJECT", subject)
-            refused.append(Refusal(rule.reads[0], cause, remedy))
+            refused.append(Refusal(rule.reads[0], cause, _remedy(rule, subject)))
     return refused
+
+
+def _remedy(rule: Rule, subject: str) -> str:
+    """Return a rule's remedy, which names the flag that the user chose."""
+    remedy = rule.remedy.replace("SUBJECT", subject)
+    if subject.startswith("--pipeline-slice-tokens"):  # under the rules of slices
+        remedy = remedy.replace("--pipeline-slices", "--pipeline-slice-tokens")
+    return remedy
 
 
 def rules_of(
@@ -298,6 +305,7 @@ def rules_of(
         ("microbatch_rng", "microbatch_rng", config.microbatch_rng and is_stock),
         ("balance", "balance", config.balance != "off"),
         ("slices", "slices", config.slices > 1),
+        ("slice_tokens", "slices", config.slice_tokens is not None),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
         ("variable_seq_lengths", "stock_lengths", config.variable_seq_lengths and is_stock),
         ("disaggregation", "roles", has_roles),
@@ -330,18 +338,24 @@ def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
     """Return a flag as the user chose it, with its value if there are several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
-    values = {"transport": config.wire, "balance": config.balance, "slices": str(config.slices)}
+    values = {
+        "transport": config.wire,
+        "balance": config.balance,
+        "slices": str(config.slices),
+        "slice_tokens": str(config.slice_tokens),
+    }
     return with_flags(field, values.get(field, ""))
 
 
-def dropped(table: Schedule) -> tuple[Rule, ...]:
-    """Return the rules for settings that a table replaces or ignores."""
+def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
+    """Return the rules for settings that a pipeline's tables replace or ignore."""
+    table = pipeline.full
     placement = table.placement
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
     # Slices exclude pairs in any case, and drop the flags that would ask for them.
-    group = "dropped_by_slices" if table.num_slices > 1 else "unpaired"
+    group = "dropped_by_slices" if pipeline.config.cuts_sequences else "unpaired"
     rules += RULES.get(group, ())
     one_chunk = placement.num_stages == placement.num_ranks
     return rules + RULES["dropped_by_line"] if one_chunk else rules
@@ -350,7 +364,7 @@ def dropped(table: Schedule) -> tuple[Rule, ...]:
 def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
     """Add the arguments that a configuration sets for Megatron, the changes, and the notices."""
     _imply_pairs(answer, config, args)
-    if config.slices > 1:
+    if config.cuts_sequences:
         _imply_slices(answer, args)
     if config.variable_seq_lengths:
         _imply_lengths(answer, args)
@@ -524,7 +538,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
     else:
-        rules_of_table = dropped(pipeline.full)
+        rules_of_table = dropped(pipeline)
         if pipeline.is_folded:
             rules_of_table += RULES["placed"]
         groups.append((flag_of(args, config, "schedule"), rules_of_table))

@@ -39,6 +39,9 @@ AUTO = "auto"
 """Lets the planner choose the schedule (`automatic.py`); `auto:FOLDER` uses the costs of a traced
 run."""
 
+SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+"""The schedules with `slice_tokens`: those whose tables take a small part of a step to make."""
+
 Activations = Literal["recompute", "ship"]
 
 Balance = Literal["off", "order", "pack"]
@@ -143,6 +146,9 @@ class PipelineConfig:
     """Options of the schedule by name; missing ones get their defaults."""
     slices: int = 1
     """Parts of equal cost that each micro-batch's sequence is cut into (`docs/slices.md`)."""
+    slice_tokens: int | None = None
+    """Cut each micro-batch by its length, into as many parts of equal cost as it has multiples of
+    this number of tokens, rounded up; None: all micro-batches have `slices`."""
     costs: Costs | None = None
     """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
     pairs: bool = False
@@ -156,8 +162,8 @@ class PipelineConfig:
     determine the order in which they enter the pipeline; `pack`: in addition, all micro-batches are
     first distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
-    """Cost as a function of length, for `balance` and `slices`; None: derived from the model's
-    shape."""
+    """Cost as a function of length, for `balance`, `slices` and `slice_tokens`; None: derived from
+    the model's shape."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W, divided by the memory it holds between F and
     I; at least 1. Bounds on memory take it into account. With flags, it follows from recomputation
@@ -205,6 +211,7 @@ class PipelineConfig:
         mistakes = (
             _mistake_of_values(self),
             _mistake_of_slices(self),
+            _mistake_of_slice_tokens(self),
             _mistake_of_roles(self) if has_roles else _mistake_of_schedules(self),
             None if has_roles else _mistake_of_transports(self),
         )
@@ -257,6 +264,11 @@ class PipelineConfig:
         return "torch" if self.dynamic is None and self.disaggregation is None else "auto"
 
     @property
+    def cuts_sequences(self) -> bool:
+        """Whether micro-batches may run in slices."""
+        return self.slices > 1 or self.slice_tokens is not None
+
+    @property
     def draws_by_microbatch(self) -> bool:
         """Whether random numbers are drawn by micro-batch."""
         return self.microbatch_rng or self.dynamic is not None
@@ -270,8 +282,11 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     """Return what is wrong with a single value, or with a value and the transport."""
     if c.device not in DEVICES:
         return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
-    if c.length_costs is not None and c.balance == "off" and c.slices == 1:
-        return "{length_costs} is for {balance} or {slices}; add {balance:order}, or leave it out"
+    if c.length_costs is not None and c.balance == "off" and not c.cuts_sequences:
+        return (
+            "{length_costs} is for {balance}, {slices} or {slice_tokens}; add {balance:order}, or "
+            "leave it out"
+        )
     if not 1 <= c.stash_ratio < inf:
         return (
             "{stash_ratio:{c.stash_ratio}} must be at least 1, which counts activations until W; "
@@ -313,6 +328,38 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         return (
             "{slices:{c.slices}} is for schedules of this package; add {schedule:NAME}, such as "
             "zb-h1"
+        )
+    return None
+
+
+def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
+    """Return why micro-batches cannot be cut by their lengths."""
+    if c.slice_tokens is None:
+        return None
+    if c.slice_tokens < 1:
+        return "{slice_tokens:{c.slice_tokens}} must be at least 1; use {slice_tokens:4096}"
+    if c.slices > 1:
+        return (
+            "{slice_tokens:{c.slice_tokens}} cuts by length, {slices:{c.slices}} cuts equal "
+            "lengths; leave one of them out"
+        )
+    excluded = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
+    for field_name, is_set in excluded.items():
+        if is_set:
+            return (
+                f"{{slice_tokens:{{c.slice_tokens}}}} cannot run with {{{field_name}}}: its tables "
+                "have no slices; leave one of them out"
+            )
+    if c.is_stock or c.is_automatic:
+        return (
+            "{slice_tokens:{c.slice_tokens}} makes a table for the lengths of each step; add "
+            "{schedule:NAME}, such as zb-h1"
+        )
+    if c.schedule is not None and c.schedule not in SLICED_BY_LENGTH:
+        return (
+            "{slice_tokens:{c.slice_tokens}} makes a table for each step, which takes too long "
+            "with {schedule:{c.schedule}}; use {schedule:zb-h1}, or one of "
+            f"{', '.join(SLICED_BY_LENGTH)}"
         )
     return None
 

@@ -336,7 +336,7 @@ def _refuse_decentralized(container: Any) -> None:
         remedy += ", or take zb-h1"
     elif pipeline.config.draws_by_microbatch:
         reason = "dynamic or microbatch_rng seeds random numbers"
-    elif pipeline.config.slices > 1 and getattr(container.model, "mtp_num_layers", None):
+    elif pipeline.config.cuts_sequences and getattr(container.model, "mtp_num_layers", None):
         reason = "slices of multi-token prediction sum their losses"
     else:
         return

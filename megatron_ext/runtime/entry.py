@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.active import Pipeline
+    from megatron_ext.runtime.feature import ReportOrder
     from megatron_ext.runtime.offloading import Offloading
     from megatron_ext.runtime.program import Shapes, Table
 
@@ -91,10 +92,17 @@ def forward_backward(
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
-    table = runtime.table(num_microbatches, backward=not forward_only)
-    data_order = None if forward_only else runtime.data_order(table, config)
-    if data_order is not None:
-        iterators = [data_order.iterator(items) for items in iterators]
+    read_ahead = None if forward_only else runtime.read_ahead(iterators, num_microbatches)
+    report_order: ReportOrder | None = read_ahead
+    if read_ahead is not None:
+        table = runtime.table_by_length(read_ahead.slice_tokens, read_ahead.length_cost)
+        iterators = list(read_ahead.iterators)
+    else:
+        table = runtime.table(num_microbatches, backward=not forward_only)
+        data_order = None if forward_only else runtime.data_order(table, config)
+        if data_order is not None:
+            iterators = [data_order.iterator(items) for items in iterators]
+        report_order = data_order
     call = Call(
         forward_step_func=forward_step_func,
         data=runtime.data(iterators),
@@ -106,13 +114,14 @@ def forward_backward(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         seq_length=length,
+        slice_bounds=() if read_ahead is None else read_ahead.slice_bounds,
     )
     with _timed(config), _offloading(config, runtimes.offloading, table):
         compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
         compute.finalize(groups, force_all_reduce=force_all_reduce)
     reports = compute.reports
-    if data_order is not None:
-        reports = data_order.in_file_order(reports, groups.tp, chunks)
+    if report_order is not None:
+        reports = report_order.in_file_order(reports, groups.tp, chunks)
     return [report for _, report in sorted(reports.items())]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.program import Peers, PipelineEnds, Shapes, Table
     from megatron_ext.runtime.split import SplitBackward
     from megatron_ext.schedules.table.actions import Bypass
+    from megatron_ext.schedules.table.length_cost import LengthCost
     from megatron_ext.schedules.table.placement import Placement
 
 
@@ -55,11 +56,8 @@ class Step:
     """Keeps weight gradients between I and W."""
 
 
-class DataOrder(Protocol):
-    """The order in which one training step runs its micro-batches of data."""
-
-    def iterator(self, items: Any) -> Iterator[Any] | None:
-        """Return an iterator over a chunk's micro-batches in this order; None without data."""
+class ReportOrder(Protocol):
+    """The order of a step's data, which its reports return to."""
 
     def in_file_order(
         self,
@@ -68,6 +66,33 @@ class DataOrder(Protocol):
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
         """Convert reports keyed by the table's micro-batches to keys in the order of the data."""
+
+
+class DataOrder(ReportOrder, Protocol):
+    """The order in which one training step runs its micro-batches of data."""
+
+    def iterator(self, items: Any) -> Iterator[Any] | None:
+        """Return an iterator over a chunk's micro-batches in this order; None without data."""
+
+
+class ReadAhead(ReportOrder, Protocol):
+    """The data of one training step, read before its table is made, and cut into slices."""
+
+    @property
+    def iterators(self) -> Sequence[Iterator[Any] | None]:
+        """By chunk: an iterator over the micro-batches in the order of the table."""
+
+    @property
+    def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """By micro-batch of the table: the first token of each slice, and the number of tokens."""
+
+    @property
+    def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """By micro-batch of the table: the tokens of each slice, the same on all ranks."""
+
+    @property
+    def length_cost(self) -> LengthCost:
+        """Cost of a sample by length."""
 
 
 class Feature:
@@ -126,6 +151,14 @@ class Feature:
         """Return the object that computes a step's actions, and the ends of its messages.
 
         None: this feature does not take part in the step.
+        """
+        return None
+
+    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+        """Read the data of a training step whose table depends on it. Collective over the job.
+
+        `iterators` has one entry for each chunk. None: the table depends only on the number of
+        micro-batches.
         """
         return None
 

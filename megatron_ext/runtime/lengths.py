@@ -91,6 +91,25 @@ def item_size(item: Any) -> ItemSize | None:
     return ItemSize(tokens.numel(), num_pairs)
 
 
+def sample_lengths(item: Any) -> list[int]:
+    """Return the tokens of each sample along the sequence of a micro-batch, which has a size.
+
+    Without packing, the rows of a micro-batch count as one sample. What is behind the last packed
+    sample counts as another one.
+    """
+    tokens = item.get("tokens")
+    bounds = item.get("cu_seqlens_padded")
+    if bounds is None:
+        bounds = item.get("cu_seqlens")
+    if bounds is None:
+        return [int(tokens.shape[-1])]
+    samples: list[int] = bounds.long().flatten().diff().tolist()
+    num_packed = sum(samples)
+    if tokens is not None and tokens.shape[-1] > num_packed:
+        samples.append(int(tokens.shape[-1]) - num_packed)
+    return samples
+
+
 def cost_of_model(config: Any) -> LengthCost:
     """Return the cost of a sample by length, in a model with this `TransformerConfig`."""
     num_experts, ffn_width = 1, config.ffn_hidden_size

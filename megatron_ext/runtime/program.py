@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Choice, Pipeline
     from megatron_ext.message import Message
     from megatron_ext.schedules.table.actions import Action, Bypass, Schedule
+    from megatron_ext.schedules.table.length_cost import LengthCost
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +128,39 @@ def make_table(
         # Only the number of micro-batches bounds the bypasses in flight.
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
-    schedule = replace(pipeline.schedule(num_microbatches), bypasses=bypasses)
+    return _training_table(pipeline, pipeline.schedule(num_microbatches), rank, bypasses)
+
+
+def make_table_by_length(
+    pipeline: Pipeline,
+    slice_tokens: Sequence[Sequence[int]],
+    length_cost: LengthCost,
+    rank: int,
+    *,
+    bypasses: tuple[Bypass, ...] = (),
+) -> Table:
+    """Generate and validate the table of one step whose micro-batches have these slices.
+
+    `slice_tokens` has the tokens of each slice by micro-batch.
+
+    Raises:
+        ScheduleError: No order was found.
+    """
+    # A step of empty micro-batches has no longest one.
+    longest = max(map(sum, slice_tokens)) or 1
+    slice_sizes = []
+    for widths in slice_tokens:
+        slice_sizes.append(tuple(tokens / longest for tokens in widths))
+    costs = replace(pipeline.costs, attention=length_cost.attention_share(longest))
+    schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
+    return _training_table(pipeline, schedule, rank, bypasses)
+
+
+def _training_table(
+    pipeline: Pipeline, schedule: Schedule, rank: int, bypasses: tuple[Bypass, ...]
+) -> Table:
+    """Return a pipeline rank's view of a validated training table."""
+    schedule = replace(schedule, bypasses=bypasses)
     if pipeline.dynamic is not None:  # ranks choose their pairs at run time
         schedule = replace(schedule, pairs=())
     # The pipeline has already checked this table without bypasses, which add messages to the order.

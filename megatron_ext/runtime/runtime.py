@@ -7,6 +7,7 @@ sums and logs training statistics.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from megatron_ext.runtime.compute import (
 )
 from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.executor import Executor, num_out_of_order
-from megatron_ext.runtime.feature import DataOrder, Model, Step, features
+from megatron_ext.runtime.feature import DataOrder, Model, ReadAhead, Step, features
 from megatron_ext.runtime.megatron_messages import StockPipelines
 from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import LedOrder, Order, PolicyOrder, RunAhead, agree
@@ -43,6 +44,7 @@ from megatron_ext.runtime.program import (
     check_agreement,
     make_program,
     make_table,
+    make_table_by_length,
 )
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
@@ -56,9 +58,12 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.observer import Executed
-    from megatron_ext.schedules.table.actions import Bypass
+    from megatron_ext.schedules.table.actions import Bypass, Schedule
+    from megatron_ext.schedules.table.length_cost import LengthCost
 
 _LOG = logging.getLogger(__name__)
+
+_MAX_TABLES_BY_LENGTH = 4
 
 
 @dataclass
@@ -75,8 +80,12 @@ class Measured(Observer):
     """Time spent in steps, in seconds."""
     peak_live: float = 0
     """Peak number of live stage activations."""
-    shares: Sequence[float] = (1.0,)
-    """Share of a micro-batch in each of its slices."""
+    _schedule: Schedule | None = field(default=None, init=False, repr=False)
+    """The table of the step in progress."""
+
+    def begin_step(self, compute: StageCompute) -> None:
+        """Note the table, whose slices may have other sizes than those of the step before."""
+        self._schedule = compute.table.schedule
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Add a finished step."""
@@ -86,7 +95,10 @@ class Measured(Observer):
         self.busy_s += sum(duration_s for _, _, duration_s in executed)
         self.out_of_order += num_out_of_order(executed)
         row = tuple(action for _, action, _ in executed)
-        self.peak_live = max(self.peak_live, most_alive(row, slices=self.shares))
+        assert self._schedule is not None, "begin_step was not called"
+        peak = most_alive(row, 1.0, self._schedule.slices, self._schedule.slice_sizes)
+        self.peak_live = max(self.peak_live, peak)
+        self._schedule = None  # ranks exchange these statistics
 
     def add(self, other: Measured) -> None:
         """Add the statistics of another rank or of more steps."""
@@ -170,8 +182,12 @@ class Runtime:
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
             self.run_ahead = RunAhead(backend, self.device, timeout_s=pipeline.timeout_s)
-        self.measured = Measured(shares=pipeline.full.slices)
+        self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
+        # By tokens of slices: the tables of the latest steps whose slices depend on lengths.
+        self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
+        self.table_s = 0.0
+        """Time this rank has spent on tables that depend on lengths, in seconds."""
         # By table: the latest program, with the ends it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables checked to be safe for layers that overwrite their first gradients.
@@ -262,6 +278,40 @@ class Runtime:
                 return order
         return None
 
+    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+        """Return the data of a training step whose table depends on it; None: it does not."""
+        for feature in self.features:
+            read_ahead = feature.read_ahead(iterators, num_microbatches)
+            if read_ahead is not None:
+                return read_ahead
+        return None
+
+    def table_by_length(
+        self, slice_tokens: tuple[tuple[int, ...], ...], length_cost: LengthCost
+    ) -> Table:
+        """Return the table of a step whose slices depend on the lengths of its micro-batches.
+
+        If it is new, this is collective over the pipeline, data- and tensor-parallel groups.
+
+        Raises:
+            ScheduleError: No order was found, or the tables differ between ranks.
+        """
+        table = self._tables_by_length.pop(slice_tokens, None)
+        if table is None:
+            begin_s = time.perf_counter()
+            table = make_table_by_length(
+                self.pipeline, slice_tokens, length_cost, self.rank, bypasses=self.bypasses
+            )
+            self.table_s += time.perf_counter() - begin_s
+            self._agree_on(table)
+        # The latest is last. Steps rarely have the same lengths, and tables take memory.
+        self._tables_by_length[slice_tokens] = table
+        if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
+            oldest = self._tables_by_length.pop(next(iter(self._tables_by_length)))
+            self._programs.pop(oldest, None)
+            self._checked.discard(oldest)
+        return table
+
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
 
@@ -280,10 +330,13 @@ class Runtime:
                 backward=backward,
                 bypasses=self.bypasses,
             )
-            members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
-            check_agreement(table, members, self.device)
+            self._agree_on(table)
             self._tables[key] = table
         return self._tables[key]
+
+    def _agree_on(self, table: Table) -> None:
+        members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
+        check_agreement(table, members, self.device)
 
     def run(
         self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
@@ -403,7 +456,10 @@ class Runtime:
         leader, followers = self.agreement
         if leader != dist.get_rank():
             return LedOrder(table, self.transport, leader, timeout_s)
-        policy = self.pipeline.policy(call.num_microbatches, self.rank)
+        if table.schedule.slice_sizes:
+            policy = self.pipeline.policies_of(table.schedule)(self.rank)
+        else:
+            policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
             table, policy, self.transport, num_parts, followers, timeout_s, self.run_ahead
         )

@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.length_cost import LengthCost
 
+_FLAG = "--pipeline-balance"
 
-def item_cost(item: Any, cost: LengthCost) -> float:
+
+def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
     """Return the cost of a micro-batch from the data iterator's item, which `item_size` reads.
+
+    `flag` is the one that needs the cost.
 
     Raises:
         ScheduleError: The item does not contain the lengths of its samples.
@@ -41,9 +45,46 @@ def item_cost(item: Any, cost: LengthCost) -> float:
     if isinstance(item, Mapping) and item:
         contents = ", ".join(str(name) for name in item)
     raise ScheduleError(
-        f"--pipeline-balance needs the lengths of micro-batches, from tokens or cu_seqlens of what "
-        f"the data iterator gives, which is {contents}; leave --pipeline-balance out"
+        f"{flag} needs the lengths of micro-batches, from tokens or cu_seqlens of what the data "
+        f"iterator gives, which is {contents}; leave {flag} out"
     )
+
+
+def check_iterator(items: Any, flag: str = _FLAG) -> None:
+    """Check that the data of a chunk can be read ahead.
+
+    Raises:
+        ScheduleError: It comes from something other than an iterator.
+    """
+    if not hasattr(items, "__next__"):
+        raise ScheduleError(
+            f"{flag} reads the micro-batches of a step ahead, which a {type(items).__name__} does "
+            f"not allow; leave {flag} out"
+        )
+
+
+def fetched(
+    items: Iterator[Any], num_microbatches: int, replicas: ReplicaExchange | None, flag: str = _FLAG
+) -> dict[int, Any]:
+    """Fetch the micro-batches of a step, by number in the data, counted over all `replicas`.
+
+    Raises:
+        ScheduleError: The data is not an iterator, or ends too early.
+    """
+    check_iterator(items, flag)
+    held: dict[int, Any] = {}
+    first, step = 0, 1
+    if replicas is not None:
+        first, step = replicas.group.rank(), replicas.group.size()
+    try:
+        for place in range(num_microbatches):
+            held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
+    except StopIteration:
+        raise ScheduleError(
+            f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
+            "train fewer iterations, or give more data"
+        ) from None
+    return held
 
 
 @dataclass
@@ -74,11 +115,7 @@ class BalancedStep:
         """
         if items is None:
             return None
-        if not hasattr(items, "__next__"):
-            raise ScheduleError(
-                f"--pipeline-balance reads the micro-batches of a step ahead, which a "
-                f"{type(items).__name__} does not allow; leave --pipeline-balance out"
-            )
+        check_iterator(items)
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -118,20 +155,7 @@ class BalancedStep:
 
     def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
         """Fetch the micro-batches of the step, by number in the data."""
-        held: dict[int, Any] = {}
-        num_microbatches = self.schedule.num_microbatches
-        first, step = 0, 1
-        if self.replicas is not None:
-            first, step = self.replicas.group.rank(), self.replicas.group.size()
-        try:
-            for place in range(num_microbatches):
-                held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
-        except StopIteration:
-            raise ScheduleError(
-                f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
-                "train fewer iterations, or give more data"
-            ) from None
-        return held
+        return fetched(items, self.schedule.num_microbatches, self.replicas)
 
     def in_file_order(
         self,

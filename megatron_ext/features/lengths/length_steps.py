@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from megatron.core import parallel_state
 from megatron_ext.devices import device_of
 from megatron_ext.features.lengths.balanced_step import BalancedStep
 from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
-from megatron_ext.runtime.feature import Feature, Model
+from megatron_ext.features.lengths.sliced_step import LengthSlicer
+from megatron_ext.runtime.feature import Feature, Model, ReadAhead
 from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.transport.torch_dist import groups_of_ranks
 
@@ -19,11 +21,22 @@ if TYPE_CHECKING:
 
 
 class LengthSteps(Feature):
-    """Orders the micro-batches of a model's training steps under `--pipeline-balance`."""
+    """Orders the micro-batches of a model's training steps, or cuts them into slices by length."""
 
     def __init__(self, model: Model) -> None:
+        config = model.pipeline.config
         self._pipeline = model.pipeline
         self._replicas = _sharing_replicas(model)
+        self._slicer: LengthSlicer | None = None
+        if config.slice_tokens is not None:
+            length_cost = config.length_costs or cost_of_model(model.config)
+            self._slicer = LengthSlicer(model, length_cost, self._replicas)
+
+    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+        """Read a training step's data and cut it into slices; see `Feature.read_ahead`."""
+        if self._slicer is None:
+            return None
+        return self._slicer.step(iterators, num_microbatches)
 
     def data_order(self, table: Table, config: Any) -> BalancedStep | None:
         """Return the order of one training step; see `Feature.data_order`."""

@@ -27,7 +27,8 @@ class SliceSteps(Feature):
     """Slices in the training steps of a model."""
 
     def __init__(self, model: Model) -> None:
-        self._has_slices = model.pipeline.config.slices > 1
+        config = model.pipeline.config
+        self._has_slices = config.slices > 1 or config.slice_tokens is not None
 
     @staticmethod
     def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:

@@ -17,11 +17,12 @@ backwards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.greedy import Problem, Rows, Variant, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Variant, search, spread
 from megatron_ext.schedules.search.simulate import fastest, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive
@@ -32,16 +33,15 @@ from megatron_ext.schedules.table.validation import check_actions
 from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Kind, Option, Row, Schedule
+    from megatron_ext.schedules.table.actions import Kind, Row, Schedule, SliceSizes
 
 
 class SliceChange(TableChange):
     """Implements the option `slices` of `generate`: each micro-batch runs in that many slices."""
 
-    def __init__(self, options: Mapping[str, Option]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._num_slices = int(options.get("slices", 1))
         self._has_pairs = bool(options.get("pairs", False))
-        self.passes_per_microbatch = self._num_slices
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Return the table of a file, with slices of equal cost; the file fixes their number.
@@ -68,11 +68,34 @@ class SliceChange(TableChange):
             raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
         shares_of_equal_cost(self._num_slices)
 
+    def num_passes(self, num_microbatches: int) -> int:
+        """Return the number of slices in a step."""
+        return num_microbatches * self._num_slices
+
     def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
         """Return the table of slices."""
         if self._num_slices == 1:
             return schedule
         return sliced(schedule, self._num_slices, costs)
+
+
+class LengthChange(TableChange):
+    """Implements the option `slice_sizes` of `generate`: micro-batches differ in their slices."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._slice_sizes: SliceSizes = options.get("slice_sizes", ())
+
+    def num_passes(self, num_microbatches: int) -> int:
+        """Return the number of slices in a step."""
+        if not self._slice_sizes:
+            return num_microbatches
+        return sum(map(len, self._slice_sizes))
+
+    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+        """Return the table of slices."""
+        if not self._slice_sizes:
+            return schedule
+        return sliced_by_length(schedule, self._slice_sizes, costs)
 
 
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
@@ -85,17 +108,16 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     Raises:
         ScheduleError: Forwards and backwards are on different ranks, or no order was found.
     """
+    num_microbatches = schedule.num_microbatches // num_slices
     table = replace(
         schedule,
-        num_microbatches=schedule.num_microbatches // num_slices,
-        rows=_rows_of_slices(schedule, num_slices),
+        num_microbatches=num_microbatches,
+        rows=_rows_of_slices(schedule, [num_slices] * num_microbatches),
         slices=shares_of_equal_cost(num_slices),
         options={**schedule.options, "slices": num_slices},
     )
     # In tables without chunks, and in interleaved ones, this costs only k - 1 slices of memory.
-    lead = max(map(_lead, table.rows))
-    moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
-    check_actions(moved_table)
+    moved_table = _moved_ahead(table)
     candidates: list[Sequence[Row]] = []
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
@@ -108,7 +130,11 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     shares = shares_of_equal_cost(num_slices, costs.attention)
     if not candidates or simulate(moved_table, even_costs).makespan > least_makespan * (1 + 1e-6):
         try:
-            candidates.append(_searched_rows(schedule, num_slices, shares, costs))
+            problem = _problem(schedule, replace(table, slices=shares), costs)
+            variants = [Variant()]
+            for limit in spread(num_slices, num_slices + schedule.pp):
+                variants.append(Variant(limit))
+            candidates.append(search(problem, variants))
         except ScheduleError:
             if not candidates:
                 raise
@@ -116,48 +142,91 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     return fastest(tables, costs)
 
 
-def _searched_rows(
-    schedule: Schedule, num_slices: int, shares: tuple[float, ...], costs: Costs
-) -> Rows:
-    """Return the rows found by a search that may use as much memory as the moved table.
+def sliced_by_length(schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT) -> Schedule:
+    """Return the table of micro-batches that differ in their number of slices.
+
+    `schedule` is a table with as many micro-batches as there are slices in the step, which should
+    all cost about the same.
 
     Raises:
-        ScheduleError: The search finds no table.
+        ScheduleError: Forwards and backwards are on different ranks, or no order was found.
     """
+    table = replace(
+        schedule,
+        num_microbatches=len(slice_sizes),
+        rows=_rows_of_slices(schedule, list(map(len, slice_sizes))),
+        slice_sizes=slice_sizes,
+    )
+    moved_table = _moved_ahead(table)
+    # Each step has a table of its lengths, so search only in folded tables, whose chunks need
+    # different leads, and there for one order.
+    if schedule.placement.name not in ("v", "w") and not stuck(moved_table):
+        return moved_table
+    problem = _problem(schedule, table, costs)
+    largest = max(map(max, slice_sizes))
+    # A slice starts below the cap, so it may exceed the cap by as much as it is larger than the
+    # mean one. The last cap has room for as many of the largest slices, which always suffices.
+    excess = largest - 1 / table.num_slices
+    for cap in (problem.cap - excess, problem.cap):
+        with suppress(ScheduleError):
+            return replace(table, rows=search(replace(problem, cap=cap), [Variant()]))
+    problem = replace(problem, cap=problem.cap * table.num_slices * largest)
+    return replace(table, rows=search(problem, [Variant()]))
+
+
+def _moved_ahead(table: Schedule) -> Schedule:
+    """Return a table of slices with its forwards far enough ahead of its backwards."""
+    lead = max(map(_lead, table.rows))
+    moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
+    check_actions(moved_table)
+    return moved_table
+
+
+def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
+    """Return the problem of a search that may use as much memory as the moved table.
+
+    `schedule` has a micro-batch for each slice of `table`.
+    """
+    num_slices = table.num_slices
     chunks = max(map(len, schedule.placement.stages_of))
     peak = max(map(most_alive, schedule.rows))
     backward: tuple[Kind, ...] = ("B",)
     if schedule.splits_backward:
         backward = ("I", "W")
-    problem = Problem(
+    return Problem(
         schedule.placement,
-        schedule.num_microbatches // num_slices,
+        table.num_microbatches,
         (peak + chunks * (num_slices - 1)) / num_slices,
         costs,
-        shares,
+        table.slices,
         backward,
+        table.slice_sizes,
     )
-    variants = [Variant()]
-    for limit in spread(num_slices, num_slices + schedule.pp):
-        variants.append(Variant(limit))
-    return search(problem, variants)
 
 
-def _rows_of_slices(schedule: Schedule, num_slices: int) -> tuple[Row, ...]:
-    """Return the rows with each micro-batch replaced by a slice."""
-    rows = []
+def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row, ...]:
+    """Return the rows with each micro-batch replaced by a slice.
+
+    `nums_slices` has the number of slices of each micro-batch of the result.
+    """
+    # By micro-batch of `schedule`: the micro-batch and slice that take its place.
+    forwards: list[tuple[int, int]] = []
+    backwards: list[tuple[int, int]] = []
+    for microbatch, num_slices in enumerate(nums_slices):
+        slices = [(microbatch, slice_index) for slice_index in range(num_slices)]
+        forwards += slices
+        # Backwards of a micro-batch start with its last slice, which attended to all keys and
+        # values.
+        backwards += reversed(slices)
+    rows: list[Row] = []
     for row in schedule.rows:
-        rows.append(tuple(_of_slice(action, num_slices) for action in row))
+        moved_row = []
+        for action in row:
+            places = forwards if action.kind == "F" else backwards
+            microbatch, slice_index = places[action.microbatch]
+            moved_row.append(action._replace(microbatch=microbatch, slice=slice_index))
+        rows.append(tuple(moved_row))
     return tuple(rows)
-
-
-def _of_slice(action: Action, num_slices: int) -> Action:
-    """Return the slice's action that replaces a micro-batch's action."""
-    microbatch, slice_index = divmod(action.microbatch, num_slices)
-    # Backwards of a micro-batch start with its last slice, which attended to all keys and values.
-    if action.kind != "F":
-        slice_index = num_slices - 1 - slice_index
-    return action._replace(microbatch=microbatch, slice=slice_index)
 
 
 def _lead(row: Row) -> int:

@@ -84,7 +84,7 @@ def _check_settings(pipeline: Pipeline) -> None:
             "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
             "out"
         )
-    if pipeline.config.slices > 1:
+    if pipeline.config.cuts_sequences:
         raise ScheduleError(
             "slices are for models that hand on one tensor, not for trees and routes; leave the "
             "slices out"

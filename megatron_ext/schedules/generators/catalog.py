@@ -159,7 +159,7 @@ def generate(
     num_microbatches: int | None = None,
     chunks: int | None = None,
     costs: Costs = UNIT,
-    **options: Option,
+    **options: Any,
 ) -> Schedule:
     """Return the table of a schedule, generated or loaded from a CSV file.
 
@@ -190,13 +190,12 @@ def generate(
         raise ScheduleError(f"{name} needs pp and num_microbatches, one is missing; give both")
     _check_size("pp", pp)
     _check_size("the number of micro-batches", num_microbatches)
-    passes_per_microbatch = 1
+    # The generator treats each pass as a whole micro-batch.
+    num_passes = num_microbatches
     for change in changes:
         change.check(name)
         costs = change.costs(costs)
-        passes_per_microbatch *= change.passes_per_microbatch
-    # The generator treats each pass as a whole micro-batch.
-    num_passes = num_microbatches * passes_per_microbatch
+        num_passes = change.num_passes(num_passes)
     num_chunks = chunks or generator.num_chunks
     _check_bounds(generator, pp, num_passes, num_chunks)
     if generator.twins == 2:
@@ -206,7 +205,8 @@ def generate(
         arguments.append(num_chunks)
     if generator.needs_costs:
         # Each action is therefore costed that many times too long, so scale the latency likewise.
-        arguments.append(replace(costs, latency=passes_per_microbatch * costs.latency))
+        latency = costs.latency * num_passes / num_microbatches
+        arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
         schedule = _searched(generator.build, tuple(arguments), tuple(complete_options.items()))
     else:

@@ -24,7 +24,7 @@ from megatron_ext.schedules.table.actions import Action, Schedule
 from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Kind, Link
+    from megatron_ext.schedules.table.actions import Kind, Link, SliceSizes
     from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.placement import Placement
 
@@ -66,12 +66,22 @@ class Problem:
     """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
     backwards: tuple[Kind, ...] = ("I", "W")
     """The kinds of action that make up a backward; empty for evaluation."""
+    slice_sizes: SliceSizes = ()
+    """The sizes of slices by micro-batch, if they differ (`Schedule.slice_sizes`)."""
 
     @property
-    def durations(self) -> dict[Kind, list[int]]:
-        """Ticks of each kind of action on one stage, by slice."""
+    def num_slices(self) -> int:
+        """Number of slices of all micro-batches."""
+        return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(self.slices)
+
+    def sizes_of(self, microbatch: int) -> tuple[float, ...]:
+        """Return the sizes of the slices of a micro-batch."""
+        return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
+
+    def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
+        """Return the ticks of each kind of action on one stage, by slice of a micro-batch."""
         share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
-        factors = self.costs.slice_factors(self.slices)
+        factors = self.costs.factors_of(microbatch, self.sizes_of(microbatch))
         times: dict[Kind, float] = {
             "F": self.costs.forward,
             "B": self.costs.backward,
@@ -96,11 +106,15 @@ class Problem:
     def bound(self) -> int:
         """A lower bound on the makespan: the last rank's late start plus all of its work."""
         num_ranks = self.placement.num_ranks
-        durations = self.durations
         # The first micro-batch passes one stage on each of the ranks before the last one.
-        start = durations["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
-        work = sum(sum(durations[kind]) for kind in ("F", *self.backwards))
-        return start + self.num_microbatches * work * len(self.placement.stages_of[-1])
+        start = self.durations_of(0)["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
+        # All micro-batches take the same time, unless they differ in their slices.
+        repeats = 1 if self.slice_sizes else self.num_microbatches
+        work = 0
+        for microbatch in range(len(self.slice_sizes) or 1):
+            durations = self.durations_of(microbatch)
+            work += sum(sum(durations[kind]) for kind in ("F", *self.backwards))
+        return start + repeats * work * len(self.placement.stages_of[-1])
 
 
 class Variant(NamedTuple):
@@ -124,7 +138,8 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
-    if surplus:
+    # Micro-batches that differ have no short table that stands for the long one.
+    if surplus and not problem.slice_sizes:
         # Compare the variants on a short table, because trying them all on the long one would take
         # too long. The pipeline reaches its steady state early, so the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
@@ -186,7 +201,7 @@ def slots_for_forward(schedule: Schedule) -> int:
 
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
-    forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
+    forwards = problem.placement.num_stages * problem.num_slices
     # The variants differ in their limit on micro-batches in flight. No formula gives the best
     # limit, so try several, but fewer for long tables, to bound the time of the search.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
@@ -254,12 +269,16 @@ class _Attempt:
     def __init__(self, problem: Problem, variant: Variant) -> None:
         self.variant = variant
         self._problem = problem
-        self._num_slices = len(problem.slices)
-        self._max_in_flight = problem.num_microbatches * self._num_slices
+        microbatches = range(problem.num_microbatches)
+        self._sizes = [problem.sizes_of(microbatch) for microbatch in microbatches]
+        self._max_in_flight = problem.num_slices
         if variant.limit is not None:
             self._max_in_flight = variant.limit
         self._in_flight = 0
-        self._durations = problem.durations
+        if problem.slice_sizes:
+            self._durations = [problem.durations_of(microbatch) for microbatch in microbatches]
+        else:
+            self._durations = [problem.durations_of(0)] * problem.num_microbatches
         self._delays = problem.delays
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
         # Heap of (tick, rank): when each rank starts the action that it chose.
@@ -275,7 +294,7 @@ class _Attempt:
         """Place all actions, and return False if the cap makes that impossible."""
         problem = self._problem
         kinds = 1 + len(problem.backwards)
-        forwards = problem.placement.num_stages * problem.num_microbatches * self._num_slices
+        forwards = problem.placement.num_stages * problem.num_slices
         self._choose(self._release(0, Action(0, "F", 0)))
         for _ in range(kinds * forwards):
             while True:
@@ -291,7 +310,7 @@ class _Attempt:
                     break
             action = choice[2]
             rank.remove(choice)
-            rank.free = start + self._durations[action.kind][action.slice]
+            rank.free = start + self._durations[action.microbatch][action.kind][action.slice]
             self.rows[number].append(action)
             self._account(rank, action)
             self._follow(number, action)
@@ -300,13 +319,13 @@ class _Attempt:
 
     def _account(self, rank: _Rank, action: Action) -> None:
         """Update the rank's live activations and the number of slices in flight."""
-        stage, kind, _, slice_index = action
+        stage, kind, microbatch, slice_index = action
         if kind == "F":
-            rank.live += self._problem.slices[slice_index]
+            rank.live += self._sizes[microbatch][slice_index]
             self._in_flight += stage == 0
         else:
             if kind in ("B", "W"):
-                rank.live -= self._problem.slices[slice_index]
+                rank.live -= self._sizes[microbatch][slice_index]
             self._in_flight -= stage == 0 and kind != "W"
 
     def _follow(self, number: int, action: Action) -> None:
@@ -328,7 +347,7 @@ class _Attempt:
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
-            is_last_slice = slice_index + 1 == self._num_slices
+            is_last_slice = slice_index + 1 == len(self._sizes[microbatch])
             if target is None and is_last_slice and backwards:
                 self._release(now, Action(stage, backwards[0], microbatch, slice_index))
             if stage == 0:
@@ -342,7 +361,7 @@ class _Attempt:
     def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
         """Release the first stage's next forward: the one for the next slice."""
         slice_index += 1
-        if slice_index == self._num_slices:
+        if slice_index == len(self._sizes[microbatch]):
             microbatch += 1
             slice_index = 0
         if microbatch < self._problem.num_microbatches:

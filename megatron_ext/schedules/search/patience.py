@@ -122,6 +122,9 @@ def _best_hint(
     """Return a factory for the fastest strategy that loses nothing on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
+    # A table of one step's lengths does not outlive the step, so compare no strategies for it.
+    if schedule.slice_sizes and weights_fill:
+        return at_once
     static = simulate(schedule, calm)
     # A rank waits as long as in the simulated static order, plus a small margin. So it never jumps
     # ahead unless a message is late, and the step takes as long as in the table's order. A rank's
@@ -129,7 +132,7 @@ def _best_hint(
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
-    if schedule.pairs:  # a rank that never waits finds few partners
+    if schedule.pairs or schedule.slice_sizes:  # a rank that never waits finds few partners
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once

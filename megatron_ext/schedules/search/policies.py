@@ -196,7 +196,7 @@ class Hint(Policy):
         super().__init__(schedule, rank, pairs=bool(self._pairs))
         # I replaces the activations with a weight stash, which may be larger.
         self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
-        self._slices = schedule.slices
+        self._sizes_of = schedule.sizes_of
         self._remaining = Curve([self._change(action) for action in self.progress.row])
         self.cap = cap
         self.live: float = 0
@@ -282,7 +282,7 @@ class Hint(Policy):
         return head in self._pairs and not self.progress.done[head + 1] and not self._partners(head)
 
     def _change(self, action: Action) -> float:
-        return self._changes[action.kind] * self._slices[action.slice]
+        return self._changes[action.kind] * self._sizes_of(action.microbatch)[action.slice]
 
     def _runs_head(self) -> bool:
         """Return whether the head is ready, or can follow its input while nothing is ready."""
@@ -406,8 +406,8 @@ def activation_cap(
     # highest peak decides how much memory the job needs. And 1F1B and interleaved tables keep far
     # less on the last ranks than on the first, so with their own caps the last ranks could never
     # run ahead.
-    slices = schedule.slices
-    peak = max(most_alive(row, stash_ratio, slices) for row in schedule.rows)
+    slices, sizes = schedule.slices, schedule.slice_sizes
+    peak = max(most_alive(row, stash_ratio, slices, sizes) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,7 +57,7 @@ class MessageOrder:
 
     def __init__(self, schedule: Schedule) -> None:
         # Unit costs, because a user's costs may differ so widely that times coincide.
-        timeline = simulate(schedule)
+        timeline = simulate(_with_equal_slices(schedule))
         self.exchanges = [exchanges(schedule, rank) for rank in range(len(schedule.rows))]
         """By rank; a pair counts as one action here."""
         self._starts: list[list[float]] = []
@@ -98,6 +99,13 @@ class MessageOrder:
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
         return posts
+
+
+def _with_equal_slices(schedule: Schedule) -> Schedule:
+    """Return a table whose slices all take time; those of an empty micro-batch would take none."""
+    if not schedule.slice_sizes:
+        return schedule
+    return replace(schedule, slice_sizes=tuple((1.0,) * len(s) for s in schedule.slice_sizes))
 
 
 def _sends(exchange: Exchange) -> list[Transfer]:

@@ -28,6 +28,9 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
 
+SliceSizes = tuple[tuple[float, ...], ...]
+"""By micro-batch: the tokens in each of its slices, as a fraction of the longest micro-batch."""
+
 Link = tuple[int, int]
 """(sending rank, receiving rank); equal ranks: to the twin."""
 
@@ -152,6 +155,9 @@ class Schedule:
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
     forwards of a micro-batch's slices in order, because attention reads the keys and values of
     earlier slices, and their backwards in reverse, because those add gradients to them."""
+    slice_sizes: SliceSizes = ()
+    """The slices of each micro-batch if lengths differ; `slices` then has no meaning. Empty: all
+    micro-batches have `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
     """By rank: positions of the forwards that run as one action with the backward that follows
     them, so that the communication of each is hidden by the computation of the other. The pair
@@ -169,15 +175,27 @@ class Schedule:
         """Micro-batches of the pipeline world in one step, both twins together."""
         return self.num_microbatches * self.placement.twins
 
-    @property
+    @cached_property
     def num_slices(self) -> int:
-        """Number of slices per micro-batch; 1: micro-batches are whole."""
-        return len(self.slices)
+        """Largest number of slices of a micro-batch; 1: all micro-batches are whole."""
+        return max(map(len, self.slice_sizes), default=len(self.slices))
+
+    def num_slices_of(self, microbatch: int) -> int:
+        """Return the number of slices of one micro-batch."""
+        return len(self.sizes_of(microbatch))
+
+    def sizes_of(self, microbatch: int) -> tuple[float, ...]:
+        """Return the tokens in each slice of a micro-batch, relative to the longest one."""
+        return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     @property
     def slices_in_step(self) -> int:
-        """Slices of all micro-batches of one pipeline in one step: how often each stage runs F."""
-        return self.num_microbatches * len(self.slices)
+        """Number of places for slices in a step, of which each stage runs at most one F each.
+
+        Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches differ in their
+        number of slices, the places behind the last slice of a micro-batch stay empty.
+        """
+        return self.num_microbatches * self.num_slices
 
     @property
     def num_stages(self) -> int:
@@ -264,7 +282,7 @@ class Schedule:
         needed.append(action._replace(kind="R" if self.disaggregated else "F"))
         if source is not None:
             needed.append(self._backward(action, source))
-        if slice_index + 1 < self.num_slices:
+        if slice_index + 1 < self.num_slices_of(action.microbatch):
             needed.append(self._backward(action._replace(slice=slice_index + 1), stage))
         return tuple(needed)
 
@@ -277,7 +295,7 @@ class Schedule:
             # If backward ranks recompute, no rank runs the last stage's F; its R takes the input.
             if target is not None and self.runs_forward(target):
                 fed.append(action._replace(stage=target))
-            if slice_index + 1 < self.num_slices:
+            if slice_index + 1 < self.num_slices_of(action.microbatch):
                 fed.append(action._replace(slice=slice_index + 1))
             if not self.disaggregated:
                 fed.append(self._backward(action, stage))
@@ -365,7 +383,9 @@ class Schedule:
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())
-        if self.num_slices > 1:
+        if self.slice_sizes:
+            sha.update(repr(self.slice_sizes).encode())
+        elif self.num_slices > 1:
             sha.update(repr(self.slices).encode())
         for rank in range(len(self.rows)):
             sha.update(",".join(self.cells(rank)).encode() + b"\n")

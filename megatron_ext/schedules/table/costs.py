@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import mul
 
 from megatron_ext.errors import ScheduleError
@@ -41,6 +41,10 @@ class Costs:
     the model for each."""
     microbatch_scale: tuple[float, ...] = ()
     """Factor on the durations of each micro-batch, for uneven lengths; empty: all 1."""
+    slice_scale: tuple[tuple[float, ...], ...] = ()
+    """For tables with slices by length: the forward of each slice of each micro-batch, relative to
+    a sample as long as the longest micro-batch. Empty: each micro-batch is one sample, whose cost
+    follows from `Schedule.slice_sizes` and `attention`."""
     jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
@@ -73,7 +77,7 @@ class Costs:
             )
         _check_time("the latency of a link", self.latency)
         _check_time("the time of a launch", self.launch)
-        for scale in self.microbatch_scale:
+        for scale in (*self.microbatch_scale, *chain.from_iterable(self.slice_scale)):
             _check_time("factors of micro-batches", scale)
         _check_share("attention", self.attention)
         _check_share("all-to-all", self.all_to_all)
@@ -169,7 +173,12 @@ class Costs:
         """
         ends = list(accumulate(slices, initial=0.0))
         # Attention over the tokens before x costs x^2.
-        squares = [end * end - start * start for start, end in pairwise(ends)]
+        return self._factors(slices, [end * end - start * start for start, end in pairwise(ends)])
+
+    def _factors(
+        self, slices: Sequence[float], squares: Sequence[float]
+    ) -> dict[Kind, list[float]]:
+        """Return the factors of slices with these tokens and these pairs of tokens that attend."""
         of_backward = self.attention * self.backward
         of_input = min(of_backward, self.input)
         attention: dict[Kind, float] = {
@@ -205,6 +214,10 @@ class Costs:
                 f"microbatch_scale has {len(scales)} factors, {schedule.label} has "
                 f"{schedule.num_microbatches} micro-batches; give one factor for each"
             )
+        if schedule.slice_sizes:
+            for kind, of_stage in self._factors_by_length(schedule).items():
+                factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
+            return factors
         for kind, shares in self.slice_factors(schedule.slices).items():
             # By micro-batch and slice; all stages have the same factors.
             of_stage = []
@@ -212,6 +225,27 @@ class Costs:
                 of_stage += [scale * share for share in shares]
             factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
         return factors
+
+    def factors_of(self, microbatch: int, sizes: Sequence[float]) -> dict[Kind, list[float]]:
+        """Return the factors of the slices of a micro-batch, which have these sizes."""
+        if not (self.slice_scale and self.attention):
+            return self.slice_factors(sizes)
+        # What a slice costs beyond its tokens is attention, whichever samples it belongs to.
+        squares = []
+        for scale, size in zip(self.slice_scale[microbatch], sizes, strict=True):
+            squares.append((scale - (1 - self.attention) * size) / self.attention)
+        return self._factors(sizes, squares)
+
+    def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the factors of slices by length: by kind, over micro-batch and place of slice."""
+        of_stage: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+        for microbatch in range(schedule.num_microbatches):
+            sizes = schedule.sizes_of(microbatch)
+            factors = self.factors_of(microbatch, sizes)
+            empty_places = [0.0] * (schedule.num_slices - len(sizes))
+            for kind in KINDS:
+                of_stage[kind] += factors[kind] + empty_places
+        return of_stage
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the jitter of each message by the action that sends it; B covers I as well."""

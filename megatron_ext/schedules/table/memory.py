@@ -144,13 +144,19 @@ def running_peak(changes: Iterable[float]) -> float:
     return max(accumulate(changes, initial=0))
 
 
-def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)) -> float:
+def most_alive(
+    row: Row,
+    stash_ratio: float = 1.0,
+    slices: Sequence[float] = (1.0,),
+    slice_sizes: Sequence[Sequence[float]] = (),
+) -> float:
     """Return the largest number of activations (one stage, one micro-batch) alive at once in a row.
 
     Args:
         row: The actions of a rank.
         stash_ratio: Size of a weight stash, in activations.
         slices: Share of a micro-batch in each of its slices.
+        slice_sizes: The same by micro-batch, relative to the longest (`Schedule.slice_sizes`).
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
@@ -163,27 +169,36 @@ def most_alive(row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.
         change_of["R"] = 1
     # `map`, not a loop: tables have millions of actions.
     changes: Iterable[float] = map(change_of.__getitem__, kinds)
-    if len(slices) > 1:
+    if slice_sizes:
+        sizes = [slice_sizes[action.microbatch][action.slice] for action in row]
+        changes = map(mul, changes, sizes)
+    elif len(slices) > 1:
         changes = map(mul, changes, [slices[action.slice] for action in row])
     return running_peak(changes)
 
 
-def _keys_and_values_changes(row: Row, num_slices: int) -> Iterator[int]:
+def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
     """Yield the changes in keys and values and in their gradients, in micro-batches of a stage."""
-    for _, kind, _, slice_index in row:
+    # Shares add up to 1, so only micro-batches of different lengths have other sizes.
+    length_of = [sum(sizes) for sizes in schedule.slice_sizes] or [1] * schedule.num_microbatches
+    for _, kind, microbatch, slice_index in row:
+        length = length_of[microbatch]
         if kind == "F" and slice_index == 0:
-            yield 1  # keys and values, from the first forward on
+            yield length  # keys and values, from the first forward on
         if kind in ("B", "I"):
-            if slice_index == num_slices - 1:
-                yield 1  # their gradients, from the first backward on
+            if slice_index == schedule.num_slices_of(microbatch) - 1:
+                yield length  # their gradients, from the first backward on
             if slice_index == 0:
-                yield -2  # the last backward frees both
+                yield -2 * length  # the last backward frees both
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
     """Return the peak of activations on each rank of a schedule, in Ma."""
     share = schedule.pp / schedule.num_stages
-    return tuple(share * most_alive(row, stash_ratio, schedule.slices) for row in schedule.rows)
+    peaks = []
+    for row in schedule.rows:
+        peaks.append(share * most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes))
+    return tuple(peaks)
 
 
 def measure(schedule: Schedule) -> Memory:
@@ -194,7 +209,7 @@ def measure(schedule: Schedule) -> Memory:
     share = schedule.pp / schedule.num_stages
     keys_and_values = []
     for row in schedule.rows:
-        changes = _keys_and_values_changes(row, schedule.num_slices)
+        changes = _keys_and_values_changes(row, schedule)
         keys_and_values.append(share * running_peak(changes))
     return Memory(activations, tuple(keys_and_values))
 

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.feature_list import TABLES
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Option, Schedule
+    from megatron_ext.schedules.table.actions import Option, Schedule, SliceSizes
     from megatron_ext.schedules.table.costs import Costs
 
 
 class TableChange:
     """A feature's part in building one table."""
 
-    passes_per_microbatch: int = 1
-    """How often each stage runs F for a micro-batch. The generator treats each run as a
-    micro-batch."""
-
-    def __init__(self, options: Mapping[str, Option]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         """Read the feature's option from all options passed to `generate`."""
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
@@ -42,6 +38,13 @@ class TableChange:
         Raises:
             ScheduleError: They do not fit the schedule.
         """
+
+    def num_passes(self, num_microbatches: int) -> int:
+        """Return how often each stage runs F in a step of this many micro-batches.
+
+        The generator treats each run as a micro-batch.
+        """
+        return num_microbatches
 
     def costs(self, costs: Costs) -> Costs:
         """Return the costs that the table is generated for."""
@@ -66,21 +69,21 @@ def _classes() -> Mapping[str, type[TableChange]]:
     return classes
 
 
-def in_use(**options: Option) -> dict[str, Any]:
-    """Return the options of features, leaving out those that are off: `pairs=False` and `slices=1`.
+def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
+    """Return the options of features, leaving out those that are off, such as `slices=1`.
 
     A table without a feature then imports none of its files.
     """
     changing = {}
     for option, value in options.items():
-        # A switch changes tables if it is on, a number if it is not 1.
-        is_on = value if isinstance(value, bool) else value != 1
+        # A switch changes tables if it is on, a number if it is not 1, sizes if there are any.
+        is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value
     return changing
 
 
-def table_changes(options: dict[str, Option]) -> list[TableChange]:
+def table_changes(options: dict[str, Any]) -> list[TableChange]:
     """Return the changes that features make to a table, and remove their options from `options`."""
     all_options = dict(options)
     changes: list[TableChange] = []

@@ -83,12 +83,18 @@ def check_actions(schedule: Schedule) -> None:
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
     for key, bits in enumerate(done):
-        if bits not in _COMPLETE:
+        if bits not in _COMPLETE and _has_slice(schedule, key):
             raise ScheduleError(_missing(schedule, key, bits))
     if schedule.disaggregated:
         _check_forwards(schedule, forwards)
     for rank in range(num_ranks):
         _check_pairs(schedule, rank)
+
+
+def _has_slice(schedule: Schedule, key: int) -> bool:
+    """Return whether the place that `key` encodes holds a slice, or is behind the last one."""
+    number, slice_index = divmod(key, schedule.num_slices)
+    return slice_index < schedule.num_slices_of(number % schedule.num_microbatches)
 
 
 def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearray) -> None:
@@ -101,6 +107,7 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
     """
     m = schedule.num_microbatches
     num_slices = schedule.num_slices
+    num_slices_of = [schedule.num_slices_of(microbatch) for microbatch in range(m)]
     kinds_of = {}
     for stage in schedule.placement.stages_of[rank]:
         kinds_of[stage] = _kinds(schedule, stage, rank)
@@ -111,11 +118,15 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
         # actions; `_misplaced` works out the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
-            or not (0 <= microbatch < m and 0 <= slice_index < num_slices)
+            or not (0 <= microbatch < m and 0 <= slice_index < num_slices_of[microbatch])
             or cells[key] != _BEFORE[kind]
             or (kind == "F" and slice_index and not cells[key - 1])
             # If a backward of the later slice has run, a bit higher than F's is set.
-            or (kind in ("B", "I") and slice_index + 1 < num_slices and cells[key + 1] < _BIT["B"])
+            or (
+                kind in ("B", "I")
+                and slice_index + 1 < num_slices_of[microbatch]
+                and cells[key + 1] < _BIT["B"]
+            )
         ):
             raise ScheduleError(_misplaced(schedule, rank, index))
         cells[key] |= _BIT[kind]
@@ -162,8 +173,10 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     placement = schedule.placement
     if not 0 <= microbatch < m:
         return f"there are {m} micro-batches, 0 to {m - 1}"
-    if not 0 <= slice_index < schedule.num_slices:
-        return f"micro-batches have {schedule.num_slices} slices, 0 to {schedule.num_slices - 1}"
+    num_slices = schedule.num_slices_of(microbatch)
+    if not 0 <= slice_index < num_slices:
+        subject = f"micro-batch {microbatch} has" if schedule.slice_sizes else "micro-batches have"
+        return f"{subject} {num_slices} slices, 0 to {num_slices - 1}"
     if stage >= schedule.num_stages:
         return f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     owner = placement.rank_for(stage, kind)
@@ -224,7 +237,9 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
         missing = opening._replace(kind=backward)
         index = row.index(opening)
     parts = f"each of the {schedule.num_microbatches} micro-batches"
-    if schedule.num_slices > 1:
+    if schedule.slice_sizes:
+        parts = f"each slice of {parts}"
+    elif schedule.num_slices > 1:
         parts = f"each of the {schedule.num_slices} slices of {parts}"
     return (
         f"rank {rank} never runs {missing}; each of its stages needs {opening.kind} and B "

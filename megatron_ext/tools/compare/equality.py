@@ -110,7 +110,8 @@ def _difference(reference: Preflight, candidate: Preflight, *, same_flags: bool)
         return "flags"
     if config.balance != reference_config.balance:
         return "lengths"
-    if config.slices != reference_config.slices:
+    slices = (config.slices, config.slice_tokens)
+    if slices != (reference_config.slices, reference_config.slice_tokens):
         return "slices"
     if config.disaggregation is not None and config.disaggregation.merged:
         return "merged"

@@ -242,6 +242,8 @@ def _unforeseen(answer: Preflight) -> str | None:
         return None
     if config.slices > 1:
         return "with --pipeline-slices the planner would count whole micro-batches"
+    if config.slice_tokens is not None:
+        return "with --pipeline-slice-tokens they depend on the lengths of each step"
     if config.dynamic is not None and config.dynamic.policy != DynamicOrder.policy:
         return f"with --dpp-policy {config.dynamic.policy} ranks may keep all micro-batches"
     generator = config.generator

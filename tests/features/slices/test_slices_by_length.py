@@ -1,0 +1,175 @@
+"""Tables whose micro-batches have different numbers of slices, and the cuts that they come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.config.pipeline_config import SLICED_BY_LENGTH
+from megatron_ext.errors import ScheduleError
+from megatron_ext.features.lengths.length_slices import (
+    automatic_slice_tokens,
+    equal_cost_bounds,
+    rising,
+    slices_needed,
+)
+from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.patience import policies
+from megatron_ext.schedules.search.policies import activation_cap
+from megatron_ext.schedules.search.queues import check_queues
+from megatron_ext.schedules.table.length_cost import LengthCost
+from megatron_ext.schedules.table.memory import activation_peaks, measure
+
+COST = LengthCost(1.0, 1 / 64)
+
+
+def table_of(
+    name: str, pp: int, lengths: list[int], slice_tokens: int, costs: Costs | None = None
+) -> Schedule:
+    """The table of micro-batches of these lengths, in this order, in slices of so many tokens."""
+    longest = max(lengths) or 1
+    sizes = []
+    for length in lengths:
+        bounds = equal_cost_bounds([length], slices_needed(length, slice_tokens), COST)
+        sizes.append(tuple((end - begin) / longest for begin, end in pairwise(bounds)))
+    if costs is None:
+        costs = Costs(attention=COST.attention_share(longest))
+    return generate(name, pp, len(lengths), costs=costs, slice_sizes=tuple(sizes))
+
+
+@pytest.mark.parametrize("pp", [2, 5])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0],
+        [1, 7],
+        [0, 0, 64],
+        [64],
+        [61, 8, 8, 7, 8, 16, 13, 61],
+        [0, 64, 7, 13, 0, 17, 64, 0, 0],
+        [16, 64, 16, 0, 17, 13, 9, 1],
+    ],
+)
+@pytest.mark.parametrize("name", SLICED_BY_LENGTH)
+def test_any_lengths_have_a_table(name: str, lengths: list[int], pp: int) -> None:
+    table = table_of(name, pp, lengths, 8)
+    report = validate(table)
+    assert report.ascending
+    check_queues(table)
+    num_slices = sum(slices_needed(length, 8) for length in lengths)
+    forwards = sum(action.kind == "F" for row in table.rows for action in row)
+    assert forwards == num_slices * table.num_stages
+    assert table.slices_in_step == len(lengths) * table.num_slices
+    costs = Costs(attention=COST.attention_share(max(lengths) or 1))
+    assert simulate(table, costs).makespan >= 0
+    if name == "interleaved":
+        return
+    # The peak is at most that of slices which all have the largest size, and one of them.
+    even_sizes = ((1.0,) * table.num_slices,) * len(lengths)
+    uniform = generate(name, pp, len(lengths), slice_sizes=even_sizes)
+    largest = max(max(sizes) for sizes in table.slice_sizes)
+    share = pp / table.num_stages
+    assert max(activation_peaks(table)) <= largest * (max(activation_peaks(uniform)) + share) + 1e-9
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> None:
+    shares = (0.5, 0.25, 0.25)
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        by_length = generate(name, 4, count, slice_sizes=(shares,) * count)
+        assert by_length.rows == generate(name, 4, count, slices=3).rows
+        assert measure(by_length) == measure(replace(by_length, slice_sizes=(), slices=shares))
+
+
+def test_a_dynamic_order_keeps_to_the_peak_of_the_table() -> None:
+    lengths = [3, 8, 9, 61, 64, 5]
+    for name in ("zb-h1", "1f1b"):
+        table = table_of(name, 4, lengths, 8)
+        costs = Costs(attention=0.4, jitter=0.3)
+        chosen = policies("hint", table, extra_activations=0, weights_fill=False, costs=costs)
+        timeline = simulate_dynamic(table, chosen, costs)
+        assert timeline.peak_activations <= activation_cap(table) + 1e-9
+        assert sorted(map(sorted, timeline.schedule.rows)) == sorted(map(sorted, table.rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("0F1.1", "micro-batch 1 has 1 slices, 0 to 0"),
+        ("0F0.2", "micro-batch 0 has 2 slices, 0 to 1"),
+    ],
+)
+def test_a_slice_too_many_is_refused(change: str, message: str) -> None:
+    table = generate("1f1b", 1, 2, slice_sizes=((0.5, 0.5), (0.25,)))
+    [row] = table.rows
+    wrong = replace(table, rows=((*row, Action.parse(change)),))
+    with pytest.raises(ScheduleError, match=message):
+        validate(wrong)
+
+
+def test_a_missing_slice_is_found() -> None:
+    table = generate("1f1b", 1, 2, slice_sizes=((0.5, 0.5), (0.25,)))
+    [row] = table.rows
+    kept = tuple(action for action in row if action.microbatch != 1)
+    with pytest.raises(ScheduleError, match="rank 0 never runs 0F1"):
+        validate(replace(table, rows=(kept,)))
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(0, 300), max_size=6),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([LengthCost(1, 0), LengthCost(1, 0.01), LengthCost(0, 1)]),
+)
+def test_bounds_cover_a_micro_batch(
+    samples: list[int], num_slices: int, multiple: int, cost: LengthCost
+) -> None:
+    num_tokens = sum(samples)
+    if num_tokens % multiple:
+        with pytest.raises(ScheduleError, match=f"pad it to a multiple of {multiple}"):
+            equal_cost_bounds(samples, num_slices, cost, multiple)
+        return
+    bounds = equal_cost_bounds(samples, num_slices, cost, multiple)
+    assert bounds[0] == 0
+    assert bounds[-1] == num_tokens
+    assert len(bounds) == num_slices + 1
+    widths = [end - begin for begin, end in pairwise(bounds)]
+    assert all(width >= 0 and width % multiple == 0 for width in widths)
+    # Only the last slices are empty, and only if there are too few tokens.
+    filled = min(num_slices, num_tokens // multiple)
+    assert all(width > 0 for width in widths[:filled])
+    assert not any(widths[filled:])
+
+
+def test_slices_cost_the_same() -> None:
+    cost = LengthCost(1.0, 1e-3)
+    samples = [4000, 200, 3000]
+    bounds = equal_cost_bounds(samples, 5, cost)
+
+    def cost_before(token: int) -> float:
+        before = 0.0
+        for sample in samples:
+            inside = min(max(token, 0), sample)
+            before += cost.of_length(inside)
+            token -= sample
+        return before
+
+    costs = [cost_before(end) - cost_before(begin) for begin, end in pairwise(bounds)]
+    assert costs == pytest.approx([cost.of_pack(samples) / 5] * 5, rel=0.01)
+
+
+def test_numbers_of_slices() -> None:
+    assert [slices_needed(tokens, 8) for tokens in (0, 1, 8, 9, 512)] == [1, 1, 1, 2, 64]
+    with pytest.raises(ScheduleError, match="use --pipeline-slice-tokens 9 or more"):
+        slices_needed(513, 8)
+    assert rising([3.0, 1.0, 1.0]) == (1, 2, 0)
+    assert automatic_slice_tokens(131072, 8) == 8192
+    assert automatic_slice_tokens(1, 8) == 1
+    # At most 64 slices.
+    assert slices_needed(1000, automatic_slice_tokens(1000, 100)) <= 64
