@@ -20,7 +20,12 @@ from typing import Any, Literal, Union, get_origin, get_type_hints
 
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, Generator, get
+from megatron_ext.schedules.generators.catalog import (
+    CSV_PREFIX,
+    SLICED_BY_LENGTH,
+    Generator,
+    get,
+)
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
@@ -38,9 +43,6 @@ IPC."""
 AUTO = "auto"
 """Lets the planner choose the schedule (`automatic.py`); `auto:FOLDER` uses the costs of a traced
 run."""
-
-SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
-"""The schedules with `slice_tokens`: those whose tables take a small part of a step to make."""
 
 Activations = Literal["recompute", "ship"]
 

@@ -22,6 +22,7 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
+from megatron_ext.schedules.table.costs import MAX_ATTENTION
 from megatron_ext.schedules.table.memory import most_alive, most_bypasses
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
@@ -151,7 +152,8 @@ def make_table_by_length(
     slice_sizes = []
     for widths in slice_tokens:
         slice_sizes.append(tuple(tokens / longest for tokens in widths))
-    costs = replace(pipeline.costs, attention=length_cost.attention_share(longest))
+    attention = min(length_cost.attention_share(longest), MAX_ATTENTION)
+    costs = replace(pipeline.costs, attention=attention)
     schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
     return _training_table(pipeline, schedule, rank, bypasses)
 

@@ -18,6 +18,7 @@ from megatron_ext.features.lengths.length_gains import (
     Sizes,
     predict_lengths,
 )
+from megatron_ext.features.lengths.length_slices import automatic_slice_tokens
 from megatron_ext.files import parse_json, read_text
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX
 from megatron_ext.schedules.table.length_cost import LengthCost
@@ -60,9 +61,13 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
             raise ScheduleError(f"{flag} {value} must be 1 or more")
     sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
     lengths = read_lengths(args.lengths)
-    predictions, left_out = predict_lengths(lengths, name, sizes, length_cost, costs)
+    slice_tokens = _slice_tokens(args.slice_tokens, lengths, args.pp)
+    predictions, left_out = predict_lengths(lengths, name, sizes, length_cost, costs, slice_tokens)
     if args.json:
-        entries = [prediction._asdict() for prediction in predictions]
+        entries = []
+        for prediction in predictions:
+            fields = prediction._asdict().items()
+            entries.append({name: value for name, value in fields if value is not None})
         print(json.dumps(entries, indent=1))
     else:
         print(_table(predictions))
@@ -71,6 +76,11 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
             "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
             "pack"
         )
+        if slice_tokens is not None:
+            print(
+                f"slices: train with --pipeline-slice-tokens {slice_tokens} --pipeline-balance "
+                "pack; peak: of activations, in longest micro-batches on 1/pp of the model"
+            )
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     return 0
@@ -92,19 +102,40 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
     return LengthCost.of_model(args.hidden_size)
 
 
+def _slice_tokens(text: str | None, lengths: Sequence[int], pp: int) -> int | None:
+    """Return the tokens of a slice that `--slice-tokens` asks for; None without it.
+
+    Raises:
+        ScheduleError: It is neither `auto` nor a whole number of 1 or more.
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        return automatic_slice_tokens(max(lengths), pp)
+    if not text.isdecimal() or int(text) < 1:
+        raise ScheduleError(f"--slice-tokens {text} must be auto, or a whole number of 1 or more")
+    return int(text)
+
+
 def _table(predictions: Sequence[LengthGains]) -> str:
+    has_slices = any(prediction.sliced is not None for prediction in predictions)
     rows = [["schedule", "file order", "order", "pack", "bound", "gain of pack"]]
+    if has_slices:
+        rows[0] += ["slices", "peak"]
     for prediction in predictions:
-        rows.append(
-            [
-                prediction.schedule,
-                f"{prediction.in_file_order:.4g}",
-                f"{prediction.order:.4g}",
-                f"{prediction.pack:.4g}",
-                f"{prediction.bound:.4g}",
-                f"{prediction.in_file_order / prediction.pack:.3f}",
-            ]
-        )
+        row = [
+            prediction.schedule,
+            f"{prediction.in_file_order:.4g}",
+            f"{prediction.order:.4g}",
+            f"{prediction.pack:.4g}",
+            f"{prediction.bound:.4g}",
+            f"{prediction.in_file_order / prediction.pack:.3f}",
+        ]
+        if prediction.sliced is not None:
+            row += [f"{prediction.sliced:.4g}", f"{prediction.sliced_peak:.3g}"]
+        elif has_slices:
+            row += ["", ""]
+        rows.append(row)
     return aligned(rows)
 
 

@@ -98,6 +98,12 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         metavar="H",
         help="instead of --length-costs: width of a model with a feed-forward network of 4H",
     )
+    parser.add_argument(
+        "--slice-tokens",
+        metavar="T",
+        help="with --lengths: also cut micro-batches of more than T tokens into slices of equal "
+        "cost; auto: two slices for each rank in the longest sample",
+    )
     parser.set_defaults(run=_run_plan)
 
     parser = subparsers.add_parser(
@@ -299,7 +305,7 @@ def _without_garbage_collection() -> Iterator[None]:
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
     """Compare schedules, or predict how much balancing lengths gains."""
-    for destination in ("max_tokens", "replicas", "length_costs", "hidden_size"):
+    for destination in ("max_tokens", "replicas", "length_costs", "hidden_size", "slice_tokens"):
         if args.lengths is None and getattr(args, destination) is not None:
             flag = "--" + destination.replace("_", "-")
             raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +17,12 @@ from megatron_ext.features.lengths.length_balance import (
     packs_in_file_order,
     shortest,
 )
+from megatron_ext.features.lengths.length_slices import equal_cost_bounds, rising, slices_needed
 from megatron_ext.schedules.comparison import Choice, possible_tables
-from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH, generate, registered
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import MAX_ATTENTION
+from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
@@ -53,6 +58,11 @@ class LengthGains(NamedTuple):
     pack: float
     """Step time with `--pipeline-balance pack`: micro-batches are distributed over replicas and
     ordered."""
+    sliced: float | None
+    """Step time with `--pipeline-slice-tokens` as well; None: the schedule has no slices by
+    length."""
+    sliced_peak: float | None
+    """Its peak of activations on a rank, in longest micro-batches on 1/pp of the model."""
     bound: float
     """Lower bound that no packing and no order can beat."""
 
@@ -64,10 +74,19 @@ class _Batch(NamedTuple):
     """Cost of each micro-batch, in the order in which the replicas take turns to read them."""
     samples: list[float]
     """Cost of each sample."""
+    packs: list[list[int]]
+    """Tokens of the samples of each micro-batch."""
+    mean_cost: float
+    """Cost of the mean micro-batch, in the unit of the `LengthCost`."""
 
 
 def predict_lengths(
-    lengths: Sequence[int], name: str, sizes: Sizes, length_cost: LengthCost, costs: Costs
+    lengths: Sequence[int],
+    name: str,
+    sizes: Sizes,
+    length_cost: LengthCost,
+    costs: Costs,
+    slice_tokens: int | None = None,
 ) -> tuple[list[LengthGains], list[str]]:
     """Simulate schedules with the lengths of a data set.
 
@@ -77,6 +96,7 @@ def predict_lengths(
         sizes: Sizes of a step.
         length_cost: Cost of a sample by its length.
         costs: Durations of actions on the mean micro-batch, and latencies.
+        slice_tokens: Tokens of a slice; None: micro-batches stay whole.
 
     Returns:
         The predictions, with the shortest step under `pack` first, and the reasons why other
@@ -107,7 +127,16 @@ def predict_lengths(
         if not left_out:
             left_out = [f"--lengths simulates registered schedules, not {name}; name one"]
         raise ScheduleError("; ".join(left_out))
-    gains = [_gains(schedule, batches, sizes.num_replicas, costs) for schedule in schedules]
+    gains = []
+    for schedule in schedules:
+        whole = _gains(schedule, batches, sizes.num_replicas, costs)
+        if slice_tokens is not None and schedule.name in SLICED_BY_LENGTH:
+            slicing = _Slicing(schedule, sizes, length_cost, costs, slice_tokens)
+            steps = [slicing.step(batch) for batch in batches]
+            whole = whole._replace(
+                sliced=fmean(step for step, _ in steps), sliced_peak=max(peak for _, peak in steps)
+            )
+        gains.append(whole)
     return sorted(gains, key=lambda gains: gains.pack), left_out
 
 
@@ -135,6 +164,8 @@ def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCos
             _Batch(
                 [length_cost.of_pack(pack) / mean_cost for pack in batch_packs],
                 [length_cost.of_length(length) / mean_cost for length in samples],
+                batch_packs,
+                mean_cost,
             )
         )
     return batches
@@ -178,5 +209,63 @@ def _gains(
         in_file_order=fmean(file_steps),
         order=fmean(order_steps),
         pack=fmean(pack_steps),
+        sliced=None,
+        sliced_peak=None,
         bound=fmean(bounds),
     )
+
+
+@dataclass(frozen=True)
+class _Slicing:
+    """Simulates steps of one schedule whose micro-batches are cut by their lengths."""
+
+    schedule: Schedule
+    sizes: Sizes
+    length_cost: LengthCost
+    costs: Costs
+    slice_tokens: int
+
+    def step(self, batch: _Batch) -> tuple[float, float]:
+        """Return the time of a step, in the unit of `_Batch`, and its peak (`LengthGains`)."""
+        fills = fills_of(self.schedule.placement)
+        replicas: list[list[list[int]]] = []
+        for share in deal_out(batch.microbatches, self.sizes.num_replicas, fills):
+            packs = [batch.packs[number] for number in share]
+            order = rising([batch.microbatches[number] for number in share])
+            replicas.append([packs[place] for place in order])
+        # All replicas run the table of the one that needs the most slices at each place.
+        counts = []
+        for packs_at_place in zip(*replicas, strict=True):
+            counts.append(max(slices_needed(sum(p), self.slice_tokens) for p in packs_at_place))
+        results = [self._of_replica(packs, counts, batch.mean_cost) for packs in replicas]
+        return max(step for step, _ in results), max(peak for _, peak in results)
+
+    def _of_replica(
+        self, packs: Sequence[Sequence[int]], counts: Sequence[int], mean_cost: float
+    ) -> tuple[float, float]:
+        """Return the time and the peak of one replica's step."""
+        longest = max(map(sum, packs))
+        # The unit of the table is a sample as long as the longest micro-batch.
+        unit = self.length_cost.of_length(longest)
+        sizes, scale = [], []
+        for samples, count in zip(packs, counts, strict=True):
+            bounds = equal_cost_bounds(samples, count, self.length_cost)
+            sizes.append(tuple((end - begin) / longest for begin, end in pairwise(bounds)))
+            scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
+        costs = replace(
+            self.costs,
+            latency=self.costs.latency * mean_cost / unit,
+            launch=self.costs.launch * mean_cost / unit,
+            attention=min(self.length_cost.attention_share(longest), MAX_ATTENTION),
+            slice_scale=tuple(scale),
+        )
+        options = dict(self.schedule.options)
+        table = generate(
+            self.schedule.name,
+            self.sizes.pp,
+            len(packs),
+            options.get("chunks") if self.schedule.name == "interleaved" else None,  # type: ignore[arg-type]
+            costs,
+            slice_sizes=tuple(sizes),
+        )
+        return simulate(table, costs).makespan * unit / mean_cost, max(activation_peaks(table))

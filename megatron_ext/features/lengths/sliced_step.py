@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
@@ -100,6 +101,11 @@ class LengthSlicer:
         self._device = device_of(model.chunks)
         # Tensor-parallel ranks must hold equal parts of a slice.
         self._multiple = 1
+        # The most tokens of a sample; None: any number, or this rank does not know.
+        self._max_positions: int | None = None
+        if model.config.variable_seq_lengths:
+            reader = unwrap_model(model.chunks[0])
+            self._max_positions = getattr(reader, "max_sequence_length", None)
         if model.config.sequence_parallel:
             self._multiple = model.config.tensor_model_parallel_size
         # Within a replica, only the first tensor-parallel ranks of some stages read data.
@@ -205,6 +211,14 @@ class LengthSlicer:
             numbers = [numbers[place] for place in rising([costs[number] for number in numbers])]
         reading.order = numbers
         reading.samples = [sample_lengths(held[number]) for number in numbers]
+        for number, samples in zip(numbers, reading.samples, strict=True):
+            longest = max(samples, default=0)
+            if self._max_positions is not None and longest > self._max_positions:
+                raise ScheduleError(
+                    f"micro-batch {number}: a sequence has {longest} tokens, the model has "
+                    f"{self._max_positions} positions; cut or pack the data to that, or raise "
+                    "--max-position-embeddings"
+                )
         return reading
 
     def _bounds(self, reading: _Reading, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,8 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.table_change import table_changes
 
 CSV_PREFIX = "csv:"
+SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+"""The schedules for slices by length: those whose tables take a small part of a step to make."""
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
 """Largest number of forwards in one table. Such a table takes about ten seconds and 1 GB."""

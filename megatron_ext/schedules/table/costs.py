@@ -18,6 +18,8 @@ nothing."""
 
 # Sums of durations in this range have no visible rounding errors, however large the table.
 SHORTEST, _LONGEST = 1e-9, 1e9
+MAX_ATTENTION = 1 - 2**-20
+"""The largest share of attention that costs can have."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.config.pipeline_config import SLICED_BY_LENGTH
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_slices import (
     automatic_slice_tokens,
@@ -18,6 +17,7 @@ from megatron_ext.features.lengths.length_slices import (
     slices_needed,
 )
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
+from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.policies import activation_cap
