@@ -74,6 +74,13 @@ class Pipeline:
         return self.config.dynamic
 
     @property
+    def margin_by_length(self) -> int:
+        """As `dynamic.margin`, in longest micro-batches, for tables with slices by length."""
+        assert self.dynamic is not None
+        # By default none, because one would be half of a table's memory or more.
+        return self.dynamic.extra_activations or 0
+
+    @property
     def transport(self) -> TransportName:
         """The transport of tensors between ranks."""
         return "torch" if self.over_torch else self.config.wire
@@ -184,10 +191,7 @@ class Pipeline:
         """Return what creates each rank's policy for one of this pipeline's tables."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
-        extra_activations = dynamic.margin
-        if table.slice_sizes and dynamic.extra_activations is None:
-            # One more of the longest micro-batches would be half of a table's memory or more.
-            extra_activations = 0
+        extra_activations = self.margin_by_length if table.slice_sizes else dynamic.margin
         return policies(
             dynamic.policy,
             table,

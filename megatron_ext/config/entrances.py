@@ -238,7 +238,10 @@ def order_in_words(pipeline: Pipeline) -> str:
     policy = pipeline.policy(pipeline.num_microbatches, 0)
     schedule = pipeline.full
     share = schedule.pp / schedule.num_stages
-    if isinstance(policy, Hint):
+    if isinstance(policy, Hint) and pipeline.config.slice_tokens is not None:
+        longest = pipeline.margin_by_length
+        bound = f"at most the peak of each step's table (+{longest} of its longest micro-batches)"
+    elif isinstance(policy, Hint):
         max_activations = share * policy.cap
         bound = f"at most {max_activations:g} activations (+{pipeline.dynamic.margin})"
         if pipeline.config.stash_ratio > 1:

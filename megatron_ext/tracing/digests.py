@@ -90,6 +90,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         config = pipeline.config
         fields["schedule"] = pipeline.name
         fields["slices"] = config.slices
+        fields["slice_tokens"] = config.slice_tokens or 0
         fields["balance"] = config.balance
         if pipeline.placement.twin_hops:
             fields["routing"] = "twin"

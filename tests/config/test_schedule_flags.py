@@ -228,6 +228,12 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         # Else layers of Transformer Engine that fuse it would lose gradients.
         {"disable_parameter_transpose_cache": True},
     ),
+    "slices by length": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 8 --pipeline-balance pack "
+        "--variable-seq-lengths",
+        4,
+        {"disable_parameter_transpose_cache": True, "variable_seq_lengths": True},
+    ),
     "a checkpoint that is converted": (
         PP4 + "--pipeline-schedule zb-v --use-distributed-optimizer --ckpt-format torch "
         "--ckpt-convert-format torch_dist --ckpt-convert-save D --load D",
@@ -300,7 +306,7 @@ REFUSED = {
     ),
     "length costs alone": (
         PP4 + "--pipeline-schedule zb-v --pipeline-length-costs 1,2", 4,
-        ["--pipeline-length-costs is for --pipeline-balance or --pipeline-slices; add"],
+        ["--pipeline-length-costs is for --pipeline-balance, --pipeline-slices or", "; add"],
     ),
     "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use --pipeline-model-"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
@@ -339,6 +345,20 @@ REFUSED = {
             ("--variable-seq-lengths", "--variable-seq-lengths yet", "leave one of them out"),
         ]
     },
+    "slices by length with windows": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 8 --window-size 4,0", 4,
+        ["--pipeline-slice-tokens 8 cannot run with --window-size",
+         "leave --pipeline-slice-tokens out"],
+    ),
+    "slices by length of mirrored pipelines": (
+        PP4 + "--pipeline-schedule bitpipe --pipeline-slice-tokens 8", 4,
+        ["takes too long with --pipeline-schedule bitpipe; use --pipeline-schedule zb-h1, or one"],
+    ),
+    "slices by length that ranks cannot divide": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 1 --sequence-parallel "
+        "--tensor-model-parallel-size 2", 8,
+        ["--pipeline-slice-tokens 1: 2 tensor-parallel ranks", "use --pipeline-slice-tokens 2"],
+    ),
     "slices of Megatron's schedule": (
         PP4 + "--pipeline-slices 4", 4,
         ["--pipeline-slices 4 is for schedules of this package; add --pipeline-schedule NAME"],

@@ -53,6 +53,7 @@ _SIZES = {
     "context_size": "context-parallel ranks",
     "expert_size": "expert-parallel ranks",
     "slices": "slices",
+    "slice_tokens": "slices",
 }
 """Fields of a header that decide the order of sums in every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
