@@ -254,7 +254,12 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     schedule = replace(pipeline.full, bypasses=bypasses)
-    return arena_slots(schedule, margin, pipeline.config.stash_ratio)
+    slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
+    if pipeline.config.slice_tokens is not None:
+        # Twice what is under way, in both directions, if the longest micro-batch of a step has two
+        # slices for each rank. More of them wait at their sender.
+        slots = max(slots, 4 * 3 * pipeline.pp)
+    return slots
 
 
 def open_native(

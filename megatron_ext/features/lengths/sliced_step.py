@@ -67,8 +67,8 @@ class SlicedStep:
 class _Reading:
     """The micro-batches that this rank has read for a step; without data, it has none."""
 
-    def __init__(self) -> None:
-        self.items_by_chunk: list[dict[int, Any] | None] = []
+    def __init__(self, num_chunks: int) -> None:
+        self.items_by_chunk: list[dict[int, Any] | None] = [None] * num_chunks
         """By number in the data; None: the chunk reads no data."""
         self.order: list[int] = []
         self.samples: list[list[int]] = []
@@ -121,7 +121,7 @@ class LengthSlicer:
             ScheduleError: The data lacks lengths, or has too many slices; or ranks of one replica
                 read different data.
         """
-        reading, failure = _Reading(), None
+        reading, failure = _Reading(len(iterators)), None
         counts = [0] * num_microbatches
         try:
             if any(iterator is not None for iterator in iterators):
@@ -185,13 +185,12 @@ class LengthSlicer:
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> _Reading:
         """Read a step's micro-batches on a rank with data, and put them in order."""
-        reading = _Reading()
+        reading = _Reading(len(iterators))
         try:
-            for iterator in iterators:
-                items = None
+            for chunk, iterator in enumerate(iterators):
                 if iterator is not None:
                     items = fetched(iterator, num_microbatches, self._exchange, _FLAG)
-                reading.items_by_chunk.append(items)
+                    reading.items_by_chunk[chunk] = items
             [held, *_] = [items for items in reading.items_by_chunk if items is not None]
             costs = [item_cost(item, self._length_cost, _FLAG) for item in held.values()]
         except Exception:
