@@ -189,8 +189,9 @@ class LengthSlicer:
         try:
             for chunk, iterator in enumerate(iterators):
                 if iterator is not None:
-                    items = fetched(iterator, num_microbatches, self._exchange, _FLAG)
-                    reading.items_by_chunk[chunk] = items
+                    reading.items_by_chunk[chunk] = fetched(
+                        iterator, num_microbatches, self._exchange, _FLAG
+                    )
             [held, *_] = [items for items in reading.items_by_chunk if items is not None]
             costs = [item_cost(item, self._length_cost, _FLAG) for item in held.values()]
         except Exception:
