@@ -38,5 +38,7 @@ TABLES = {
 PATCHES = (
     # Layers that keep keys and values from slice to slice.
     "megatron_ext.features.slices.sliced_layers",
+    # Exchanges of tokens that a host waits for, with weight gradients at hand.
+    "megatron_ext.features.pairs.awaited_tokens",
 )
 """Modules with a table `PATCHES` of changes to Megatron, as those of `megatron_ext/patches/`."""

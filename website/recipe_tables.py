@@ -95,6 +95,7 @@ _SCOPES = {
     "chunks": "Refused by our schedules with several stages on each rank",
     "twins": "Refused by two mirrored pipelines",
     "pairs": "Refused by our schedules with `--overlap-moe-expert-parallel-comm`",
+    "waiting_weights": "Refused with `--pipeline-waiting-weights`",
     "slices": "Refused by `--pipeline-slices`",
     "chosen": "Refused by `--use-dpp`",
     "crossed": "Refused by `--use-dpp` on mirrored pipelines",

@@ -62,10 +62,10 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
     """
     run = split.run
 
-    def running(stage: int, microbatch: int) -> None:
+    def running(stage: int, microbatch: int, *, in_current_stream: bool = False) -> None:
         with probe.op("W", stage, microbatch):
             assert (stage, microbatch) in split.pending(), "the split left the stage's linear alone"
-            run(stage, microbatch)
+            run(stage, microbatch, in_current_stream=in_current_stream)
             probe.spend("W", stage, microbatch)
 
     split.run = running  # type: ignore[method-assign]

@@ -21,7 +21,11 @@ from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.table_change import in_use
-from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
+from megatron_ext.schedules.table.transforms import (
+    split_backwards,
+    weights_at_once,
+    weights_waiting,
+)
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
@@ -172,6 +176,9 @@ class Pipeline:
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
+        if config.waiting_weights:
+            _check_waiting(table, config.waiting_weights)
+            table = weights_waiting(table, config.waiting_weights)
         # Validate generated tables too: a wrong table from a plug-in would hang the job during a
         # step.
         validate(table)
@@ -199,6 +206,21 @@ class Pipeline:
             weights_fill=self._fills.get(table.num_microbatches, False),
             costs=self.costs,
             stash_ratio=self.config.stash_ratio,
+        )
+
+
+def _check_waiting(table: Schedule, num_waiting: int) -> None:
+    """Reject a table in which no W can run while its rank waits for tokens."""
+    setting = f"--pipeline-waiting-weights {num_waiting}"
+    if not table.pairs:
+        raise ScheduleError(
+            f"{setting}: {table.label} runs no pairs, and W fills only what pairs leave idle; "
+            "leave --pipeline-waiting-weights out"
+        )
+    if not table.splits_backward:
+        raise ScheduleError(
+            f"{setting}: {table.label} has whole backwards, which leave no weight gradients for "
+            "later; use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
         )
 
 

@@ -216,12 +216,18 @@ def running(pipeline: Pipeline) -> str:
                 f": all layers are recomputed, and W needs {config.stash_ratio:g} times what a "
                 "micro-batch keeps before"
             )
+    waiting = ""
+    if config.waiting_weights:
+        waiting = (
+            f"; up to {config.waiting_weights} more W of a rank wait for idle time, at the latest "
+            "until where they are simulated and counted"
+        )
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
         f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
         f"simulated for costs {pipeline.costs}; messages over "
-        f"{_wires_in_words(pipeline.transport)}{at_once}"
+        f"{_wires_in_words(pipeline.transport)}{at_once}{waiting}"
     )
 
 

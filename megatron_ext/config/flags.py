@@ -107,6 +107,11 @@ _HELP = f"""
     of equal cost, as many as its tokens are multiples of T, rounded up. The table is made for the
     lengths of each step. `megatron-ext plan --lengths FILE --slice-tokens auto` finds T (default:
     whole micro-batches).
+--pipeline-waiting-weights waiting_weights N
+    With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: let N weight
+    gradients of a rank, each of one stage and micro-batch, wait until the rank waits for tokens,
+    and run them then. Each keeps its operands; for experts with unequal numbers of tokens (default:
+    0, weight gradients run where the table has them).
 --pipeline-balance balance
     For data of variable or packed lengths. order: let the micro-batches of a step enter the
     pipeline in an order that follows from their lengths. pack: before that, share out the

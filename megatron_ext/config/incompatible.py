@@ -312,6 +312,7 @@ def rules_of(
         ("disaggregation", "schedule", has_roles),
         ("schedule", "schedule", not is_stock),
         ("pairs", "pairs", config.pairs),
+        ("waiting_weights", "waiting_weights", config.waiting_weights > 0),
         ("transport", "transport", is_stock and table is not None),
     ]
     if table is not None and not is_stock:
@@ -343,6 +344,7 @@ def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
         "balance": config.balance,
         "slices": str(config.slices),
         "slice_tokens": str(config.slice_tokens),
+        "waiting_weights": str(config.waiting_weights),
     }
     return with_flags(field, values.get(field, ""))
 

@@ -157,6 +157,9 @@ class PipelineConfig:
     """Whether a forward and the backward of another micro-batch run as one action, each hiding the
     expert communication of the other. For models with experts on several ranks; flags set it if
     Megatron overlaps that communication."""
+    waiting_weights: int = 0
+    """With `pairs`: how many W of a rank may wait, besides those of the table, to run while the
+    rank waits for tokens. Each holds the operands of one stage and micro-batch."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order; None: every rank runs the order of the table."""
     balance: Balance = "off"
@@ -216,6 +219,7 @@ class PipelineConfig:
             _mistake_of_slice_tokens(self),
             _mistake_of_roles(self) if has_roles else _mistake_of_schedules(self),
             None if has_roles else _mistake_of_transports(self),
+            _mistake_of_waiting(self),
         )
         for template in mistakes:
             if template is not None:
@@ -362,6 +366,33 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
             "{slice_tokens:{c.slice_tokens}} makes a table for each step, which takes too long "
             "with {schedule:{c.schedule}}; use {schedule:zb-h1}, or one of "
             f"{', '.join(SLICED_BY_LENGTH)}"
+        )
+    return None
+
+
+def _mistake_of_waiting(c: PipelineConfig) -> str | None:
+    """Return why W cannot wait for idle time."""
+    if c.waiting_weights < 0:
+        return (
+            "{waiting_weights:{c.waiting_weights}} must be 0 or more; use {waiting_weights:0}, "
+            "with which W runs where the table has it"
+        )
+    if not c.waiting_weights:
+        return None
+    if c.is_stock or c.disaggregation is not None:
+        return (
+            "{waiting_weights:{c.waiting_weights}} is for schedules of this package in pairs; add "
+            "{schedule:NAME}, such as zb-h1, or leave it out"
+        )
+    if c.dynamic is not None:
+        return (
+            "{waiting_weights:{c.waiting_weights}} cannot run with {dynamic}, which places W "
+            "itself; leave one of them out"
+        )
+    if c.is_automatic:
+        return (
+            "{waiting_weights:{c.waiting_weights}} cannot run with {schedule:{c.schedule}}, which "
+            "compares tables without it; name the schedule, such as {schedule:zb-h1}"
         )
     return None
 

@@ -419,6 +419,13 @@ class StageCompute:
             "whole actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
         )
 
+    def around_step(self) -> AbstractContextManager[None]:
+        """Return the context in which the step's actions run."""
+        return _UNCHANGED
+
+    def ended(self, action: Action) -> None:
+        """Called when an action, or a pair with this backward, has run and sent its results."""
+
     def observe(self, observers: Sequence[Observer]) -> None:
         """Let observers see computation that is not part of an action."""
 

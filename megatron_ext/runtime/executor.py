@@ -183,6 +183,7 @@ class Executor:
             self._executed.append((position, ended, took_s))
         if is_last:
             self.sync.after(stage)
+        self.compute.ended(action)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
         """Receive the credits and tensors that an action needs, then grant credits to its peers."""

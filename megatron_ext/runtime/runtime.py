@@ -376,7 +376,7 @@ class Runtime:
             if trains and self.splits.overwrites_first and table not in self._checked:
                 check_first_gradients(table.schedule, self.rank)
                 self._checked.add(table)
-            with sync:
+            with sync, compute.around_step():
                 executor.run()
         except BaseException as error:
             # Report the error to peers if the transport can, so that they stop waiting before their

@@ -99,6 +99,8 @@ class SplitBackward:
         self._named: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
+        self.before_whole: Callable[[torch.Tensor], None] | None = None
+        """Called in a backward that will compute a weight's gradient whole."""
         self.has_deferred = False
         """Whether any layer in this process has deferred a weight gradient to W."""
         self.is_in_use = False
@@ -114,6 +116,11 @@ class SplitBackward:
         """Whether layers overwrite their weight gradients in a step's first micro-batch."""
         return any(chunk.postponing.overwrites_first for chunk in self._chunks.values())
 
+    @property
+    def has_te_layers(self) -> bool:
+        """Whether Transformer Engine's layers postpone weight gradients to W."""
+        return any(chunk.postponing.layers for chunk in self._chunks.values())
+
     def close(self) -> None:
         """Remove the hooks from the weights, and forget the chunks."""
         # Python cannot collect a cycle through a hook of a weight that autograd holds: the model
@@ -123,6 +130,7 @@ class SplitBackward:
         self._hooks.clear()
         self._chunks.clear()
         self._waiting.clear()
+        self.before_whole = None
 
     def register_modules(self, stage: int, chunk: torch.nn.Module, *, splits: bool = True) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
@@ -238,15 +246,43 @@ class SplitBackward:
         finally:
             self._progress = None
 
-    def run(self, stage: int, microbatch: int) -> None:
+    def run(self, stage: int, microbatch: int, *, in_current_stream: bool = False) -> None:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
         The gradients go into `main_grad`, or into `grad` without DDP. Operands are freed weight by
         weight. For a stage without deferred weights this does nothing.
-        """
-        self._compute(self._waiting.pop((stage, microbatch), {}))
 
-    def _compute(self, waiting: dict[int, list[WeightGradient]]) -> None:
+        Args:
+            stage: The stage.
+            microbatch: The micro-batch.
+            in_current_stream: Whether to compute in the current stream, and not in those of the
+                layers' backwards, which then do not wait for W. The caller keeps the operands'
+                memory until W has ended.
+        """
+        waiting = self._waiting.pop((stage, microbatch), {})
+        self._compute(waiting, in_current_stream=in_current_stream)
+
+    def run_next(self, stage: int, microbatch: int) -> bool:
+        """Run a part of W, the gradients of one layer, and return whether others remain.
+
+        Not for layers whose gradients need a collective.
+        """
+        waiting = self._waiting.get((stage, microbatch), {})
+        if waiting:
+            layer_id = next(iter(waiting))
+            self._compute({layer_id: waiting.pop(layer_id)})
+        if waiting:
+            return True
+        self._waiting.pop((stage, microbatch), None)
+        return False
+
+    def gradients(self, stage: int, microbatch: int) -> list[WeightGradient]:
+        """Return the gradients of a micro-batch that wait for W."""
+        return list(chain.from_iterable(self._waiting.get((stage, microbatch), {}).values()))
+
+    def _compute(
+        self, waiting: dict[int, list[WeightGradient]], *, in_current_stream: bool = False
+    ) -> None:
         remaining = {id(w) for gradients in waiting.values() for w in gradients[0].weights}
         # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
         # GEMMs, so that the two overlap. The gather is collective, so all tensor-parallel ranks of
@@ -266,13 +302,15 @@ class SplitBackward:
         fetch()
         for weight, gradients in waiting.items():
             done = gradients[0].weights
-            with in_stream(self._streams[weight]):
+            with in_stream(None if in_current_stream else self._streams[weight]):
                 accumulate(gradients, fetch)
             remaining.difference_update(map(id, done))
             report()
 
     def _catch_up(self, weight: torch.Tensor) -> None:
         """Accumulate a weight's waiting gradients now, because its next gradient will not wait."""
+        if self.before_whole is not None:
+            self.before_whole(weight)
         for waiting in self._waiting.values():
             gradients = waiting.pop(id(weight), None)
             if gradients is not None:

@@ -35,7 +35,11 @@ class _GroupedGradient(WeightGradient):
     def compute(self) -> Sequence[torch.Tensor]:
         """Return the gradient."""
         self._unchanged.check(self.grad_output)
-        return torch.autograd.grad(self._product, self._experts, self.grad_output)
+        # Retain the graph until this object is dropped: a W in another stream may still be reading
+        # the tensors that the graph has saved.
+        return torch.autograd.grad(
+            self._product, self._experts, self.grad_output, retain_graph=True
+        )
 
 
 class _GroupedProduct(torch.autograd.Function):

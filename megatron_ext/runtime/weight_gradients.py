@@ -11,7 +11,11 @@ import torch
 
 
 class WeightGradient(ABC):
-    """The deferred gradients of a layer's weights; usually there is one weight."""
+    """The deferred gradients of a layer's weights; usually there is one weight.
+
+    Except with Transformer Engine, the operands stay alive as long as this object: W may run in
+    another stream than the one that their memory belongs to (`features/pairs/waiting_weights.py`).
+    """
 
     weights: Sequence[Any]
     """Parameters, always in the same order."""

@@ -139,6 +139,8 @@ def _settings(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pipeline_schedule"] = pipeline.name
         settings["stash_ratio"] = pipeline.config.stash_ratio
         settings["pairs"] = pipeline.config.pairs
+        if pipeline.config.waiting_weights:
+            settings["waiting_weights"] = pipeline.config.waiting_weights
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
             settings["dpp_extra_activations"] = pipeline.dynamic.margin

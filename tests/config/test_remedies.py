@@ -76,6 +76,17 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--pipeline-schedule 1f1b --overlap-dispatch-backward-with-experts-wgrad",
         ],
     ),
+    "waiting_weights": (
+        (
+            f"--pipeline-schedule zb-h1 {EXPERTS}--overlap-moe-expert-parallel-comm "
+            "--expert-model-parallel-size 4 --bf16 --transformer-impl local "
+            "--pipeline-waiting-weights 2 "
+        ),
+        [
+            "--sequence-parallel --tensor-model-parallel-size 2",
+            "--transformer-impl transformer_engine",
+        ],
+    ),
     "microbatch_rng": (
         "--microbatch-rng ",
         ["--cuda-graph-impl local", "--overlap-moe-expert-parallel-comm"],
@@ -200,6 +211,11 @@ OTHERS = [
     (
         "--pipeline-slices 4 --transformer-impl local --pipeline-schedule zb-h1 "
         "--pipeline-balance order"
+    ),
+    "--pipeline-schedule zb-h1 --pipeline-waiting-weights 2 --transformer-impl local",
+    (
+        f"--pipeline-schedule 1f1b {EXPERTS}--overlap-moe-expert-parallel-comm --bf16 "
+        "--expert-model-parallel-size 4 --transformer-impl local --pipeline-waiting-weights 2"
     ),
     FBD + "--pipeline-schedule zb-h1",
     FBD + "--pipeline-transport torch",

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.runtime.split import SplitBackward, WeightGradient
+from megatron_ext.schedules import Action
 from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
@@ -122,6 +123,65 @@ def test_w_reads_its_operands_in_the_stream_of_its_layer(connections: int) -> No
     env = queued(connections=connections, kernel_us=500)
     [found] = run_ranks(1, _beside_the_rest, device="musa", env=env)
     assert found == [8.0 * (1 + 4 + 9 + 16)] * 64
+
+
+class _KeptProduct(_Product):
+    """The same, with operands that stay as long as it does, as those of linear layers do."""
+
+    def compute(self) -> list[torch.Tensor]:
+        return [self.operands[1].t() @ self.operands[0]]
+
+
+def _beside_actions() -> list[float]:
+    """Return the gradient that W in a stream of low priority, and a whole backward, add to."""
+    backend = devices.current()
+    device = backend.torch_device(0)
+    from megatron_ext.features.pairs.waiting_weights import DeviceWeights, SideStreams
+
+    split, streams = SplitBackward(), SideStreams.of_device(backend, device)
+    weight, *others = (torch.nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(5))
+    row = tuple(map(Action.parse, ("0I0", "0I1", "0W0", "0I2", "0W1", "0I3", "0W2", "0W3")))
+    weights = DeviceWeights(row, split, streams)
+    with streams.around_step():
+        large_operands = [torch.full((8, 8), 2.0**14, device=device) for _ in range(2)]
+        for action in row:
+            if action.kind == "W":
+                if action == row[-1]:  # a whole backward, while this W is still running
+                    with split.defer(0, 4):
+                        split.record(_KeptProduct([weight], large_operands))
+                    split._catch_up(weight)
+                weights.finish(0, action.microbatch)
+                for _ in range(4):  # takes the memory of its operands
+                    torch.full((8, 8), -1.0, device=device)
+                continue
+            with split.defer(0, action.microbatch):
+                for layer in (*others, weight):  # the other layers make the weight's sum late
+                    value = 1.0 + action.microbatch
+                    operands = [torch.full((8, 8), value, device=device) for _ in range(2)]
+                    split.record(_KeptProduct([layer], operands))
+                del operands
+            weights.ended(action)
+            assert len(weights._launched) <= 2, "the table bounds what waits"
+        weight.grad.mul_(2)
+    return weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_w_beside_actions_keeps_its_operands_and_its_order(connections: int) -> None:
+    env = queued(connections=connections, kernel_us=500, jitter_us=300, seed=connections)
+    [gradient] = run_ranks(1, _beside_actions, device="musa", env=env)
+    # The sum before, 8 * (1 + 4 + 9 + 16), changes the large number only as a whole.
+    assert gradient == [2 * (2.0**31 + 256)] * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connections", [8, 1])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe", "csv"])
+def test_w_that_fills_waits_keeps_the_bits(name: str, connections: int, tmp_path: Path) -> None:
+    ranks, ours, theirs = paired(name, tmp_path)
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    trained = train(ranks, f"{ours}--pipeline-waiting-weights 3 ", device="musa", env=env)
+    assert_equal(trained, stock(ranks, theirs))
 
 
 def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:

@@ -77,6 +77,9 @@ class Compute:
             _Saved(self.log, f"{stage}.{microbatch}") if (stage, microbatch) in self.kept else None
         )
 
+    def ended(self, action: Action) -> None:
+        pass
+
     def release(self, outputs: Tensors) -> None:
         self.log.append("release")
         for tensor in outputs:

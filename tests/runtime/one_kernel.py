@@ -52,6 +52,9 @@ class OneKernel:
     def saved_tensors(self, action: Action) -> object:
         return None
 
+    def ended(self, action: Action) -> None:
+        pass
+
     def release(self, outputs: Tensors) -> None:
         for tensor in outputs:
             assert tensor is not None

@@ -35,6 +35,14 @@ TEXTS = {
             --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
             Megatron takes one of the two only; leave one of them out""",
+    # For W that run while a rank waits for tokens.
+    "waiting_weights": """
+        sequence_parallel
+            W gathers its operands from the tensor-parallel ranks, which may wait at different
+            times; leave one of them out
+        transformer_impl=transformer_engine
+            its products of all streams share one workspace, so a W beside an action could change
+            the results; add --transformer-impl=local, or leave --pipeline-waiting-weights out""",
     # Settings with which pairs would train a different model; `completion.completed` turns pairs
     # off.
     "unpaired": """

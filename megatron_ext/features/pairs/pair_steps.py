@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.utils import unwrap_model
 
+from megatron_ext import devices
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.pairs.awaited_tokens import HOST_WEIGHTS
 from megatron_ext.features.pairs.plans import PlannedCompute
 from megatron_ext.features.pairs.skipped_hooks import log_skipped_hooks
+from megatron_ext.features.pairs.waiting_weights import (
+    DeviceWeights,
+    HostWeights,
+    SideStreams,
+    WaitingWeights,
+)
 from megatron_ext.runtime.feature import Feature, Model, Step
 from megatron_ext.runtime.program import PipelineEnds
+from megatron_ext.runtime.runtime import in_force
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +37,10 @@ class PairSteps(Feature):
         pipeline = model.pipeline
         # In a dynamic order, ranks choose their pairs during the step.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
+        self._fills_waits = pipeline.config.waiting_weights > 0
+        self._device = devices.device_of(model.chunks)
+        # Created at the first step that needs them.
+        self._streams: SideStreams | None = None
 
     @staticmethod
     def refuse_model(
@@ -40,12 +53,48 @@ class PairSteps(Feature):
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
+        in_force().kept_by_feature.pop(HOST_WEIGHTS, None)  # of an earlier step
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
         if call.forward_only or not has_pairs:
             return None
-        compute = PlannedCompute(call, table, len(shapes["F"]), shapes["B"], step.splits)
+        weights = self._weights(step)
+        compute = PlannedCompute(
+            call,
+            table,
+            len(shapes["F"]),
+            shapes["B"],
+            step.splits,
+            weights=weights,
+            streams=self._streams,
+        )
         return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
+
+    def _weights(self, step: Step) -> WaitingWeights | None:
+        """Return the W of a step that may run before their place; None: the table places them."""
+        if not self._fills_waits:
+            return None
+        _check_waiting(step)
+        row = step.table.schedule.rows[step.table.rank]
+        backend = devices.current()
+        if backend.is_host:
+            weights = HostWeights(row, step.splits)
+            in_force().kept_by_feature[HOST_WEIGHTS] = weights
+            return weights
+        if self._streams is None:
+            self._streams = SideStreams.of_device(backend, self._device)
+        return DeviceWeights(row, step.splits, self._streams)
+
+
+def _check_waiting(step: Step) -> None:
+    """Reject layers whose W cannot run beside actions; rules see them only if flags tell."""
+    reason = ""
+    if step.call.config.sequence_parallel:
+        reason = "with sequence_parallel, W gathers its operands from other ranks"
+    elif step.splits.has_te_layers and not devices.current().is_host:
+        reason = "Transformer Engine's products of all streams share one workspace"
+    if reason:
+        raise ScheduleError(f"waiting_weights cannot run here: {reason}; use waiting_weights=0")
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:

@@ -25,6 +25,7 @@ from megatron_ext.runtime.compute import StageCompute, rng_of_this_step, set_rng
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
+    from megatron_ext.features.pairs.waiting_weights import SideStreams, WaitingWeights
     from megatron_ext.observer import Observer
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action, Kind
@@ -50,11 +51,17 @@ def _predicts(layer: Any) -> bool:
 class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs; actions outside pairs also use plans."""
 
+    weights: WaitingWeights | None = None
+    """Runs W before its place in the table; None: W runs where the table places it."""
+    streams: SideStreams | None = None
+    """The streams of actions and W; None: actions run in the current stream."""
     observers: Sequence[Observer] = field(default=(), init=False)
     """Observers that want to see exchanges of tokens."""
 
     def __post_init__(self) -> None:
         """Create Megatron's communication stream, once per process."""
+        if self.streams is not None:
+            return  # `SideStreams` has given Megatron its streams
         kind: dict[str, Any] = {}
         if "high_priority" in parameters(f"{utils.__name__}:set_streams"):  # 0.18 and later
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
@@ -63,6 +70,22 @@ class PlannedCompute(StageCompute):
     def observe(self, observers: Sequence[Observer]) -> None:
         """Show exchanges of tokens to the observers that override these callbacks."""
         self.observers = [o for o in observers if overrides(o, "end_exchange")]
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Return the context of a step, which may select a stream."""
+        return nullcontext() if self.streams is None else self.streams.around_step()
+
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
+        """Run one action; see `StageCompute.run`. Part of a W may have run before."""
+        if action.kind == "W" and self.weights is not None:
+            self.weights.finish(action.stage, action.microbatch)
+            return []
+        return super().run(action, inputs)
+
+    def ended(self, action: Action) -> None:
+        """Let W that waited for an action run."""
+        if self.weights is not None and action.kind != "W":
+            self.weights.ended(action)
 
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors

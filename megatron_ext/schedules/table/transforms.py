@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -42,6 +43,42 @@ def weights_at_once(schedule: Schedule) -> Schedule:
         return (action,)
 
     return _replaced(schedule, weights_behind_inputs)
+
+
+def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
+    """Return the table with each W in the place of the W that comes `num_waiting` later in its row.
+
+    A runtime that finds a rank idle may run a W before its place. So up to `num_waiting` W of a
+    rank, besides those of the given table, wait for idle time. The last ones come at the end of the
+    row. The order of a row's W stays, and no W moves behind a whole backward of its stage, because
+    both add to the same gradients.
+    """
+    rows: list[Row] = []
+    pairs: list[frozenset[int]] = []
+    for rank, row in enumerate(schedule.rows):
+        delayed_row: list[Action] = []
+        waiting: deque[Action] = deque()
+        pair_begins = schedule.pairs_of(rank)
+        new_begins: set[int] = set()
+        for index, action in enumerate(row):
+            if action.kind == "W":
+                waiting.append(action)
+                if len(waiting) > num_waiting:
+                    delayed_row.append(waiting.popleft())
+                continue
+            # The backward of a pair directly follows its forward, so look at both here.
+            is_second = index - 1 in pair_begins
+            actions = row[index : index + 2] if index in pair_begins else (action,)
+            if not is_second:
+                whole_stages = {part.stage for part in actions if part.kind == "B"}
+                while any(weight.stage in whole_stages for weight in waiting):
+                    delayed_row.append(waiting.popleft())
+            if index in pair_begins:
+                new_begins.add(len(delayed_row))
+            delayed_row.append(action)
+        rows.append((*delayed_row, *waiting))
+        pairs.append(frozenset(new_begins))
+    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:

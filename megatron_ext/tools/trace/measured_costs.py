@@ -30,8 +30,13 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     """Return the measured costs of a run's actions and messages, in seconds.
 
     Raises:
-        DataError: The actions of some stage were not traced.
+        DataError: The actions of some stage were not traced, or W ran during other actions.
     """
+    if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
+        raise DataError(
+            f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
+            "trace does not show how long either takes; trace a run without it"
+        )
     # (name, stage, slice) of an action -> the median of each rank, in nanoseconds.
     medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     exchanges_ns: dict[int, list[float]] = defaultdict(list)

@@ -264,3 +264,9 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     done = run_package("plan", "--memory-gb", "3", "--pp", "4", "--microbatches", "8")
     assert done.returncode == 2
     assert "add --trace-dir DIR" in done.stderr
+
+
+def test_weights_that_ran_during_other_actions_have_no_measured_costs(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, schedule="zb-h1", settings={"waiting_weights": 2}))
+    with pytest.raises(DataError, match=r"W ran during other actions, .*; trace a run without it"):
+        forecast.predict(run)

@@ -36,6 +36,10 @@ class Stream(torch.Stream):
         index = device_index(device, optional=True)
         return super().__new__(cls, torch.device("musa", index), priority=priority)
 
+    @staticmethod
+    def priority_range():
+        return 0, -1  # accepted, and not emulated
+
     @property
     def musa_stream(self):
         return self.stream_id
