@@ -242,13 +242,13 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
 def _count_tokens_once(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[float | None, ...]:
-    """Megatron counts packed sequences once for each stage of a rank, and once for each slice."""
+    """Megatron counts packed sequences once for each stage of a rank."""
     placement = pipeline.placement
+    # Of the slices of a micro-batch, only the first one counts (patch `slices.packed_flops`).
     num_chunks = placement.num_stages // placement.num_ranks
-    num_counts = num_chunks * pipeline.config.slices
     means = []
     for total in call(*args, **kwargs):
-        mean = None if total is None else total / num_counts
+        mean = None if total is None else total / num_chunks
         means.append(mean)
     return tuple(means)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.patches.single import without
@@ -128,10 +130,16 @@ def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tu
     from megatron.training import training
 
     from megatron_ext import PipelineConfig, configure
+    from megatron_ext.config import active
+    from megatron_ext.features.slices.sliced_layers import SLICES
 
     sizes = {"pipeline_ranks": 2, "num_microbatches": 2, "num_layers": 4}
     configure(PipelineConfig(schedule=schedule, **settings), **sizes)
-    for _ in range(calls):
+    running = SimpleNamespace(number=0)
+    if "slices" in settings or "slice_tokens" in settings:
+        kept = {SLICES: SimpleNamespace(running=running)}
+        active.active().runtimes = SimpleNamespace(kept_by_feature=kept, close=lambda: None)
+    for running.number in range(calls):
         bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
         training.update_seqlen_stats_from_cu_seqlens(bounds)
     return training.consume_seqlen_stats_in_iteration()
@@ -139,7 +147,12 @@ def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tu
 
 @pytest.mark.parametrize(
     ("schedule", "settings", "calls"),
-    [("zb-h1", {}, 1), ("zb-v", {}, 2), ("zb-h1", {"slices": 4}, 4)],
+    [
+        ("zb-h1", {}, 1),
+        ("zb-v", {}, 2),
+        ("zb-h1", {"slices": 4}, 4),
+        ("zb-h1", {"slice_tokens": 4, "variable_seq_lengths": True}, 2),
+    ],
 )
 def test_packed_tokens_count_once(
     schedule: str, settings: dict[str, object], calls: int, a_training_loop: None
