@@ -18,7 +18,6 @@ from megatron_ext.config.incompatible import te_leaves_whole, why_not_split
 from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime import split_te
 from megatron_ext.runtime.split import SplitBackward
-from megatron_ext.runtime.weight_gradients import accumulator_of
 
 
 class _Store:
@@ -677,7 +676,7 @@ def test_layers_that_are_left_whole_are_named(
 def test_closing_lets_go_of_a_model_whose_weights_autograd_holds() -> None:
     """DDP keeps the accumulators of its weights, and a layer keeps its DDP."""
     layer: Any = torch.nn.Linear(2, 2)
-    layer.accumulator = accumulator_of(layer.weight)
+    layer.accumulator = torch.autograd.graph.get_gradient_edge(layer.weight).node
     split = SplitBackward()
     split.register_modules(0, layer)
     split._watch(layer.weight, id(layer.weight))
