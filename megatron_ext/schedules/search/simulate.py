@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 from megatron_ext.schedules.table.memory import activation_peaks, measure, slots_needed
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
-from megatron_ext.schedules.table.walk import check_ends, walk
+from megatron_ext.schedules.table.walk import check_for_deadlock, walk
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind, Link, Schedule
@@ -188,7 +188,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
     # A walk does not say why it stopped; this check finds the cycle and raises an error showing it.
     if walk(schedule, visit):
-        check_ends(schedule)
+        check_for_deadlock(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")
     return Timeline(schedule, costs, tuple(clock.starts), tuple(ends))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_needed
-from megatron_ext.schedules.table.walk import check_ends
+from megatron_ext.schedules.table.walk import check_for_deadlock
 
 # Bits for the set of actions that have run for one stage, micro-batch and slice.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
@@ -49,7 +49,7 @@ def validate(schedule: Schedule) -> Report:
         ScheduleError: The table is wrong; the message marks the place and states the rule.
     """
     check_actions(schedule)
-    check_ends(schedule)
+    check_for_deadlock(schedule)
     return Report(measure(schedule), slots_needed(schedule), _is_ascending(schedule))
 
 
@@ -201,7 +201,7 @@ def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
             return _ONE_BACKWARD
     missing = []
     for needed in schedule.needs(action):
-        # Inputs from other ranks are messages, which `check_ends` follows.
+        # Inputs from other ranks are messages, which `check_for_deadlock` follows.
         if not schedule.travels(needed, action) and needed not in before:
             missing.append(needed)
     if not missing:

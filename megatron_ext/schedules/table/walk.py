@@ -19,8 +19,8 @@ Visit = Callable[[int, int, Any], Any]
 two values if it feeds two ranks. A pair is one visit, which takes and returns two values."""
 
 
-def check_ends(schedule: Schedule) -> None:
-    """Check that all ranks finish, whatever the times of actions and messages.
+def check_for_deadlock(schedule: Schedule) -> None:
+    """Check that no ranks wait for each other, whatever the times of actions and messages.
 
     The table must hold each action once, on its stage's rank (`validation.check_actions`).
 

@@ -2,6 +2,6 @@
 
 `recipe` splits a command line into the flags that all runs share and those that a candidate adds.
 `rounds` orders the runs, and `run` starts each one as `launch` does. `run_records` reads the
-records of the ranks, `equality` says how close two runs must be, `outcome` judges, `locate` names
+records of the ranks, `tolerances` says how close two runs must be, `outcome` judges, `locate` names
 the first tensor that differs, and `text` and `page` show the answer.
 """

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.tools.compare.run_records import Deviation, Deviations, RunRecord, deviations
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.compare.equality import Promise
     from megatron_ext.tools.compare.recipe import Candidate
+    from megatron_ext.tools.compare.tolerances import Promise
 
 Judgement = Literal["reference", "equal", "close", "different", "not judged", "failed"]
 

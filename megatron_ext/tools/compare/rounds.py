@@ -28,7 +28,7 @@ from megatron_ext.config.flags import requested_flags, split_words
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.errors import ArgumentsError, DataError, line_of
-from megatron_ext.tools.compare import equality, outcome, run, run_records
+from megatron_ext.tools.compare import outcome, run, run_records, tolerances
 from megatron_ext.tools.compare.locate import compare as compare_digests
 from megatron_ext.tools.compare.operators import first_operator, place_of
 from megatron_ext.tools.compare.page import page
@@ -121,10 +121,10 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
     answers = [_checked(args, recipe, contender) for contender in contenders]
     runners = []
     for contender, answer in zip(contenders, answers, strict=True):
-        promise = equality.Promise(0.0, 0.0)
+        promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
             same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
-            promise = equality.promise(answers[0], answer, same_flags=same_flags)
+            promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
         notes = [*answer.changes, *answer.notices]
         runners.append(outcome.Contender(contender, promise, notes))
     num_rounds = 1 if args.against_itself else args.rounds

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ext.schedules.search.greedy import forward_only, slots_for_forward
 from megatron_ext.schedules.table import placement as placements
 from megatron_ext.schedules.table.actions import Action
-from megatron_ext.schedules.table.walk import check_ends
+from megatron_ext.schedules.table.walk import check_for_deadlock
 from tests.schedules import reference
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_every_forward_runs_once_in_order_and_all_ranks_end(where: Placement, m:
         for stage in where.stages_of[rank]:
             assert [a.microbatch for a in row if a.stage == stage] == list(range(m))
     assert sum(map(len, schedule.rows)) == m * where.num_stages
-    check_ends(schedule)
+    check_for_deadlock(schedule)
     assert reference.ends_with_slots(schedule, slots_for_forward(schedule))
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.tools.compare.equality import Promise
 from megatron_ext.tools.compare.outcome import DIFFERENT, EQUAL, FAILED, Contender, as_json, judge
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate
 from megatron_ext.tools.compare.run_records import read
 from megatron_ext.tools.compare.text import answer_text
+from megatron_ext.tools.compare.tolerances import Promise
 from tests.tools.compare.records import LOSSES, write
 
 BITS = Promise(0.0, 0.0)

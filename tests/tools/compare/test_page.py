@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_ext.tools.compare.equality import Promise
 from megatron_ext.tools.compare.outcome import Contender, judge
 from megatron_ext.tools.compare.page import page
 from megatron_ext.tools.compare.recipe import Candidate
 from megatron_ext.tools.compare.run_records import read
 from megatron_ext.tools.compare.text import HEADER
+from megatron_ext.tools.compare.tolerances import Promise
 from tests.tools.compare.records import LOSSES, write
 from tests.tools.trace import browser
 

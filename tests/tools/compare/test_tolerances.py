@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.hosting import preflight
-from megatron_ext.tools.compare.equality import REASONS, TOLERANCES, Promise, promise
+from megatron_ext.tools.compare.tolerances import REASONS, TOLERANCES, Promise, promise
 
 RECIPE = (
     "pretrain_gpt.py --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
