@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.lengths.length_balance import packs_in_file_order
 from megatron_ext.features.lengths.length_gains import (
     MAX_BATCHES,
     LengthGains,
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
             raise ScheduleError(f"{flag} {value} must be 1 or more")
     sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
     lengths = read_lengths(args.lengths)
-    slice_tokens = _slice_tokens(args.slice_tokens, lengths, args.pp)
+    slice_tokens = _slice_tokens(args.slice_tokens, lengths, sizes)
     predictions, left_out = predict_lengths(lengths, name, sizes, length_cost, costs, slice_tokens)
     if args.json:
         entries = []
@@ -102,16 +103,18 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
     return LengthCost.of_model(args.hidden_size)
 
 
-def _slice_tokens(text: str | None, lengths: Sequence[int], pp: int) -> int | None:
+def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int | None:
     """Return the tokens of a slice that `--slice-tokens` asks for; None without it.
 
     Raises:
-        ScheduleError: It is neither `auto` nor a whole number of 1 or more.
+        ScheduleError: It is neither `auto` nor a whole number of 1 or more; or, with `auto`, a
+            sample does not fit into a micro-batch.
     """
     if text is None:
         return None
     if text == "auto":
-        return automatic_slice_tokens(max(lengths), pp)
+        packs = packs_in_file_order(lengths, sizes.max_tokens)
+        return automatic_slice_tokens(max(map(sum, packs)), sizes.pp)
     if not text.isdecimal() or int(text) < 1:
         raise ScheduleError(f"--slice-tokens {text} must be auto, or a whole number of 1 or more")
     return int(text)

@@ -102,7 +102,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--slice-tokens",
         metavar="T",
         help="with --lengths: also cut micro-batches of more than T tokens into slices of equal "
-        "cost; auto: two slices for each rank in the longest sample",
+        "cost; auto: two slices for each rank in the longest micro-batch",
     )
     parser.set_defaults(run=_run_plan)
 

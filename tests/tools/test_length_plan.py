@@ -99,6 +99,16 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert entry["bound"] < entry["pack"] < entry["in_file_order"]
 
 
+def test_automatic_slices_divide_the_longest_micro_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # Packs of 100 tokens, of samples so short that their slices would be too many for a pack.
+    path = _written(tmp_path / "lengths", ["1"] * 800)
+    words = [*SIZES.split(), "--lengths", str(path), "--length-costs", "1,0.1"]
+    assert cli.main([*words, "--schedule", "1f1b", "--slice-tokens", "auto"]) == 0
+    assert "train with --pipeline-slice-tokens 25 " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
