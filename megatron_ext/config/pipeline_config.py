@@ -147,7 +147,7 @@ class PipelineConfig:
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of the schedule by name; missing ones get their defaults."""
     slices: int = 1
-    """Parts of equal cost that each micro-batch's sequence is cut into (`docs/slices.md`)."""
+    """Parts of equal cost that each micro-batch's sequence is cut into (`docs/lengths.md`)."""
     slice_tokens: int | None = None
     """Cut each micro-batch by its length, into as many parts of equal cost as it has multiples of
     this number of tokens, rounded up; None: all micro-batches have `slices`."""

@@ -20,6 +20,7 @@ from megatron_ext.tools.schedule_commands import comparison_table
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+LENGTHS = (ROOT / "docs" / "lengths.md").read_text(encoding="utf-8")
 ADDING = (ROOT / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
 IMAGES = ROOT / "docs" / "images" / "schedules"
 PLOTS = [
@@ -77,15 +78,29 @@ def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
     assert (IMAGES.parent / "pairs.svg").read_text(encoding="utf-8") == drawn
 
 
-def test_the_page_about_slices_is_what_plan_prints() -> None:
-    page = (ROOT / "docs" / "slices.md").read_text(encoding="utf-8")
-    timelines, _ = compare("all", 8, 16, UNIT, slices=8)
-    assert f"```text\n{comparison_table(timelines)}\n```" in page
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_the_figures_of_slices_are_what_plan_prints(name: str) -> None:
+    [whole], _ = compare(name, 8, 16, UNIT)
+    [sliced], _ = compare(name, 8, 16, UNIT, slices=8)
+    figures = [
+        whole.bubble,
+        sliced.bubble,
+        whole.peak_activations,
+        sliced.peak_activations,
+        sliced.keys_and_values,
+    ]
+    row = " | ".join([name, *(f"{float(figure):g}" for figure in figures)])
+    assert f"\n| {row} |\n" in LENGTHS
+
+
+def test_the_page_about_slices_shows_current_simulations() -> None:
     drawn = svg.draw(*(simulate(generate("zb-h1", 4, 4, slices=count)) for count in (1, 4)))
     assert (IMAGES.parent / "slices.svg").read_text(encoding="utf-8") == drawn
     costs = Costs(attention=0.3)
     bubble = simulate(generate("zb-h1", 8, 16, costs=costs, slices=8), costs).bubble
-    assert f"the bubble of zb-h1 at 30 % is {bubble:.1f} instead of 0.9" in " ".join(page.split())
+    assert f"the bubble of zb-h1 at 30 % is {bubble:.1f} instead of 0.9" in " ".join(
+        LENGTHS.split()
+    )
 
 
 def _figures_beside(words: str) -> set[str]:

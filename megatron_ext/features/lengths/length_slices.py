@@ -1,4 +1,4 @@
-"""Cuts the micro-batches of a step into slices by their lengths (docs/slices.md).
+"""Cuts the micro-batches of a step into slices by their lengths (docs/lengths.md).
 
 A micro-batch of at most T tokens is one slice. A longer one has as many slices as it needs, all of
 equal cost: attention is quadratic in the length of a sample, so equal lengths would cost more and

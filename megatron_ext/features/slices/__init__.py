@@ -1,1 +1,1 @@
-"""Micro-batches whose sequences run through the pipeline slice by slice (docs/slices.md)."""
+"""Micro-batches whose sequences run through the pipeline slice by slice (docs/lengths.md)."""

@@ -52,7 +52,7 @@ def check_model(chunk: torch.nn.Module) -> None:
     if wrong is not None:
         raise ScheduleError(
             f"slices are for a GPTModel with causal DotProductAttention, or Transformer Engine's, "
-            f"in all layers, and for models that declare runs_in_slices (docs/slices.md), not for "
+            f"in all layers, and for models that declare runs_in_slices (docs/lengths.md), not for "
             f"{wrong}; leave the slices out"
         )
     for name, stranger in _strangers(unwrap_model(chunk)):

@@ -243,7 +243,7 @@ def test_every_table_computes_what_one_stage_does(
 @pytest.mark.parametrize("slice_tokens", [1, slow(7), 8, slow(63), slow(64)])
 @pytest.mark.parametrize("name", ["grouped queries", slow("latent"), "packed", slow("recomputed")])
 def test_samples_train_as_whole_ones(name: str, slice_tokens: int) -> None:
-    """Within what docs/slices.md states; those of one slice in bits."""
+    """Within what docs/lengths.md states; those of one slice in bits."""
     gradients, reports = one_stage(name, slice_tokens)
     whole, whole_reports = one_stage(name, None)
     for parameter, expected in whole.items():
