@@ -37,7 +37,7 @@ def test_our_training_flags_are_these() -> None:
         "--pipeline-costs", "--pipeline-layout",
         "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
         "--pipeline-slices", "--pipeline-slice-tokens", "--pipeline-balance",
-        "--pipeline-length-costs",
+        "--pipeline-length-costs", "--pipeline-waiting-weights",
         "--variable-seq-lengths", "--microbatch-rng",
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel",
         "--fbd-activations",

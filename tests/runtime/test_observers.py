@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from hypothesis import given
@@ -44,6 +45,7 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
     table = fake.table_of(generate("1f1b", 2, 1), 1)
     listening, measured = Listening(log), Measured()
     observers = [listening, measured]
+    measured.begin_step(cast("Any", SimpleNamespace(table=table)))
     fake.executor(table, fake.Compute(log), fake.Wire(1, log), observers=observers).run()
     place = log.index("begin 1B0")
     assert log[place : place + 4] == ["begin 1B0", "1B0", "end 1B0 at 1", "send B0.0.0 to 0"]

@@ -9,7 +9,8 @@ import sys
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -876,7 +877,8 @@ def test_a_slice_counts_its_share_of_activations() -> None:
 
     pipeline = make_pipeline("1f1b", 2, 4, slices=4).with_attention(0.5)
     table = make_table(pipeline, 4, 0, backward=True)
-    measured = Measured(shares=table.schedule.slices)
+    measured = Measured()
+    measured.begin_step(cast("Any", SimpleNamespace(table=table)))
     row = table.schedule.rows[0]
     measured.end_step([(i, action, 0.1) for i, action in enumerate(row)], 1.0)
     assert measured.peak_live == pytest.approx(measure(table.schedule).activations[0])
