@@ -65,6 +65,21 @@ def test_the_words_of_an_exception(
     assert ending.rank == (0 if kind == "hang" else 1)
 
 
+@pytest.mark.parametrize("first", [HangError("rank 0 holds the job up", 0), PeerDied("0 died")])
+def test_what_fails_while_a_job_ends_does_not_hide_why_it_ends(first: Exception) -> None:
+    """torch's data loader raises when its workers are killed, in whatever the rank does then."""
+    later: BaseException = raised(first)
+    try:
+        try:
+            raise later
+        finally:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+    except RuntimeError as error:
+        later = error
+    assert cause.of_error(later).kind == cause.of_error(first).kind
+    assert cause.of_error(later).reason == cause.of_error(first).reason
+
+
 def test_the_exception_behind_an_exception_comes_first() -> None:
     error = raised(RuntimeError("no data set"), raised(FileNotFoundError("part.bin")))
     said = "FileNotFoundError: part.bin; this led to RuntimeError: no data set"

@@ -96,6 +96,7 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 
 def of_error(error: BaseException) -> Cause:
     """Return the cause for an exception that ends this rank."""
+    error = _explaining(error)
     rank = int(os.environ.get("RANK", "0"))
     code = 1  # also the exit code of `SystemExit` with a text
     if isinstance(error, UserError):
@@ -122,6 +123,20 @@ def of_error(error: BaseException) -> Cause:
         kind = "exit" if code else "left"
         return replace(ending, kind=kind, reason=reason)
     return ending
+
+
+def _explaining(error: BaseException) -> BaseException:
+    """Return the error of a hang or a lost peer that was being handled when this one was raised.
+
+    While a job ends, its data loader's workers are killed, and torch raises an error for each of
+    them wherever the rank is, such as in the report of the first error.
+    """
+    earlier: BaseException | None = error
+    while earlier is not None:
+        if isinstance(earlier, HangError | TransportError):
+            return earlier
+        earlier = earlier.__cause__ or earlier.__context__
+    return error
 
 
 def left_while_loading(error: SystemExit) -> bool:
