@@ -47,7 +47,9 @@ class SliceSteps(Feature):
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a step with slices; see `Feature.compute`."""
         table, call = step.table, step.call
-        if table.schedule.num_slices == 1:
+        # A step of short micro-batches has bounds too: what may train, and how an empty micro-batch
+        # runs, must not depend on the lengths of the step.
+        if table.schedule.num_slices == 1 and not call.slice_bounds:
             return None
         shapes = self.shapes_on_wires(step.shapes)
         compute = SlicedCompute(

@@ -445,6 +445,8 @@ class RunningSlice:
         default = "labels"
         if tensor.is_floating_point():
             default = "loss_mask"
+        if self.num_tokens == 0:  # Megatron cannot shift what is empty, and divides by the sum
+            return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
         shifted = self.kept.ahead[name]
         if "packed_seq_params" in kwargs:

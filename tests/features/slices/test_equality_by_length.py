@@ -130,7 +130,13 @@ def whole_name(name: str, stage: int, config: Any) -> str:
     return ".".join(parts)
 
 
-def train(name: str, schedule: str, pp: int, options: dict[str, Any]) -> Any:
+def train(
+    name: str,
+    schedule: str,
+    pp: int,
+    options: dict[str, Any],
+    lengths: tuple[int, ...] = LENGTHS,
+) -> Any:
     """Return the gradients of this rank's stages by name, and the reports of one step."""
     import torch
     from megatron.core import parallel_state
@@ -138,7 +144,7 @@ def train(name: str, schedule: str, pp: int, options: dict[str, Any]) -> Any:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    pipeline = make_pipeline(schedule, pp, len(LENGTHS), **options)
+    pipeline = make_pipeline(schedule, pp, len(lengths), **options)
     placement = pipeline.placement
     stages = placement.stages_of[0]
     num_chunks = None
@@ -180,14 +186,13 @@ def train(name: str, schedule: str, pp: int, options: dict[str, Any]) -> Any:
     for vp_stage, stage in enumerate(stages):
         virtual = None if num_chunks is None else vp_stage
         chunks.append(chunk_of(config, stage, placement.num_stages, virtual))
-    lengths = LENGTHS
     if parallel_state.get_data_parallel_rank() == 1:
         lengths = SHORT_LENGTHS
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[items(name, lengths) for _ in stages],
         model=chunks,
-        num_microbatches=len(LENGTHS),
+        num_microbatches=len(lengths),
         seq_length=max(LENGTHS),
         micro_batch_size=1,
     )
@@ -265,3 +270,15 @@ def test_replicas_share_experts_although_one_has_few_tokens() -> None:
             assert worst < 2e-6, parameter
         for report, expected_report in zip(reports, expected_reports, strict=True):
             assert report == pytest.approx(expected_report, rel=1e-6, abs=0)
+
+
+def test_a_step_of_short_micro_batches_may_have_an_empty_one() -> None:
+    """It adds nothing, as in a step in which another micro-batch has several slices."""
+    options = {"slice_tokens": SLICE_TOKENS}
+    [(gradients, reports)] = run_ranks(1, train, "packed", "1f1b", 1, options, (8, 3, 0))
+    [(expected, expected_reports)] = run_ranks(1, train, "packed", "1f1b", 1, options, (8, 3))
+    for parameter, gradient in expected.items():
+        # Megatron divides by the number of micro-batches.
+        difference = gradients[parameter] * 3 - gradient * 2
+        assert difference.abs().max() < 2e-6 * gradient.abs().max(), parameter
+    assert reports == [*expected_reports, [0.0, 0.0]]
