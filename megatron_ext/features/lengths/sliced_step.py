@@ -101,11 +101,10 @@ class LengthSlicer:
         self._device = device_of(model.chunks)
         # Tensor-parallel ranks must hold equal parts of a slice.
         self._multiple = 1
-        # The most tokens of a sample; None: any number, or this rank does not know.
-        self._max_positions: int | None = None
-        if model.config.variable_seq_lengths:
-            reader = unwrap_model(model.chunks[0])
-            self._max_positions = getattr(reader, "max_sequence_length", None)
+        # The most tokens of a sample; None: any number, or this rank does not know. Samples may
+        # differ without --variable-seq-lengths too, because shapes travel with slices in any case.
+        reader = unwrap_model(model.chunks[0])
+        self._max_positions: int | None = getattr(reader, "max_sequence_length", None)
         if model.config.sequence_parallel:
             self._multiple = model.config.tensor_model_parallel_size
         # Within a replica, only the first tensor-parallel ranks of some stages read data.
@@ -133,10 +132,14 @@ class LengthSlicer:
             failure, counts = error, [_UNREADABLE] * num_microbatches
         order = [number + 1 for number in reading.order] or [0] * num_microbatches
         shared = self._shared([counts, order], self._replica_groups)
-        shared_counts = self._shared(shared[0], [self._replicas])
+        differs = bool(reading.order) and [counts, order] != shared
+        # Only some ranks notice the difference, so share that too: the others would wait for them.
+        *shared_counts, any_differs = self._shared(
+            [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
+        )
         if failure is not None:
             raise failure
-        self._check(shared_counts, reading, counts, shared)
+        self._check(shared_counts, any_differs=bool(any_differs))
         bounds = self._bounds(reading, shared_counts)
         tokens = []
         for microbatch_bounds in bounds:
@@ -154,14 +157,11 @@ class LengthSlicer:
             self._length_cost,
         )
 
-    def _check(
-        self,
-        shared_counts: Sequence[int],
-        reading: _Reading,
-        counts: Sequence[int],
-        shared: Sequence[Sequence[int]],
-    ) -> None:
+    @staticmethod
+    def _check(shared_counts: Sequence[int], *, any_differs: bool) -> None:
         """Check that some rank has read data, and that ranks of a replica have read the same.
+
+        All ranks of the job raise the same error, because none may wait for another one.
 
         Raises:
             ScheduleError: They have not, or a rank could not read its data.
@@ -176,8 +176,7 @@ class LengthSlicer:
                 f"{_FLAG} needs the lengths of micro-batches, but no rank has a data iterator; "
                 f"give one to the first stage, or leave {_FLAG} out"
             )
-        order = [number + 1 for number in reading.order]
-        if reading.order and [list(counts), order] != [list(row) for row in shared]:
+        if any_differs:
             raise ScheduleError(
                 f"{_FLAG}: ranks of one pipeline read micro-batches of different lengths; give all "
                 "of them the same data in the same order"

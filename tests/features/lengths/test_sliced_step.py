@@ -121,14 +121,17 @@ def test_a_step_by_length_trains_the_same(schedule: str, options: dict[str, Any]
 
 
 COST = LengthCost(1.0, 0.01)
+MAX_POSITIONS = 600
 
 
 def _slicer(replicas: Any, pipeline_group: Any, **settings: Any) -> LengthSlicer:
     single = SimpleNamespace(size=lambda: 1)
+    chunk = torch.nn.Linear(1, 1)
+    chunk.max_sequence_length = MAX_POSITIONS  # type: ignore[assignment]
     model: Any = SimpleNamespace(
         pipeline=make_pipeline("1f1b", 2, 3, slice_tokens=SLICE_TOKENS, **settings),
         groups=SimpleNamespace(tp=single, pp=pipeline_group or single, dp=replicas or single),
-        chunks=[torch.nn.Linear(1, 1)],
+        chunks=[chunk],
         config=SimpleNamespace(sequence_parallel=False, variable_seq_lengths=False),
     )
     return LengthSlicer(model, COST, None)
@@ -147,11 +150,19 @@ def _agree() -> Any:
     by_stage = _slicer(None, world).step(data, 3)
     failures = []
     slicer = _slicer(None, world)
-    # Too many slices; data that ends; no data at all.
-    for lengths in ((513, 1, 1), (1, 1), None):
+    # Too many slices; data that ends; no data at all; lengths that only the second rank finds to
+    # differ; a sample with more tokens than the model has positions.
+    for by_rank in (
+        [(513, 1, 1), None],
+        [(1, 1), None],
+        [None, None],
+        [(40, 3, 9), (1, 3, 9)],
+        [(1, 1, MAX_POSITIONS + 1), None],
+    ):
+        lengths = by_rank[rank]
         try:
-            slicer.step([_items(lengths) if lengths and rank == 0 else None], 3)
-        except ScheduleError as error:  # noqa: PERF203 - each of them is expected
+            slicer.step([_items(lengths) if lengths else None], 3)
+        except ScheduleError as error:
             failures.append(str(error))
     taken = [[len(item["tokens"][0]) for item in i] for i in by_replica.iterators if i]
     return by_replica, taken[0], by_stage, failures
@@ -180,6 +191,9 @@ def test_ranks_agree_on_slices() -> None:
     assert "its own line says why" in also_failed[0]
     assert failed[2] == also_failed[2]
     assert "no rank has a data iterator" in failed[2]
+    assert "different lengths; give all of them the same data" in failed[3]
+    assert failed[3] == also_failed[3]
+    assert f"the model has {MAX_POSITIONS} positions" in failed[4]
 
 
 def test_lengths_of_samples() -> None:
