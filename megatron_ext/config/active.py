@@ -191,11 +191,12 @@ class Pipeline:
     def policy(self, num_microbatches: int, rank: int) -> Policy:
         """Return the policy that chooses the next action of a rank, for one step."""
         if num_microbatches not in self._policies:
-            self._policies[num_microbatches] = self.policies_of(self.schedule(num_microbatches))
+            table = self.schedule(num_microbatches)
+            self._policies[num_microbatches] = self.policies_of(table, self.costs)
         return self._policies[num_microbatches](rank)
 
-    def policies_of(self, table: Schedule) -> Callable[[int], Policy]:
-        """Return what creates each rank's policy for one of this pipeline's tables."""
+    def policies_of(self, table: Schedule, costs: Costs) -> Callable[[int], Policy]:
+        """Return what creates each rank's policy for a table, which was generated for `costs`."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
         extra_activations = self.margin_by_length if table.slice_sizes else dynamic.margin
@@ -204,7 +205,7 @@ class Pipeline:
             table,
             extra_activations=extra_activations,
             weights_fill=self._fills.get(table.num_microbatches, False),
-            costs=self.costs,
+            costs=costs,
             stash_ratio=self.config.stash_ratio,
         )
 

@@ -22,7 +22,7 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
-from megatron_ext.schedules.table.costs import MAX_ATTENTION
+from megatron_ext.schedules.table.costs import MAX_ATTENTION, UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive, most_bypasses
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
@@ -47,6 +47,8 @@ class Table:
     window: int | None = None
     """For disaggregated tables only: how many micro-batches forwards may run ahead
     (`exchanges`)."""
+    costs: Costs = UNIT
+    """For tables of training: the durations that they are generated for."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -129,7 +131,8 @@ def make_table(
         # Only the number of micro-batches bounds the bypasses in flight.
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
-    return _training_table(pipeline, pipeline.schedule(num_microbatches), rank, bypasses)
+    schedule = pipeline.schedule(num_microbatches)
+    return _training_table(pipeline, schedule, pipeline.costs, rank, bypasses)
 
 
 def make_table_by_length(
@@ -155,13 +158,17 @@ def make_table_by_length(
     attention = min(length_cost.attention_share(longest), MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
     schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
-    return _training_table(pipeline, schedule, rank, bypasses)
+    return _training_table(pipeline, schedule, costs, rank, bypasses)
 
 
 def _training_table(
-    pipeline: Pipeline, schedule: Schedule, rank: int, bypasses: tuple[Bypass, ...]
+    pipeline: Pipeline,
+    schedule: Schedule,
+    costs: Costs,
+    rank: int,
+    bypasses: tuple[Bypass, ...],
 ) -> Table:
-    """Return a pipeline rank's view of a validated training table."""
+    """Return a pipeline rank's view of a validated training table, generated for these costs."""
     schedule = replace(schedule, bypasses=bypasses)
     if pipeline.dynamic is not None:  # ranks choose their pairs at run time
         schedule = replace(schedule, pairs=())
@@ -172,7 +179,7 @@ def _training_table(
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in validate(schedule).slots.items():
         by_pair[source, target, kind in ("F", "P")] += count
-    return Table(schedule, rank, max(by_pair.values(), default=1))
+    return Table(schedule, rank, max(by_pair.values(), default=1), costs=costs)
 
 
 def check_agreement(

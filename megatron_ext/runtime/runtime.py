@@ -457,7 +457,7 @@ class Runtime:
         if leader != dist.get_rank():
             return LedOrder(table, self.transport, leader, timeout_s)
         if table.schedule.slice_sizes:
-            policy = self.pipeline.policies_of(table.schedule)(self.rank)
+            policy = self.pipeline.policies_of(table.schedule, table.costs)(self.rank)
         else:
             policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.config import active
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_slices import (
     automatic_slice_tokens,
@@ -16,6 +18,7 @@ from megatron_ext.features.lengths.length_slices import (
     rising,
     slices_needed,
 )
+from megatron_ext.runtime.program import make_table_by_length
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -24,6 +27,7 @@ from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
+from tests.pipelines import make_pipeline
 
 COST = LengthCost(1.0, 1 / 64)
 
@@ -84,6 +88,15 @@ def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> 
         by_length = generate(name, 4, count, slice_sizes=(shares,) * count)
         assert by_length.rows == generate(name, 4, count, slices=3).rows
         assert measure(by_length) == measure(replace(by_length, slice_sizes=(), slices=shares))
+
+
+def test_a_dynamic_order_waits_by_the_costs_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+    monkeypatch.setattr(active, "policies", lambda *_, costs, **__: simulated.append(costs))
+    pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder())
+    table = make_table_by_length(pipeline, ((8, 8), (5,)), COST, rank=0)
+    pipeline.policies_of(table.schedule, table.costs)
+    assert [costs.attention for costs in simulated] == [COST.attention_share(16)]
 
 
 def test_a_dynamic_order_keeps_to_the_peak_of_the_table() -> None:
