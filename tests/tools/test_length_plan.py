@@ -124,6 +124,10 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ("--lengths {} --hidden-size 8 --schedule bitpipe", "bitpipe mirrors two pipelines"),
         ("--lengths {} --hidden-size 8 --schedule csv:x", "registered schedules, not csv:x"),
         ("--lengths {} --hidden-size 8 --microbatches 0", "--microbatches 0 must be 1 or more"),
+        (
+            "--lengths {} --hidden-size 8 --schedule 1f1b --slice-tokens 1",
+            "can have 64; use --slice-tokens 2 or more",
+        ),
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
         ("--hidden-size 8", "--max-tokens is for --lengths FILE; add it, or leave"),
     ],

@@ -236,7 +236,8 @@ class _Slicing:
         # All replicas run the table of the one that needs the most slices at each place.
         counts = []
         for packs_at_place in zip(*replicas, strict=True):
-            counts.append(max(slices_needed(sum(p), self.slice_tokens) for p in packs_at_place))
+            most_tokens = max(map(sum, packs_at_place))
+            counts.append(slices_needed(most_tokens, self.slice_tokens, "--slice-tokens"))
         results = [self._of_replica(packs, counts, batch.mean_cost) for packs in replicas]
         return max(step for step, _ in results), max(peak for _, peak in results)
 

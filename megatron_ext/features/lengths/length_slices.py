@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
-def slices_needed(tokens: int, slice_tokens: int) -> int:
-    """Return the number of slices of a micro-batch.
+def slices_needed(tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens") -> int:
+    """Return the number of slices of a micro-batch. `flag` is the one that sets `slice_tokens`.
 
     Raises:
         ScheduleError: There are more than 64.
@@ -30,8 +30,7 @@ def slices_needed(tokens: int, slice_tokens: int) -> int:
     if count > MAX_SLICES:
         raise ScheduleError(
             f"a micro-batch of {tokens} tokens would have {count} slices of {slice_tokens} "
-            f"tokens, and can have {MAX_SLICES}; use --pipeline-slice-tokens "
-            f"{ceil(tokens / MAX_SLICES)} or more"
+            f"tokens, and can have {MAX_SLICES}; use {flag} {ceil(tokens / MAX_SLICES)} or more"
         )
     return count
 
