@@ -3,7 +3,7 @@
 A file is text, one JSON value in each line: first the header, then one line for each training step,
 written when the step is complete:
 
-    {"format":2,"rank":3,"host":"node-1",...}
+    {"format":3,"rank":3,"host":"node-1",...}
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
@@ -30,7 +30,7 @@ VARIABLE = "MEGATRON_EXT_DIGESTS"
 ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
 """Environment variable of a training that records digests; 1: round the outputs of its modules
 differently (`rounding.py`)."""
-FORMAT = 2
+FORMAT = 3
 """Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 

@@ -6,6 +6,7 @@ small tensors, which the caller reads when the device is otherwise idle.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ NUM_PROJECTIONS = 4
 _COLUMNS = 16384
 """Columns of the matrix that a large tensor is read as. Sums over its rows are as fast as memory
 only if a row is this long."""
+_BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
+"""Words that are hashed at a time: on a CPU as many as stay in its cache, elsewhere as many as its
+memory can spare."""
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant without a pattern, as a signed number
 
 
@@ -24,8 +28,8 @@ class Fingerprint(NamedTuple):
     """`[2]`, int64. Sums of integers, which are the same on every device and for any number of
     threads."""
     sizes: torch.Tensor
-    """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed signs. The norm of
-    the difference of two tensors is about that of the difference of their projections."""
+    """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed vectors. The
+    norm of the difference of two tensors is about that of the difference of their projections."""
 
     @property
     def text(self) -> str:
@@ -42,8 +46,8 @@ class Fingerprints:
     """Computes fingerprints, and caches the constants that they need."""
 
     def __init__(self) -> None:
-        self._weights: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._signs: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._factors: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._weights: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> Fingerprint:
         """Return the fingerprint of a tensor of any shape and floating-point dtype."""
@@ -52,51 +56,74 @@ class Fingerprints:
             return Fingerprint(self._bits(matrix), self._sizes(matrix))
 
     def _bits(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return weighted sums of the sums of rows and of columns.
+        """Return weighted sums of the sums of rows and of columns, over mixed words.
 
-        Summing 32-bit words over a dimension takes a fifth of the time of a weighted sum over all
-        of them. A changed element changes both results; elements that have been swapped change at
-        least one.
+        Sums of the words themselves would lose what changes all of them alike: changed signs add
+        2 ** 31 to each word, which is 0 for an even number of words. So each word is first mixed in
+        a way that is not linear and depends on its column. The sums wrap around, because wider
+        ones take several times as long.
         """
         words = matrix.view(torch.int32)
+        num_rows, num_columns = words.shape
+        mixing_factors = self._factors_of(num_columns, words.device).to(torch.int32)
+        block_words = _BLOCK_WORDS.get(words.device.type, _BLOCK_WORDS["other"])
+        sums_of_columns = torch.zeros(num_columns, dtype=torch.int32, device=words.device)
+        sums_of_rows = []
+        for block in words.split(max(1, block_words // num_columns)):
+            mixed = block * mixing_factors
+            mixed ^= mixed >> 16
+            sums_of_columns += mixed.sum(0, dtype=torch.int32)
+            sums_of_rows.append(mixed.sum(1, dtype=torch.int32))
         hashes = []
-        for dimension in (0, 1):
-            sums = words.sum(dimension, dtype=torch.int32).to(torch.int64)
-            hashes.append((sums * self._weights_of(len(sums), words.device)).sum())
+        for sums in (sums_of_columns, torch.cat(sums_of_rows)):
+            factors = self._factors_of(len(sums), words.device)
+            hashes.append((sums.to(torch.int64) * factors).sum())
         return torch.stack(hashes)
 
     def _sizes(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the norm and the projections.
 
-        All projections have the same signs by row, so that the matrix is read once for them. Those
-        by column make them independent, unless all of a difference is in one column.
+        Each projection has weights of its own by row and by column, so that they are independent
+        whether a difference is in one row or column or the same in all of them.
         """
         values = matrix.to(torch.float32)
         num_rows, num_columns = values.shape
-        [by_row] = self._signs_of(1, num_rows, values.device)
-        by_column = self._signs_of(NUM_PROJECTIONS, num_columns, values.device)
-        projections = by_column @ (by_row @ values)
-        return torch.cat([torch.linalg.vector_norm(values).reshape(1), projections])
+        by_row = self._weights_of("rows", num_rows, values.device)
+        by_column = self._weights_of("columns", num_columns, values.device)
+        sizes = [torch.linalg.vector_norm(values)]
+        # A program may train under autocast, which would round the products. A product of two
+        # matrices could be rounded too, to TF32, so each projection reads the values once.
+        with torch.autocast(values.device.type, enabled=False):
+            for row_weights, column_weights in zip(by_row, by_column, strict=True):
+                sizes.append((row_weights @ values) @ column_weights)
+        return torch.stack(sizes)
 
-    def _weights_of(self, count: int, device: torch.device) -> torch.Tensor:
+    def _factors_of(self, count: int, device: torch.device) -> torch.Tensor:
         """Return `[count]` odd 64-bit numbers."""
         key = count, device
-        if key not in self._weights:
+        if key not in self._factors:
             numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
-            self._weights[key] = (numbers ^ (numbers >> 29)) | 1
-        return self._weights[key]
+            self._factors[key] = (numbers ^ (numbers >> 29)) | 1
+        return self._factors[key]
 
-    def _signs_of(self, num_vectors: int, count: int, device: torch.device) -> torch.Tensor:
-        """Return `[num_vectors, count]` values of 1 and -1."""
-        key = num_vectors, count, device
-        if key not in self._signs:
-            total = num_vectors * count
-            numbers = torch.arange(total, dtype=torch.int64, device=device) + num_vectors * 7919
+    def _weights_of(self, name: str, count: int, device: torch.device) -> torch.Tensor:
+        """Return `[NUM_PROJECTIONS, count]` values of either sign, whose mean square is 1.
+
+        Their sizes differ, because as many signs of 1 as of -1 would add up to 0 and hide a
+        difference that is the same in all rows. None is near 0, which would hide one in one row.
+        """
+        key = name, count, device
+        if key not in self._weights:
+            total = NUM_PROJECTIONS * count
+            first = total if name == "rows" else 0
+            numbers = torch.arange(first, first + total, dtype=torch.int64, device=device) + 7919
             numbers = numbers * _MIX
             numbers = (numbers ^ (numbers >> 31)) * _MIX
             signs = ((numbers >> 40) & 1) * 2 - 1
-            self._signs[key] = signs.to(torch.float32).reshape(num_vectors, count)
-        return self._signs[key]
+            fractions = ((numbers >> 41) & 0xFFFF) / 2**16
+            weights = signs * (0.5 + fractions) / math.sqrt(13 / 12)
+            self._weights[key] = weights.to(torch.float32).reshape(NUM_PROJECTIONS, count)
+        return self._weights[key]
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
