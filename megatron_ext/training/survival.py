@@ -83,7 +83,14 @@ class BeginAttempt(Initialize):
         store_connection.begin_attempt()
         devices.current().follow_collectives()
         if state.iteration > 0 and state.rank == 0:
-            _LOG.warning("restart %d in the same processes", state.iteration)
+            # The launcher reads this line (`tools/launch/keeper.py`), so --logging-level must not
+            # hide it.
+            print(
+                f"megatron_ext: restart {state.iteration} in the same processes: "
+                f"{state.world_size} of {state.initial_world_size} ranks are left",
+                file=sys.stderr,
+                flush=True,
+            )
         if state.iteration == 0:
             # NVRx collects garbage twice in each restart, which took 0.65 s of 1.9 s. Most objects
             # belong to imported modules and never become garbage, so exclude them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -57,13 +58,17 @@ def test_a_survivor_and_a_rank_from_the_reserve_name_transports_alike() -> None:
 
 
 def test_the_launcher_knows_the_line_with_which_a_restart_begins(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """It comes at every --logging-level."""
+    monkeypatch.setattr(logging.getLogger("megatron_ext.training.survival"), "level", logging.ERROR)
     begin = survival.BeginAttempt()
     begin(state(iteration=0))
-    assert not caplog.messages
-    begin(state(iteration=2))
-    assert keeper._RESTART.search(caplog.text.encode())
+    assert not capfd.readouterr().err
+    begin(state(iteration=2, initial_world_size=5))
+    line = keeper._RESTART.search(capfd.readouterr().err.encode())
+    assert line is not None
+    assert line.groups() == (b"2", b"5")
 
 
 def test_an_error_that_would_come_again_ends_the_rank() -> None:

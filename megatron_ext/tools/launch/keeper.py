@@ -35,7 +35,7 @@ _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """A line of Megatron's log about a step."""
-_RESTART = re.compile(rb"\brestart \d+ in the same processes")
+_RESTART = re.compile(rb"\brestart \d+ in the same processes: (\d+) of (\d+) ranks are left")
 """The line with which the ranks begin a restart (`megatron_ext/training/survival.py`)."""
 
 
@@ -71,8 +71,8 @@ class Rank:
                 self._log.write(line)
             if self._is_shown:
                 _show(self.rank, line)
-            if _RESTART.search(line):
-                losses.note_restart()
+            if restart := _RESTART.search(line):
+                losses.note_restart(num_lost=int(restart[2]) - int(restart[1]))
             elif _STEP.search(line):
                 losses.note_step()
         self._log.close()

@@ -65,8 +65,8 @@ class Losses:
     say: Callable[[int, str], None]
     """Shows a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
-    _has_restarted: bool = False
-    """Whether the ranks have restarted since the last loss."""
+    _num_replaced: int = 0
+    """Number of lost ranks, the earliest ones, without which the ranks have restarted."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -86,7 +86,6 @@ class Losses:
         """Record a loss and report it."""
         with self._lock:
             self.items.append(loss)
-            self._has_restarted = False
             self._write()
         ending = _ending(loss.exit_code)
         outlook = self._outlook(loss)
@@ -102,19 +101,22 @@ class Losses:
             return f"more are lost than the {self.reserve} in reserve, so the job ends"
         return f"{num_left} of {self.reserve} ranks in reserve are left"
 
-    def note_restart(self) -> None:
-        """Record that the ranks have begun to restart without the lost ones."""
+    def note_restart(self, num_lost: int) -> None:
+        """Record that the ranks have begun to restart without the ones lost since the start."""
         with self._lock:
-            self._has_restarted = True
+            self._num_replaced = num_lost
 
     def note_step(self) -> None:
-        """Record a step. The first one after a restart ends the recovery from all losses so far."""
+        """Record a step. The first one after a restart ends the recovery from its losses."""
         # Ranks complete a step that they were in, and those that were lost in reserve are missed
-        # by nobody: a step right after a loss does not show that the job has recovered.
+        # by nobody: a step right after a loss does not show that the job has recovered. Nor must
+        # the loss come before the restart: a rank that fails lets the others restart before its
+        # process ends.
         now = time.time()
         with self._lock:
-            unrecovered = [loss for loss in self.items if loss.back_after_s is None]
-            if not unrecovered or not self._has_restarted:
+            replaced = self.items[: self._num_replaced]
+            unrecovered = [loss for loss in replaced if loss.back_after_s is None]
+            if not unrecovered:
                 return
             for loss in unrecovered:
                 loss.back_after_s = round(now - loss.at, 2)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ if ending == "deaf":
 if ending.startswith("exits"):
     sys.exit(int(ending[5:]))
 time.sleep(1.5)
-print("megatron_ext: restart 1 in the same processes", flush=True)
+line = f"restart 1 in the same processes: {len(sys.argv) - 2} of {len(sys.argv) - 1} ranks are left"
+print("megatron_ext:", line, flush=True)
 print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=True)
 """
 
@@ -136,11 +138,10 @@ def test_only_steps_after_a_restart_count_and_later_losses_are_kept(tmp_path: Pa
     losses.note_step()
     losses.add(Loss(4, 64, 100.0))
     losses.note_step()  # the last one that the others complete
-    losses.note_restart()
-    losses.add(Loss(2, -64, 100.0))  # during the recovery from the first
-    losses.note_step()
     assert json.loads((tmp_path / "losses.json").read_text())[0]["back_after_s"] is None
-    losses.note_restart()
+    losses.note_restart(num_lost=1)
+    losses.add(Loss(2, -64, 100.0))  # during the recovery from the first
+    losses.note_restart(num_lost=2)
     losses.note_step()
     losses.add(Loss(0, 1, 200.0))
     records = json.loads((tmp_path / "losses.json").read_text())
@@ -150,12 +151,32 @@ def test_only_steps_after_a_restart_count_and_later_losses_are_kept(tmp_path: Pa
     assert losses.fatal is None
 
 
+def test_a_rank_that_ends_after_the_others_have_restarted_counts_as_recovered(
+    tmp_path: Path,
+) -> None:
+    """A rank that fails joins the others' barrier for the restart, and only then ends."""
+    tmp_path.chmod(0o700)
+    losses = Losses(tmp_path, 2, lambda _rank, _text: None)
+    losses.note_restart(num_lost=1)
+    losses.note_step()
+    losses.add(Loss(1, 1, time.time()))
+    losses.note_step()
+    assert losses.items[0].back_after_s is not None
+    losses.add(Loss(3, -9, time.time()))  # in reserve: the others go on until they restart
+    losses.note_step()
+    losses.note_step()
+    assert losses.items[1].back_after_s is None
+    losses.add(Loss(0, 7, time.time()))
+    assert losses.fatal is not None
+    assert losses.fatal.rank == 3
+
+
 def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
     losses.note_step()
     losses.add(Loss(3, -9, 100.0))
-    losses.note_restart()
+    losses.note_restart(num_lost=1)
     losses.note_step()
     losses.add(Loss(5, 1, 200.0))
     losses.add(Loss(6, -15, 201.0))
