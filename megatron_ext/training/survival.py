@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from typing import Any
 
@@ -41,7 +42,7 @@ class StoreConnection:
         self._is_over = False
         """Whether the attempt has lost a rank."""
 
-    def begin_attempt(self) -> None:
+    def end_attempt(self) -> None:
         """Let the next connection serve a new attempt."""
         self._is_over = False
 
@@ -52,11 +53,17 @@ class StoreConnection:
         base = store
         while isinstance(base, PrefixStore):
             base = base.underlying_store
+        sockets: set[OpenSocket] = set()
         before = open_sockets()
         connection = TCPStore(
             base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout
         )
-        self._sockets = {opened for opened in open_sockets() - before if opened.tcp_ends()}
+        for opened in open_sockets() - before:
+            ends = opened.tcp_ends()
+            # Other threads may have opened sockets meanwhile.
+            if ends is not None and ends.peer_port == base.port:
+                sockets.add(opened)
+        self._sockets = sockets
         if self._is_over:  # since the training thread has called this
             self.shut_down()
         return PrefixStore(f"attempt {active.attempt()}", connection)
@@ -80,17 +87,15 @@ class BeginAttempt(Initialize):
         # NVRx calls this once every rank has sent it its state: ranks that begin have met.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
-        store_connection.begin_attempt()
         devices.current().follow_collectives()
         if state.iteration > 0 and state.rank == 0:
             # The launcher reads this line (`tools/launch/keeper.py`), so --logging-level must not
             # hide it.
-            print(
+            sys.stderr.write(
                 f"megatron_ext: restart {state.iteration} in the same processes: "
-                f"{state.world_size} of {state.initial_world_size} ranks are left",
-                file=sys.stderr,
-                flush=True,
+                f"{state.world_size} of {state.initial_world_size} ranks are left\n"
             )
+            sys.stderr.flush()
         if state.iteration == 0:
             # NVRx collects garbage twice in each restart, which took 0.65 s of 1.9 s. Most objects
             # belong to imported modules and never become garbage, so exclude them.
@@ -104,24 +109,34 @@ class EndWaits(Abort):
     def __call__(self, state: Any) -> Any:
         """End the waits for messages, and those that torch cannot abort."""
         configuration = active.active()
-        # NVRx aborts NCCL afterwards, and would skip that after an error.
         if configuration is not None:
-            try:
+            with _errors_logged(state.rank, "transports"):
                 configuration.abort("a rank was lost; the job starts again in the same processes")
-            except Exception:  # noqa: BLE001 - of any transport
-                _LOG.exception("rank %s could not abort its transports", state.rank)
-        with suppress(OSError):
+        with _errors_logged(state.rank, "collectives"):
             devices.current().abort_collectives()
-        store_connection.shut_down()
+        with _errors_logged(state.rank, "waits in the store"):
+            store_connection.shut_down()
         return state
+
+
+@contextmanager
+def _errors_logged(rank: int, waits: str) -> Iterator[None]:
+    """Log an error of the body, so that the other waits end too; NVRx aborts NCCL afterwards."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - of any transport or device
+        _LOG.exception("rank %s could not abort its %s", rank, waits)
 
 
 class EndConfiguration(Finalize):
     """Runs after the training function has ended, and before NVRx calls it again."""
 
     def __init__(self) -> None:
-        self._last_failure: tuple[str, int | None] | None = None
-        """The last error that this rank raised itself, and its step."""
+        self._last_failure: tuple[str, int] | None = None
+        """The last error that this rank raised itself, and its step, if training has not passed it.
+
+        The step is 0 before the first one.
+        """
 
     def __call__(self, state: Any) -> Any:
         """Close the transports and all other state of the configuration.
@@ -129,7 +144,10 @@ class EndConfiguration(Finalize):
         Raises:
             Exception: The error of the training function, if a restart would only repeat it.
         """
-        # First of all, because the number of the step is lost with Megatron's arguments.
+        # NVRx aborts an attempt at most once, in a thread that has ended by now. The thread of the
+        # next attempt starts before `BeginAttempt` runs.
+        store_connection.end_attempt()
+        # Before Megatron's arguments are destroyed, which contain the number of the step.
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
         _clear_caches_of_megatron()
@@ -139,6 +157,9 @@ class EndConfiguration(Finalize):
 
     def _would_come_again(self, error: Exception | None) -> bool:
         """Return whether a restart would only repeat this error; NVRx would restart for ever."""
+        step = cause.current_iteration() or 0
+        if self._last_failure is not None and step > self._last_failure[1]:
+            self._last_failure = None  # a restart has helped
         if error is None:
             return False
         if isinstance(error, UserError):
@@ -148,7 +169,7 @@ class EndConfiguration(Finalize):
             return False
         # The text of a hang contains how long it lasted.
         description = kind if kind == "hang" else repr(error)
-        failure = (description, cause.current_iteration())
+        failure = (description, step)
         is_same = failure == self._last_failure
         self._last_failure = failure
         if is_same:
@@ -163,7 +184,8 @@ def _clear_caches_of_megatron() -> None:
     threads and connections.
     """
     for name, module in list(sys.modules.items()):
-        if not name.startswith("megatron."):
+        # The value is None for a module whose import is blocked.
+        if module is None or not name.startswith("megatron."):
             continue
         for member in list(vars(module).values()):
             if isinstance(member, type):

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
@@ -32,6 +32,9 @@ from nvidia_resiliency_ext.inprocess import FrozenState
 
 from megatron_ext.tools.launch import keeper
 from megatron_ext.training import survival
+
+if TYPE_CHECKING:
+    from megatron_ext.sockets import OpenSocket
 
 
 def state(**fields: Any) -> Any:
@@ -86,6 +89,32 @@ def test_an_error_that_would_come_again_ends_the_rank() -> None:
         end(state(fn_exception=HangError("rank 0 runs 0F0 for 20.3 s", 0)))
 
 
+def test_an_error_in_a_step_that_training_has_passed_since_is_no_repetition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current_iteration: int | None = None
+    monkeypatch.setattr(survival.cause, "current_iteration", lambda: current_iteration)
+    end = survival.EndConfiguration()
+    end(state(fn_exception=KeyError("data")))  # before the first step
+    current_iteration = 5
+    end(state(fn_exception=PeerDied("rank 1 died")))
+    current_iteration = None
+    end(state(fn_exception=KeyError("data")))
+    current_iteration = 5
+    end(state(fn_exception=KeyError("batch")))
+    current_iteration = 6
+    end(state())  # ended by NVRx, for another rank
+    current_iteration = 5
+    end(state(fn_exception=KeyError("batch")))
+    with pytest.raises(KeyError):
+        end(state(fn_exception=KeyError("batch")))
+
+
+def test_a_blocked_module_of_megatron_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.blocked", None)
+    assert survival.EndConfiguration()(state()).rank == 0
+
+
 def test_nothing_of_an_attempt_stays_in_caches_of_megatron() -> None:
     rotary = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
     module = rotary.RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
@@ -108,9 +137,17 @@ def test_an_abort_that_fails_keeps_nvrx_from_nothing(
         def close(self) -> None:
             pass
 
+        def abort_collectives(self) -> None:
+            raise RuntimeError("of a device")
+
+    shut_down = []
     monkeypatch.setattr(active._PROCESS, "configuration", Broken())
+    monkeypatch.setattr(survival.devices, "current", Broken)
+    monkeypatch.setattr(survival.store_connection, "shut_down", lambda: shut_down.append(True))
     assert survival.EndWaits()(state()).rank == 0
     assert "could not abort its transports" in caplog.text
+    assert "could not abort its collectives" in caplog.text
+    assert shut_down
 
 
 def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_store() -> None:
@@ -127,9 +164,37 @@ def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_sto
     with pytest.raises(RuntimeError):  # the training thread may connect after the loss
         survival.store_connection.open(megatrons).get("address of rank 1")
     megatrons.set("iteration", "4")  # which Megatron's own connection outlives
+    survival.EndConfiguration()(state(iteration=1))
     survival.BeginAttempt()(state(iteration=2))
     survival.store_connection.open(megatrons).set("address of rank 1", "there")
     assert not survival.store_connection.open(megatrons).check(["iteration"])
+    survival.EndConfiguration()(state(iteration=2))
+    survival.EndWaits()(state(iteration=3))  # NVRx watches the others before an attempt begins
+    survival.BeginAttempt()(state(iteration=3))
+    with pytest.raises(RuntimeError):
+        survival.store_connection.open(megatrons).get("address of rank 1")
+    survival.EndConfiguration()(state(iteration=3))
+
+
+def test_a_loss_ends_only_the_connection_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatrons = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection = survival.StoreConnection()
+    find_sockets = survival.open_sockets
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+
+        def sockets_before() -> set[OpenSocket]:
+            sockets = find_sockets()
+            monkeypatch.setattr(survival, "open_sockets", find_sockets)
+            client.connect(server.getsockname())  # as another thread may, while torch connects
+            return sockets - {item for item in sockets if item.descriptor == client.fileno()}
+
+        monkeypatch.setattr(survival, "open_sockets", sockets_before)
+        connection.open(megatrons)
+        connection.shut_down()
+        peer, _ = server.accept()
+        with peer:
+            client.sendall(b"whole")
+            assert peer.recv(5) == b"whole"
 
 
 def test_our_steps_run_before_theirs() -> None:
