@@ -177,7 +177,7 @@ class Pipeline:
         if config.weights_at_once:
             table = weights_at_once(table)
         if config.waiting_weights:
-            _check_waiting(table, config.waiting_weights)
+            _check_waiting(table, config)
             table = weights_waiting(table, config.waiting_weights)
         # Validate generated tables too: a wrong table from a plug-in would hang the job during a
         # step.
@@ -210,15 +210,17 @@ class Pipeline:
         )
 
 
-def _check_waiting(table: Schedule, num_waiting: int) -> None:
+def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
     """Reject a table in which no W can run while its rank waits for tokens."""
-    setting = f"--pipeline-waiting-weights {num_waiting}"
-    if not table.pairs:
+    setting = f"--pipeline-waiting-weights {config.waiting_weights}"
+    if not config.pairs:
         raise ScheduleError(
-            f"{setting}: {table.label} runs no pairs, and W fills only what pairs leave idle; "
-            "leave --pipeline-waiting-weights out"
+            f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
+            "experts on several ranks), and W fills only what pairs leave idle; leave "
+            "--pipeline-waiting-weights out"
         )
-    if not table.splits_backward:
+    # A table of a few micro-batches, as at the start of a ramp-up, may have no pairs. Its W stay.
+    if table.pairs and not table.splits_backward:
         raise ScheduleError(
             f"{setting}: {table.label} has whole backwards, which leave no weight gradients for "
             "later; use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"

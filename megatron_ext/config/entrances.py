@@ -217,7 +217,9 @@ def running(pipeline: Pipeline) -> str:
                 "micro-batch keeps before"
             )
     waiting = ""
-    if config.waiting_weights:
+    if config.waiting_weights and not any(schedule.pairs):
+        waiting = "; no W waits for idle time, because so few micro-batches run no pairs"
+    elif config.waiting_weights:
         waiting = (
             f"; up to {config.waiting_weights} more W of a rank wait for idle time, at the latest "
             "until where they are simulated and counted"

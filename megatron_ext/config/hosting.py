@@ -275,6 +275,8 @@ def inspect(
     if in_job:
         with answer.collecting("device"):
             answer.arguments |= devices.arguments_for(args, config.device)
+        with answer.collecting("waiting_weights"):
+            incompatible.refuse_waiting_weights(config)
     place_local_checkpoints(answer, args)
     check_restart(answer, args, in_job=in_job)
     for flag, reason in flags.DROPPED.items():

@@ -13,13 +13,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext import feature_list
+from megatron_ext import devices, feature_list
 from megatron_ext.config.flags import MEGATRON_FIELDS, in_flags, in_objects, with_flags
 from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import chooser
-from megatron_ext.errors import ArgumentsError, reworded
+from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.rules import Rule, read_rules
+from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -550,6 +551,24 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             lines.append(refusal.worded(in_objects))
     if lines:
         raise ArgumentsError("\n".join(lines))
+
+
+def refuse_waiting_weights(config: PipelineConfig) -> None:
+    """Check that this process's device and release of Megatron can run W beside actions.
+
+    Raises:
+        ScheduleError: They cannot.
+    """
+    if not config.waiting_weights or devices.current().is_host:
+        return
+    # In 0.16, plans compute in the stream that the process chose first, DDP's reductions may wait
+    # for the default stream only, and products of grouped_gemm belong to the actions' stream.
+    if "comp_stream" in parameters("megatron.core.pipeline_parallel.utils:set_streams"):
+        raise ScheduleError(
+            f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
+            "later on a device: 0.16 computes and reduces in streams that do not wait for a W "
+            "beside them; leave --pipeline-waiting-weights out"
+        )
 
 
 def why_not_split(config: Any) -> str | None:

@@ -379,7 +379,12 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
         )
     if not c.waiting_weights:
         return None
-    if c.is_stock or c.disaggregation is not None:
+    if c.disaggregation is not None:
+        return (
+            "{waiting_weights:{c.waiting_weights}} cannot run with {disaggregation}, which has no "
+            "pairs; leave {waiting_weights} out"
+        )
+    if c.is_stock:
         return (
             "{waiting_weights:{c.waiting_weights}} is for schedules of this package in pairs; add "
             "{schedule:NAME}, such as zb-h1, or leave it out"

@@ -331,6 +331,7 @@ class SplitBackward:
         """Drop all deferred gradients after a failed step."""
         self._key = None
         self._waiting.clear()
+        self.before_whole = None
         self._restore()
 
     # -- weights that are left whole, or watched ---------------------------------------------------

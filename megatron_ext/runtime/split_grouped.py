@@ -35,11 +35,7 @@ class _GroupedGradient(WeightGradient):
     def compute(self) -> Sequence[torch.Tensor]:
         """Return the gradient."""
         self._unchanged.check(self.grad_output)
-        # Retain the graph until this object is dropped: a W in another stream may still be reading
-        # the tensors that the graph has saved.
-        return torch.autograd.grad(
-            self._product, self._experts, self.grad_output, retain_graph=True
-        )
+        return torch.autograd.grad(self._product, self._experts, self.grad_output)
 
 
 class _GroupedProduct(torch.autograd.Function):

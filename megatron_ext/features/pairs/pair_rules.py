@@ -39,7 +39,7 @@ TEXTS = {
     "waiting_weights": """
         sequence_parallel
             W gathers its operands from the tensor-parallel ranks, which may wait at different
-            times; leave one of them out
+            times; leave --pipeline-waiting-weights out
         transformer_impl=transformer_engine
             its products of all streams share one workspace, so a W beside an action could change
             the results; add --transformer-impl=local, or leave --pipeline-waiting-weights out""",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
+from megatron_ext.config.incompatible import refuse_waiting_weights
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.pairs.awaited_tokens import HOST_WEIGHTS
 from megatron_ext.features.pairs.plans import PlannedCompute
@@ -22,12 +25,15 @@ from megatron_ext.features.pairs.waiting_weights import (
 from megatron_ext.runtime.feature import Feature, Model, Step
 from megatron_ext.runtime.program import PipelineEnds
 from megatron_ext.runtime.runtime import in_force
+from megatron_ext.tracing.digest_files import VARIABLE, folder_asked_for
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.compute import StageCompute
+
+_LOG = logging.getLogger(__name__)
 
 
 class PairSteps(Feature):
@@ -38,6 +44,11 @@ class PairSteps(Feature):
         # In a dynamic order, ranks choose their pairs during the step.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
         self._fills_waits = pipeline.config.waiting_weights > 0
+        if self._fills_waits and folder_asked_for() is not None:
+            # An early W adds to gradients while the records of other actions read them.
+            self._fills_waits = False
+            if dist.get_rank() == 0:
+                _LOG.warning("with %s, W runs at its place in the table, not earlier", VARIABLE)
         self._device = devices.device_of(model.chunks)
         # Created at the first step that needs them.
         self._streams: SideStreams | None = None
@@ -48,6 +59,7 @@ class PairSteps(Feature):
     ) -> None:
         """Reject a model or a forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
+            refuse_waiting_weights(pipeline.config)
             _check_plans(chunks, forward_step)
             log_skipped_hooks(chunks)
 

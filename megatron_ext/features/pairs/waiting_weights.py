@@ -17,6 +17,7 @@ the order of the table.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import utils
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import Device
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.weight_gradients import WeightGradient
     from megatron_ext.schedules.table.actions import Action, Row
 
+_LOG = logging.getLogger(__name__)
 _Key = tuple[int, int]
 
 
@@ -155,10 +156,13 @@ class SideStreams:
             )
         actions = runtime.Stream(device, priority=highest)
         # W must not hold back an exchange, for which other ranks wait.
-        streams = {"comm_stream": runtime.Stream(device, priority=highest)}
-        if "comp_stream" in parameters(f"{utils.__name__}:set_streams"):  # before 0.18
-            streams["comp_stream"] = actions
-        utils.set_streams(**streams)
+        exchanges = runtime.Stream(device, priority=highest)
+        utils.set_streams(comm_stream=exchanges)
+        if utils.get_comm_stream() != exchanges:  # Megatron keeps the first one of the process
+            _LOG.warning(
+                "exchanges of tokens run in the stream of an earlier training in this process, "
+                "which may lack the high priority that keeps weight gradients behind them"
+            )
         return cls(runtime, actions, runtime.Stream(device, priority=lowest))
 
     @contextmanager
@@ -167,12 +171,6 @@ class SideStreams:
         outer = self.runtime.current_stream()
         self.actions.wait_stream(outer)
         with self.runtime.stream(self.actions):
-            # Megatron keeps the streams that the process gave it first.
-            if utils.get_comp_stream() != self.actions:
-                raise ScheduleError(
-                    "--pipeline-waiting-weights: Megatron's plans already compute in another "
-                    "stream of this process; configure the pipeline before the first step"
-                )
             try:
                 yield
             finally:

@@ -50,15 +50,20 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
 
     A runtime that finds a rank idle may run a W before its place. So up to `num_waiting` W of a
     rank, besides those of the given table, wait for idle time. The last ones come at the end of the
-    row. The order of a row's W stays, and no W moves behind a whole backward of its stage, because
-    both add to the same gradients.
+    row. Rows without pairs stay as they are, because their ranks run no W early. The order of a
+    row's W stays, and no W moves behind a whole backward of its stage, because both add to the same
+    gradients.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
+        pair_begins = schedule.pairs_of(rank)
+        if not pair_begins:
+            rows.append(row)
+            pairs.append(pair_begins)
+            continue
         delayed_row: list[Action] = []
         waiting: deque[Action] = deque()
-        pair_begins = schedule.pairs_of(rank)
         new_begins: set[int] = set()
         for index, action in enumerate(row):
             if action.kind == "W":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.config import incompatible
 from megatron_ext.config.entrances import running
-from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
+from megatron_ext.config.pipeline_config import Disaggregation, DynamicOrder, PipelineConfig
 from megatron_ext.errors import ConfigurationError, ScheduleError
+from megatron_ext.features.pairs import waiting_weights
+from megatron_ext.features.pairs.pair_steps import PairSteps
+from megatron_ext.features.pairs.waiting_weights import DeviceWeights, SideStreams
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.weight_gradients import WeightGradient
 from megatron_ext.schedules import Action, Schedule, generate, validate
@@ -72,6 +78,10 @@ def test_a_table_without_waiting_weights_is_the_same() -> None:
         ({"schedule": "auto"}, "compares tables without it"),
         ({"dynamic": DynamicOrder()}, "cannot run with dynamic"),
         ({"schedule": None}, "is for schedules of this package"),
+        (
+            {"schedule": None, "pairs": False, "disaggregation": Disaggregation()},
+            "cannot run with disaggregation, which has no pairs; leave waiting_weights out",
+        ),
     ],
 )
 def test_settings_that_exclude_waiting_weights(settings: dict[str, Any], words: str) -> None:
@@ -90,6 +100,83 @@ def test_tables_in_which_no_weights_can_wait(schedule: str, pairs: bool, words: 
     pipeline = make_pipeline(schedule, 4, 8, pairs=pairs, waiting_weights=2)
     with pytest.raises(ScheduleError, match=words):
         pipeline.schedule(8)
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("streams", [("comp_stream", "comm_stream"), ("comm_stream",)])
+def test_a_device_needs_a_release_whose_streams_wait(
+    is_host: bool, streams: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incompatible.devices, "current", lambda: SimpleNamespace(is_host=is_host))
+    monkeypatch.setattr(incompatible, "parameters", lambda _place: streams)
+    pipeline = make_pipeline("zb-h1", 4, 8, pairs=True, waiting_weights=2)
+    if is_host or "comp_stream" not in streams:
+        incompatible.refuse_waiting_weights(pipeline.config)
+        return
+    incompatible.refuse_waiting_weights(replace(pipeline.config, waiting_weights=0))
+    with pytest.raises(ScheduleError, match="or later on a device"):
+        PairSteps.refuse_model(pipeline, [], print)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "1f1b"])
+def test_the_weights_of_a_table_without_pairs_stay(schedule: str) -> None:
+    """A ramp-up may start with so few micro-batches that no two of them meet."""
+    pipeline = make_pipeline(schedule, 4, 1, pairs=True, waiting_weights=2)
+    assert not any(pipeline.full.pairs)
+    assert pipeline.full == make_pipeline(schedule, 4, 1, pairs=True).full
+    assert "no W waits for idle time" in running(pipeline)
+
+
+def test_the_weights_of_a_rank_without_pairs_stay() -> None:
+    table = generate("zb-h1", 4, 8, pairs=True)
+    without = replace(table, pairs=(frozenset(), *table.pairs[1:]))
+    delayed = weights_waiting(without, 3)
+    assert delayed.rows[0] == table.rows[0]
+    assert delayed.rows[1:] == weights_waiting(table, 3).rows[1:]
+
+
+@pytest.mark.parametrize("records_digests", [False, True])
+def test_weights_stay_in_place_while_digests_are_recorded(
+    records_digests: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records of a W early would miss what it has added by the time of its place."""
+    monkeypatch.delenv("MEGATRON_EXT_DIGESTS", raising=False)
+    if records_digests:
+        monkeypatch.setenv("MEGATRON_EXT_DIGESTS", "digests")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("megatron_ext.devices.device_of", lambda _chunks: torch.device("cpu"))
+    pipeline = make_pipeline("zb-h1", 4, 8, pairs=True, waiting_weights=2)
+    steps = PairSteps(SimpleNamespace(pipeline=pipeline, chunks=()))
+    assert steps._fills_waits != records_digests
+    assert ("W runs at its place" in caplog.text) == records_digests
+
+
+def test_a_failed_step_lets_its_weights_go() -> None:
+    splits = SplitBackward()
+    DeviceWeights((), splits, SimpleNamespace())
+    assert splits.before_whole is not None
+    splits.clear()
+    assert splits.before_whole is None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_stream_of_an_earlier_training_is_logged(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_streams = [] if is_first else ["earlier"]
+    utils = waiting_weights.utils
+    monkeypatch.setattr(utils, "set_streams", lambda comm_stream: kept_streams.append(comm_stream))
+    monkeypatch.setattr(utils, "get_comm_stream", lambda: kept_streams[0])
+
+    class Stream:
+        priority_range = staticmethod(lambda: (0, -1))
+
+        def __init__(self, _device: torch.device, priority: int) -> None:
+            self.priority = priority
+
+    backend = SimpleNamespace(runtime=SimpleNamespace(Stream=Stream))
+    SideStreams.of_device(backend, torch.device("cpu"))
+    assert ("an earlier training in this process" in caplog.text) != is_first
 
 
 def test_the_log_counts_the_activations_of_weights_that_wait() -> None:
