@@ -324,7 +324,11 @@ def _choose(
     if first is None:
         # A reason that excludes all schedules excludes this one as well, so report its refusals.
         config = replace(requested, schedule=automatic.REFERENCE)
-        return inspect(args, config, in_job=in_job, script_defaults=script_defaults)
+        answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
+        # Ranks with other devices may have found a schedule, and all ranks compare their choices.
+        if answer.accepted:
+            answer.choice = Choice(f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis)
+        return answer
     first.candidates = accepted
     first.choice = Choice(accepted[0].flags, ranking.basis)
     first.changes.insert(0, ranking.sentence(accepted[:2], refused))

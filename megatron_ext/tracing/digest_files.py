@@ -60,6 +60,8 @@ class Header:
     data: int = 0
     """Number of the data-parallel replica."""
     data_size: int = 1
+    context: int = 0
+    """Rank in its context-parallel group."""
     context_size: int = 1
     expert_size: int = 1
     loss_is_per_token: bool = False

@@ -103,6 +103,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         tensor=groups.get_tensor_model_parallel_rank(),
         data=groups.get_data_parallel_rank(),
         data_size=groups.get_data_parallel_world_size(),
+        context=groups.get_context_parallel_rank(),
         context_size=groups.get_context_parallel_world_size(),
         expert_size=groups.get_expert_model_parallel_world_size(),
         loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
@@ -254,6 +255,8 @@ class DigestRecorder(Observer):
     def end_iteration(self) -> None:
         """Stop recording: the step has failed, or an evaluation begins."""
         self._is_training = False
+        if self._operators is not None:
+            self._operators.stop()
         if self._awaits_weights and not self._num_optimizers:
             self._end_step()
 

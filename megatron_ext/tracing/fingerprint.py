@@ -64,7 +64,7 @@ class Fingerprints:
         ones take several times as long.
         """
         words = matrix.view(torch.int32)
-        num_rows, num_columns = words.shape
+        num_columns = words.shape[1]
         mixing_factors = self._factors_of(num_columns, words.device).to(torch.int32)
         block_words = _BLOCK_WORDS.get(words.device.type, _BLOCK_WORDS["other"])
         sums_of_columns = torch.zeros(num_columns, dtype=torch.int32, device=words.device)

@@ -394,9 +394,9 @@ class Watchdog:
             signal.pthread_kill(self._training, _SIGNAL)
             if self._stop.wait(_ANSWER_S):
                 return
-        if not self._ends_process:
-            return
         sys.stderr.write(f"[rank {rank}] megatron_ext: error: {verdict.message}\n")
         sys.stderr.flush()
+        if not self._ends_process:
+            return
         cause.write(cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message)
         os._exit(1)  # skip exit handlers: the cause of the hang would block them too

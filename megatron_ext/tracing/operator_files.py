@@ -3,7 +3,8 @@
 A file is text, one JSON value in each line: first the header, then one line for each operator, in
 the order in which they ran:
 
-    {"format":1,"rank":0,"host":"node-1","tensor":0,"action":"2F0","place":"1:0:forward:..."}
+    {"rank":0,"host":"node-1","tensor":0,"context":0,"action":"2F0","place":"1:0:forward:...",
+     "format":2}
     ["aten.mm.default",[[16,32]],"9f...",1.5,[...]]
 
 Reading needs only the standard library.
@@ -24,7 +25,7 @@ from megatron_ext.files import parse_json
 VARIABLE = "MEGATRON_EXT_DIGESTS_OPERATORS"
 """Environment variable of a training that records digests: the `Place` whose operators to record
 in place of digests."""
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "operators-rank-{:05d}.jsonl"
 _FIRST_TORCH = 2, 10
 
@@ -115,6 +116,8 @@ class OperatorHeader:
     host: str
     tensor: int
     """Rank in its tensor-parallel group."""
+    context: int
+    """Rank in its context-parallel group."""
     action: str
     place: str
     format: int = FORMAT
@@ -135,19 +138,22 @@ def write(folder: Path, content: OperatorFile) -> None:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def read_folder(folder: Path) -> dict[int, OperatorFile]:
-    """Return the files of a run, by tensor-parallel rank; empty if no operators were recorded.
+def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
+    """Return the files of a run, by tensor- and context-parallel rank; empty: it recorded none.
 
     Raises:
-        DataError: A file is damaged.
+        DataError: A file is damaged, or of another version.
     """
     contents = {}
     for path in sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*"))):
         try:
             first, *lines = path.read_text(encoding="utf-8").splitlines()
-            header = OperatorHeader(**parse_json(first))
+            fields = parse_json(first)
+            if fields.get("format") != FORMAT:
+                raise ValueError(f"format {fields.get('format')}, not {FORMAT}")
+            header = OperatorHeader(**fields)
             operators = [Operator(*parse_json(line)) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: no operators: {error}; record the training again") from error
-        contents[header.tensor] = OperatorFile(header, operators)
+        contents[header.tensor, header.context] = OperatorFile(header, operators)
     return contents

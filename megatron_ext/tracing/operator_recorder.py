@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _KINDS = {"forward": ("F",), "backward": ("B", "I")}
 """Kinds of actions, by the direction of a place."""
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators whose results may still be on their way."""
 
 
 class OperatorRecorder:
@@ -47,6 +49,8 @@ class OperatorRecorder:
         self._mode: ExitStack | None = None
         """Active during the action."""
         self._action: Action | None = None
+        self._recorded: dict[int, list[Operator]] = {}
+        """By slice of the micro-batch, in the order in which they ran."""
 
     def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
         """Watch the operators of an action if it is the one of the place.
@@ -81,8 +85,7 @@ class OperatorRecorder:
         """Write the operators of the module if it ran in this action."""
         if self._mode is None or action is not self._action:
             return
-        self._mode.close()
-        self._mode = None
+        self.stop()
         if self._first is None or self._end is None:
             return
         operators = []
@@ -91,9 +94,17 @@ class OperatorRecorder:
             operators.append(Operator(name, shapes, fingerprint.text, norm, projections))
         header = self._header
         written = OperatorHeader(
-            header.rank, header.host, header.tensor, str(action), str(self.place)
+            header.rank, header.host, header.tensor, header.context, str(action), str(self.place)
         )
-        write(self._folder, OperatorFile(written, operators))
+        self._recorded[action.slice] = operators
+        of_all_slices = [operator for part in self._recorded.values() for operator in part]
+        write(self._folder, OperatorFile(written, of_all_slices))
+
+    def stop(self) -> None:
+        """Watch operators no longer: the action has ended or failed."""
+        if self._mode is not None:
+            self._mode.close()
+            self._mode = None
 
     def _record(
         self,
@@ -106,7 +117,7 @@ class OperatorRecorder:
         """Keep the name and the fingerprint of an operator that has computed something."""
         # A view computes nothing, an empty tensor has arbitrary bits, and a collective may still
         # be on its way.
-        if getattr(operator, "is_view", False) or operator.namespace == "c10d":
+        if getattr(operator, "is_view", False) or operator.namespace in _COLLECTIVES:
             return
         if "empty" in operator.__name__:
             return

@@ -21,6 +21,7 @@ from megatron_ext.tracing.operator_files import read_folder
 _TRAINING_FLAGS = {
     "additions": "--with",
     "best": "--best",
+    "trace_dir": "--trace-dir",
     "reference": "--reference",
     "against_itself": "--self",
     "locate": "--locate",
@@ -49,7 +50,12 @@ def compare_folders(args: argparse.Namespace) -> int:
             f"--folders got {len(folders)}; name the reference's folder and the candidate's, and "
             "as a third one that of a run to learn tolerances from"
         )
-    if all(read_folder(folder) for folder in folders[:2]):
+    if any(read_folder(folder) for folder in folders[:2]):
+        if len(folders) > 2:
+            raise ArgumentsError(
+                "--folders got folders of operators, for which no tolerance is learned; leave "
+                f"{folders[2]} out"
+            )
         return _compare_operators(folders[0], folders[1], as_json=args.json)
     comparison = compare(*folders)
     code = outcome.EQUAL if comparison.difference is None else outcome.DIFFERENT

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +27,14 @@ from megatron_ext.tracing.digest_files import (
     KINDS,
     NO_MICROBATCH,
     ROUNDING,
+    VARIABLE,
     Header,
     Kind,
     RankFile,
     Record,
     read_folder,
 )
+from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 
 _Key = tuple[Kind, int, str]
 
@@ -53,7 +55,7 @@ _SIZES = {
     "context_size": "context-parallel ranks",
     "expert_size": "expert-parallel ranks",
     "slices": "slices",
-    "slice_tokens": "slices",
+    "slice_tokens": "tokens per slice",
 }
 """Fields of a header that decide the order of sums in every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
@@ -154,7 +156,7 @@ class Difference:
         else:
             amount = f"by {self.relative:.2g} of its norm"
         if self.tolerance:
-            amount += f", where {self.tolerance:.1g} is allowed"
+            amount += f", where {self.tolerance:.2g} is allowed"
         return f"{first} differs {amount}: reference {self.reference}; candidate {self.candidate}"
 
 
@@ -379,6 +381,10 @@ class _Tolerances(Protocol):
     @property
     def description(self) -> str: ...
 
+    @property
+    def steps(self) -> Collection[int] | None:
+        """The steps for which there are tolerances; None: all."""
+
     def of(self, step: int, key: _Key) -> float:
         """Return the largest relative difference of a tensor."""
 
@@ -390,6 +396,8 @@ class _StatedTolerances:
         f"the stated {STATED_TOLERANCE:g} of a tensor's norm, and {_GROWTH:g} times as much in "
         "each later step"
     )
+
+    steps = None
 
     def __init__(self, first_step: int) -> None:
         self._first_step = first_step
@@ -404,8 +412,11 @@ class _LearnedTolerances:
     The tensors of the same module in all layers, and of all micro-batches, share a tolerance.
     """
 
-    def __init__(self, largest: Mapping[tuple[int, Kind, str], float], folder: Path) -> None:
+    def __init__(
+        self, largest: Mapping[tuple[int, Kind, str], float], steps: Collection[int], folder: Path
+    ) -> None:
         self._largest = largest
+        self.steps = steps
         self._folder = folder
 
     @classmethod
@@ -419,7 +430,8 @@ class _LearnedTolerances:
         if not run.header.rounded:
             raise DataError(f"{folder} was recorded without {ROUNDING}=1; record it again with it")
         largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
-        for step in set(reference.steps) & set(run.steps):
+        steps = set(reference.steps) & set(run.steps)
+        for step in steps:
             for key, tensor in reference.steps[step].items():
                 rounded_tensor = run.steps[step].get(key)
                 if rounded_tensor is None or not _has_same_parts(tensor, rounded_tensor):
@@ -431,14 +443,16 @@ class _LearnedTolerances:
                 place = step, kind, _role(name)
                 for part, record in tensor.parts.items():
                     relative = relative_difference(record, rounded_tensor.parts[part])
-                    largest[place] = max(largest[place], relative)
-        return cls(dict(largest), folder)
+                    # A NaN, an infinity or a zero in one of the runs is no measure of rounding.
+                    if math.isfinite(relative):
+                        largest[place] = max(largest[place], relative)
+        return cls(dict(largest), steps, folder)
 
     @property
     def description(self) -> str:
         return (
             f"{LEARNED_MARGIN:g} times what each module's tensors differ by in {self._folder}, at "
-            f"most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.1g} of a norm"
+            f"most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.2g} of a norm"
         )
 
     def of(self, step: int, key: _Key) -> float:
@@ -467,6 +481,26 @@ class _Comparing:
         if not common:
             raise DataError("the two runs have no complete step in common; record them again")
         notes = [*self.reference.notes, *self.candidate.notes]
+        counts = len(self.reference.steps), len(self.candidate.steps)
+        if set(self.reference.steps) != set(self.candidate.steps):
+            notes.append(
+                f"the runs have {counts[0]} and {counts[1]} steps, and only the {len(common)} that "
+                "both have were compared"
+            )
+        learned_steps = self.tolerances.steps
+        if self._tolerates and learned_steps is not None:
+            num_unlearned = len(set(common) - set(learned_steps))
+            common = [step for step in common if step in learned_steps]
+            if not common:
+                raise DataError(
+                    "the run to learn tolerances from has none of the steps that the other two "
+                    "have; record it again with as many steps"
+                )
+            if num_unlearned:
+                notes.append(
+                    f"the run to learn tolerances from lacks {num_unlearned} steps, which were not "
+                    "compared"
+                )
         num_steps = num_tensors = 0
         difference = None
         for step in common:
@@ -476,6 +510,11 @@ class _Comparing:
             if mismatches:
                 difference = self._chosen(step, mismatches)
                 break
+        if difference is None and not num_tensors:
+            raise DataError(
+                "the two runs have no tensor in common, so nothing was compared; record both with "
+                f"{VARIABLE} alone, or with an {OPERATORS} that both run"
+            )
         return Comparison(difference, num_steps, num_tensors, self._tolerance_text, tuple(notes))
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
@@ -587,12 +626,17 @@ class _Comparing:
         return not is_before_sums
 
     @property
+    def _tolerates(self) -> bool:
+        """Whether some tensors may differ by a tolerance."""
+        return bool(self._reason_for_all) or self._replicas_differ
+
+    @property
     def _tolerance_text(self) -> str:
         reason = self._reason_for_all
         if not reason and self._replicas_differ:
             sizes = self.reference.header.data_size, self.candidate.header.data_size
             reason = f"the runs have {sizes[0]} and {sizes[1]} replicas"
-        if not reason:
+        if not self._tolerates:
             return "none, all bits must be equal"
         return f"{self.tolerances.description}, because {reason}"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import DataError
 from megatron_ext.tools.compare.locate import LAYER, relative_difference
-from megatron_ext.tracing.operator_files import Operator, Place, read_folder
+from megatron_ext.tracing.operator_files import VARIABLE, Operator, Place, read_folder
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.locate import Difference
@@ -57,7 +57,10 @@ def first_operator(reference: Path, candidate: Path, tolerance: float = 0.0) -> 
     runs = [read_folder(folder) for folder in (reference, candidate)]
     for folder, run in zip((reference, candidate), runs, strict=True):
         if not run:
-            raise DataError(f"{folder} has no operators: the module did not run as a whole")
+            raise DataError(
+                f"{folder} has no operators: the module did not run as a whole, or {VARIABLE} was "
+                "unset; record both runs again, for a module that both run"
+            )
     first_run, second_run = runs
     places = {file.header.place for run in runs for file in run.values()}
     if len(places) > 1:
@@ -66,17 +69,24 @@ def first_operator(reference: Path, candidate: Path, tolerance: float = 0.0) -> 
             "record both for the same one"
         )
     if first_run.keys() != second_run.keys():
-        raise DataError("the runs have different numbers of tensor-parallel ranks")
+        raise DataError(
+            "the runs have different numbers of tensor- or context-parallel ranks, whose results "
+            "have other shapes; record both with equal ones"
+        )
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} of {place.module}"
     num_pairs = 0
-    for tensor_rank, file in sorted(first_run.items()):
-        pairs = _Pairs(file.operators, second_run[tensor_rank].operators)
+    for ranks, file in sorted(first_run.items()):
+        pairs = _Pairs(file.operators, second_run[ranks].operators)
         description = pairs.first_difference(tolerance)
         if description:
             sentence = f"first operator that differs {where}: {description}"
             return OperatorComparison(sentence, are_equal=False)
         num_pairs += pairs.count
+    if not num_pairs:
+        raise DataError(
+            f"neither run has operators {where}; record both for a module that computes"
+        )
     sentence = f"none of the {num_pairs} operators that both runs have {where} differs"
     return OperatorComparison(sentence, are_equal=True)
 
@@ -91,17 +101,25 @@ class _Pairs:
         """Pairs so far."""
 
     def first_difference(self, tolerance: float) -> str:
-        """Return a description of the first pair that differs; empty: none does."""
+        """Return a description of the first pair that differs; empty: none does.
+
+        Operators of one run alone are ignored if a pair that agrees follows them.
+        """
         first, second = self._first, self._second
         first_keys = [operator.text for operator in first]
         second_keys = [operator.text for operator in second]
         only_reference: list[Operator] = []
         only_candidate: list[Operator] = []
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
+        last_reference: Sequence[Operator] = ()
+        last_candidate: Sequence[Operator] = ()
         for tag, first_begin, first_end, second_begin, second_end in matcher.get_opcodes():
+            last_reference = last_candidate = ()
             if tag != "equal":
-                only_reference += first[first_begin:first_end]
-                only_candidate += second[second_begin:second_end]
+                last_reference = first[first_begin:first_end]
+                last_candidate = second[second_begin:second_end]
+                only_reference += last_reference
+                only_candidate += last_candidate
                 continue
             for index in range(first_begin, first_end):
                 operator = first[index]
@@ -119,12 +137,20 @@ class _Pairs:
                     f"{operator.text}, number {index + 1} of {len(first)}, differs {amount}"
                     f"{_only('reference', only_reference)}{_only('candidate', only_candidate)}"
                 )
+        if last_reference or last_candidate:
+            after = "after the last operator of both" if self.count else "no operator is in both"
+            # Nothing that both runs have shows the effect of these.
+            return (
+                after
+                + _only("reference", last_reference[:_MAX_LISTED], "")
+                + _only("candidate", last_candidate[:_MAX_LISTED], "")
+            )
         return ""
 
 
-def _only(run: str, operators: Sequence[Operator]) -> str:
-    """Return the part of a sentence about operators before the first one that only one run has."""
+def _only(run: str, operators: Sequence[Operator], where: str = "before it, ") -> str:
+    """Return the part of a sentence about operators that only one run has."""
     if not operators:
         return ""
     names = ", ".join(operator.text for operator in operators[-_MAX_LISTED:])
-    return f"; before it, only the {run} ran {names}"
+    return f"; {where}only the {run} ran {names}"

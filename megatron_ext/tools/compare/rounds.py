@@ -321,7 +321,10 @@ class Comparison:
     def _calibrate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
         """Train the reference once more, rounded differently, and learn tolerances from it."""
         reference = self.contenders[0]
-        tolerant = [owner for owner in self.contenders[1:] if owner.promise.has_tolerance]
+        tolerant = []
+        for owner in self.contenders[1:]:
+            if owner.promise.has_tolerance and not owner.failure:
+                tolerant.append(owner)
         if not tolerant:
             say("--calibrate has nothing to learn: no candidate may differ by rounding")
             return
@@ -355,6 +358,12 @@ class Comparison:
                 owner.notes.append(f"no tolerance was learned, so the stated one holds: {reason}")
             return
         differences = run_records.deviations(reference.records[0], record)
+        if not tolerances.are_rounding(differences):
+            reason = "the run that was rounded differently skipped a step or lost finite numbers"
+            counter.end(reason)
+            for owner in tolerant:
+                owner.notes.append(f"no tolerance was learned, so the stated one holds: {reason}")
+            return
         for owner in tolerant:
             owner.promise = owner.promise.learned(differences)
         self.rounded_digests = digests
@@ -378,10 +387,11 @@ class Comparison:
                 continue
             difference = comparison.difference
             if difference is None:
-                contender.located = (
-                    "no tensor differs in the runs that recorded digests; the difference did not "
-                    "recur"
-                )
+                contender.located = "no tensor differs in the runs that recorded digests"
+                if contender.promise.is_exact:
+                    contender.located += "; the difference did not recur"
+                else:
+                    contender.located += f" by more than its tolerance: {comparison.tolerance}"
                 continue
             contender.located = f"{difference.sentence()}; tolerance: {comparison.tolerance}"
             place = place_of(difference)

@@ -14,7 +14,11 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.flags import FLAGS
+from megatron_ext.tracing.digest_files import ROUNDING
+from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
+from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 
+_RECORDING = (DIGESTS, ROUNDING, OPERATORS)
 _POLL_S = 0.5
 _TAIL_BYTES = 64 << 10
 
@@ -79,6 +83,10 @@ def launch(
     """
     # The words already include the flags of the environment.
     variables = {**os.environ, **environment, FLAGS: ""}
+    for name in _RECORDING:
+        # Two runs cannot record to the same folder, and only one is to be rounded differently.
+        if name not in environment:
+            variables.pop(name, None)
     command = [sys.executable, "-m", "megatron_ext", "launch", *words]
     with log_path.open("wb") as log:
         # Start a new session, so that Ctrl-C reaches the run only once, through `stop`.

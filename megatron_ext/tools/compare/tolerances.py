@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ class Promise:
     def allowance(self) -> str:
         """The differences that are allowed, and where they come from."""
         source = "learned by --calibrate" if self.is_learned else "stated for all models"
-        return f"{self.loss:.1g} of a loss and {self.norm:.1g} of a norm, {source}"
+        return f"{self.loss:.2g} of a loss and {self.norm:.2g} of a norm, {source}"
 
     @property
     def has_tolerance(self) -> bool:
@@ -58,6 +59,13 @@ class Promise:
     def is_exact(self) -> bool:
         """Whether all numbers are bit-identical."""
         return self.loss == 0 and self.norm == 0
+
+
+def are_rounding(rounded: Deviations) -> bool:
+    """Return whether the differences of a run that was rounded differently can set a tolerance."""
+    deviations = [item for item in (rounded.loss, rounded.norm) if item is not None]
+    are_finite = all(math.isfinite(item.relative) for item in deviations)
+    return are_finite and rounded.skipped is None
 
 
 REASONS = {

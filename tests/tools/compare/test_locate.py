@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +256,44 @@ def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
     assert comparison.tolerance.endswith(
         "at most 2e-05 of a norm, because the runs have 1 and 2 slices"
     )
+
+
+def test_what_is_not_finite_is_no_tolerance(tmp_path: Path) -> None:
+    records = step_records()
+    first = write(tmp_path / "reference", records)
+    with_nan = [records[0]._replace(bits="4" * 32, norm=math.nan), *records[1:]]
+    learned_from = write(tmp_path / "rounded", with_nan, header=ROUNDED)
+    candidate = changed(records, ("forward", 0, 1))
+    second = write(tmp_path / "candidate", candidate, header=Header(0, slices=2))
+    assert compare(first, second, learned_from).difference is not None
+
+
+def test_only_steps_with_learned_tolerances_are_compared(tmp_path: Path) -> None:
+    records = step_records()
+    near = slightly(records, "forward", 1e-5)
+    first = write(tmp_path / "reference", records, records)
+    second = write(tmp_path / "candidate", near, near, header=Header(0, slices=2))
+    learned_from = write(tmp_path / "rounded", near, header=ROUNDED)
+    comparison = compare(first, second, learned_from)
+    assert comparison.difference is None
+    assert comparison.num_steps == 1
+    [note] = comparison.notes
+    assert note == "the run to learn tolerances from lacks 1 steps, which were not compared"
+
+
+def test_steps_of_one_run_alone_are_said(tmp_path: Path) -> None:
+    records = step_records()
+    first = write(tmp_path / "reference", records, records, records)
+    second = write(tmp_path / "candidate", records)
+    [note] = compare(first, second).notes
+    assert note == "the runs have 3 and 1 steps, and only the 1 that both have were compared"
+
+
+def test_runs_without_a_common_tensor_are_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "reference", step_records())
+    second = write(tmp_path / "candidate", [])
+    with pytest.raises(DataError, match="no tensor in common, so nothing was compared"):
+        compare(first, second)
 
 
 def test_a_learned_tolerance_allows_nothing_where_bits_are_promised(tmp_path: Path) -> None:

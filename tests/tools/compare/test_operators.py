@@ -30,7 +30,7 @@ def operator(name: str, bits: str = "0", projection: float = 1.0) -> Operator:
 
 def recorded(folder: Path, operators: Sequence[Operator], place: Place = PLACE) -> Path:
     folder.mkdir()
-    header = OperatorHeader(0, "a", 0, "2F0", str(place))
+    header = OperatorHeader(0, "a", 0, 0, "2F0", str(place))
     write(folder, OperatorFile(header, list(operators)))
     return folder
 
@@ -78,6 +78,45 @@ def test_a_tolerance_allows_other_bits(tmp_path: Path) -> None:
     folders = recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", near)
     assert not first_operator(*folders).are_equal
     assert first_operator(*folders, 1e-3).are_equal
+
+
+@pytest.mark.parametrize(("run", "is_candidate"), [("candidate", True), ("reference", False)])
+def test_operators_that_follow_the_last_pair_are_a_difference(
+    tmp_path: Path, run: str, is_candidate: bool
+) -> None:
+    short, long = recorded(tmp_path / "short", LAYER), [*LAYER, operator("mul")]
+    folders = [short, recorded(tmp_path / "long", long)]
+    comparison = first_operator(*(folders if is_candidate else folders[::-1]))
+    assert not comparison.are_equal
+    assert comparison.sentence.endswith(
+        f"after the last operator of both; only the {run} ran aten.mul -> [4, 8]"
+    )
+
+
+def test_runs_without_a_common_operator_are_not_equal(tmp_path: Path) -> None:
+    folders = recorded(tmp_path / "a", LAYER[:1]), recorded(tmp_path / "b", LAYER[1:2])
+    assert not first_operator(*folders).are_equal
+    with pytest.raises(DataError, match="neither run has operators in the forward"):
+        first_operator(recorded(tmp_path / "c", []), recorded(tmp_path / "d", []))
+
+
+def test_every_context_parallel_rank_is_compared(tmp_path: Path) -> None:
+    folders = []
+    for name, bits in (("a", "0"), ("b", "1")):
+        folder = recorded(tmp_path / name, LAYER)
+        second = [operator("mm", bits, float(bits)), *LAYER[1:]]
+        header = OperatorHeader(1, "a", 0, 1, "2F0", str(PLACE))
+        write(folder, OperatorFile(header, second))
+        folders.append(folder)
+    assert not first_operator(*folders).are_equal
+
+
+def test_operators_of_another_version_are_refused(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "a", LAYER)
+    path = folder / operator_files.FILE_NAME.format(0)
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(DataError, match="format 1, not 2; record the training again"):
+        first_operator(folder, folder)
 
 
 def test_operators_of_different_places_are_refused(tmp_path: Path) -> None:
