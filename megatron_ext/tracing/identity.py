@@ -59,7 +59,7 @@ def identity_of(configuration: Active) -> Identity:
         clock=_clock_name(),
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
-        settings=_settings(configuration, args),
+        settings=settings_of(configuration, args),
         run="/".join(filter(None, configuration.environment.run)),
     )
     tracing = configuration.config.tracing
@@ -107,7 +107,7 @@ def _clock_name() -> str:
         return socket.gethostname()
 
 
-def _settings(configuration: Active, args: Any) -> dict[str, Any]:
+def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
     """Return the settings that may explain a duration, and versions."""
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -141,9 +141,13 @@ def _settings(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pairs"] = pipeline.config.pairs
         if pipeline.config.waiting_weights:
             settings["waiting_weights"] = pipeline.config.waiting_weights
+        by_length = pipeline.config.slice_tokens is not None
+        if by_length:
+            settings["slice_tokens"] = pipeline.config.slice_tokens
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
-            settings["dpp_extra_activations"] = pipeline.dynamic.margin
+            margin = pipeline.margin_by_length if by_length else pipeline.dynamic.margin
+            settings["dpp_extra_activations"] = margin
     return settings
 
 

@@ -27,8 +27,8 @@ The category (`cat`) is the type of a span; a first or only slice is omitted:
     reduce, optimizer, weights
 
 An iteration has `wires` (by global rank of a peer: what carries its messages), `failed` if an error
-ended it and, from ranks that read data, `lengths` (by micro-batch: tokens, and the sum of the
-squares of its samples' lengths).
+ended it, `slice_sizes` if slices depend on lengths (`Schedule.slice_sizes`) and, from ranks that
+read data, `lengths` (by micro-batch: tokens, and the sum of the squares of its samples' lengths).
 """
 
 from __future__ import annotations

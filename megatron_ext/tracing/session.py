@@ -184,8 +184,11 @@ class Session(Observer):
             self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object that holds the activations of a step."""
+        """Keep the object that holds the activations of a step, and note its slices by length."""
         self._compute = compute
+        slice_sizes = compute.table.schedule.slice_sizes
+        if self.recorder.active and slice_sizes:
+            self.recorder.notes["slice_sizes"] = slice_sizes
 
     def begin_action(self, action: Action) -> None:
         """Report the action that begins."""

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from megatron_ext.config import active
-from megatron_ext.config.pipeline_config import Tracing
+from megatron_ext.config.pipeline_config import DynamicOrder, Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.patches import trace
+from megatron_ext.schedules import generate
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing import session as session_module
-from megatron_ext.tracing.identity import Identity
+from megatron_ext.tracing.identity import Identity, settings_of
 from megatron_ext.tracing.recorder import DeviceClock, Recorder
 from megatron_ext.tracing.records import Header
 from megatron_ext.tracing.session import Session
@@ -261,6 +262,32 @@ def test_steps_have_the_number_that_a_host_gives(
         session.begin_iteration(2)
     session.close()
     assert [each.number for each in iterations(tmp_path)] == numbers
+
+
+def test_a_trace_has_the_slices_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamic = DynamicOrder(extra_activations=0)
+    use(make_pipeline("1f1b", 2, 2, tracing=Tracing(), slice_tokens=8, dynamic=dynamic))
+    identity = Identity(tmp_path, HEADER, None)
+    monkeypatch.setattr(session_module, "identity_of", lambda _configuration: identity)
+    monkeypatch.setattr(session_module, "megatron_arguments", lambda: None)
+    session_module.subscribe(active.required())
+    [session] = active.required().observers
+    sizes = ((0.25,), (0.5, 0.5))
+    schedule = generate("1f1b", 2, 2, slice_sizes=sizes)
+    session.begin_iteration(2)
+    session.begin_step(SimpleNamespace(table=SimpleNamespace(schedule=schedule)))
+    session.close()
+    [iteration] = iterations(tmp_path)
+    assert iteration.figures["slice_sizes"] == [list(parts) for parts in sizes]
+
+
+def test_a_trace_names_the_settings_of_slices_by_length() -> None:
+    configuration = use(make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder()))
+    settings = settings_of(configuration, None)
+    assert settings["slice_tokens"] == 8
+    assert settings["dpp_extra_activations"] == 0, "of tables by length"
 
 
 def identified(folder: Path) -> list[tuple[str, Any]]:

@@ -111,6 +111,9 @@ def check_figures(figures: Mapping[str, Any]) -> None:
     for peer, wire in figures.get("wires", {}).items():
         if not peer.isdecimal() or not isinstance(wire, str):
             raise ValueError(f"the wire to rank {peer} is {wire!r}")
+    for sizes in figures.get("slice_sizes", ()):
+        if not all(0 <= size <= 1 for size in sizes):
+            raise ValueError(f"the sizes of slices are {sizes!r}")
     for microbatch, (tokens, pairs) in figures.get("lengths", {}).items():
         _check_whole(int(microbatch))
         _check_whole(tokens)

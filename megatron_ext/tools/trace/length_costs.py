@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.table.length_cost import LengthCost
+from megatron_ext.tools.trace.measured_costs import refuse_slices_by_length
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
@@ -43,8 +44,10 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     The second value is the relative errors, one for each micro-batch on each stage.
 
     Raises:
-        DataError: The traces have no lengths, or all lengths are the same.
+        DataError: The traces have no lengths, all lengths are the same, or slices depended on
+            them.
     """
+    refuse_slices_by_length(run)
     schedule = run.schedule
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(

@@ -30,8 +30,10 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     """Return the measured costs of a run's actions and messages, in seconds.
 
     Raises:
-        DataError: The actions of some stage were not traced, or W ran during other actions.
+        DataError: The actions of some stage were not traced, slices depended on lengths, or W ran
+            during other actions.
     """
+    refuse_slices_by_length(run)
     if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
         raise DataError(
             f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
@@ -73,6 +75,19 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         # Below 1, as `Costs` requires: the two times are medians of different samples.
         all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
     )
+
+
+def refuse_slices_by_length(run: Run) -> None:
+    """Reject a run whose slices depended on lengths.
+
+    Raises:
+        DataError: They did.
+    """
+    if run.surveys and run.settings.get("slice_tokens"):
+        raise DataError(
+            f"{run.directory}: with --pipeline-slice-tokens, micro-batches differ in length and in "
+            "slices, so the trace does not show how long a whole one takes; trace a run without it"
+        )
 
 
 def _jitter(sample_ns: Sequence[int]) -> float | None:

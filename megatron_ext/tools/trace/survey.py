@@ -57,7 +57,7 @@ class Step(NamedTuple):
     memory_bytes: int = 0
     peak_live: float = 0
     """The largest number of activations that it kept at once for one stage; a weight stash may
-    count more than 1."""
+    count more than 1. With slices by length, those of the step's longest micro-batch count 1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
@@ -262,12 +262,14 @@ def _step_of(
     actions = [span for span in iteration.spans if span.name in _KINDS]
     busy_ns = covered_ns = 0
     row: list[Action] = []
+    figures = iteration.figures
+    slice_sizes = figures.get("slice_sizes", ())
     for span in actions:
         busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))  # actions of a pair overlap
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
         # Without the table, the sizes of slices are unknown.
-        slice_index = attributes.get("slice", 0) if full_microbatches else 0
+        slice_index = attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
         row.append(
             Action(attributes["stage"], _KINDS[span.name], attributes["microbatch"], slice_index)
         )
@@ -278,7 +280,6 @@ def _step_of(
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
     if other_ns > 0:  # data loading, Python, and everything else without a span
         idle_ns["other"] = other_ns
-    figures = iteration.figures
     return Step(
         iteration.number,
         iteration.begin_ns,
@@ -290,7 +291,7 @@ def _step_of(
         after_ns=iteration.duration_ns - covered_ns,
         optimizer_ns=optimizer_ns,
         memory_bytes=figures.get("memory_bytes", 0),
-        peak_live=most_alive(tuple(row), stash_ratio, slices),
+        peak_live=most_alive(tuple(row), stash_ratio, slices, slice_sizes),
         actions=len(actions),
         out_of_order=figures.get("out_of_order", 0),
         activation_bytes=figures.get("activation_bytes", 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
@@ -19,6 +19,9 @@ from megatron_ext.tracing.records import (
     Header,
     directory_name,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import SliceSizes
 
 MS = 1_000_000
 COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
@@ -51,6 +54,7 @@ def write_run(
     ramp: Sequence[int] = (),
     pairs: bool = False,
     slices: int = 1,
+    slice_sizes: SliceSizes = (),
     optimizer_s: float = 0.0,
     run: str = "",
     sampling: Tracing = Tracing(iterations=100),  # noqa: B008 - it is frozen
@@ -58,12 +62,15 @@ def write_run(
     """Simulate some steps and record them; return the folder of the run.
 
     With `sizes` (tokens and pairs of each micro-batch), the first rank records them. With `ramp`,
-    the first steps have these numbers of micro-batches, the others `microbatches`.
+    the first steps have these numbers of micro-batches, the others `microbatches`. With
+    `slice_sizes`, the slices of all steps depend on lengths.
     """
     cut = {"pairs": pairs, "slices": slices, "costs": Costs(attention=costs.attention)}
     table = generate(schedule, pp, microbatches, **cut)
     counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
     tables = {count: generate(schedule, pp, count, **cut) for count in counts}
+    if slice_sizes:
+        tables[microbatches] = generate(schedule, pp, microbatches, slice_sizes=slice_sizes)
     timelines = {count: simulate(tables[count], costs) for count in counts}
     world = (replicas, pp, 1)
     directory = parent / directory_name(world, dynamic=False)
@@ -101,6 +108,8 @@ def write_run(
             if optimizer_s:
                 recorder.add("optimizer", clock.now_ns - round(1e9 * optimizer_s), {})
             recorder.notes |= {"out_of_order": 2, "microbatches": count, "memory_bytes": 0}
+            if slice_sizes:
+                recorder.notes["slice_sizes"] = slice_sizes
             if rank == 0:
                 recorder.notes["lengths"] = dict(enumerate(sizes))
             recorder.end_iteration()

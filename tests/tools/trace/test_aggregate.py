@@ -15,6 +15,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.trace.aggregate import (
     Run,
     aggregated_name,
@@ -65,6 +66,14 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert first.peak_live == 4
     assert (first.out_of_order, first.actions) == (2 * 2, 2 * 16)
     assert figures(run.surveys[3:]).peak_live == 1
+
+
+def test_slices_by_length_count_as_parts_of_the_longest_micro_batch(tmp_path: Path) -> None:
+    sizes = ((0.25,), (0.25,) * 4, (0.125, 0.125))
+    table = generate("1f1b", 4, 3, slice_sizes=sizes)
+    run = read_run(write_run(tmp_path, microbatches=3, slice_sizes=sizes))
+    for rank, expected in enumerate(activation_peaks(table)):
+        assert figures([run.surveys[rank]]).peak_live == expected <= 1.5
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-v"])

@@ -266,6 +266,12 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     assert "add --trace-dir DIR" in done.stderr
 
 
+def test_micro_batches_cut_by_length_have_no_measured_costs(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, settings={"slice_tokens": 2048}))
+    with pytest.raises(DataError, match=r"with --pipeline-slice-tokens, .*; trace a run without"):
+        forecast.predict(run)
+
+
 def test_weights_that_ran_during_other_actions_have_no_measured_costs(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, schedule="zb-h1", settings={"waiting_weights": 2}))
     with pytest.raises(DataError, match=r"W ran during other actions, .*; trace a run without it"):

@@ -113,6 +113,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"sizes": ()}, "has no lengths of micro-batches; trace a schedule of this"),
+        ({"settings": {"slice_tokens": 8}}, "with --pipeline-slice-tokens, .* trace a run without"),
         ({"lengths": (70,) * 8}, "micro-batches of one length do not show what a length costs"),
     ],
 )
