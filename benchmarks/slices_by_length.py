@@ -7,7 +7,7 @@ attention costs half as much as everything else. Whole: samples are packed into 
 (first fit, longest first), as packed training does. By length: samples of more than T tokens are
 cut into slices, and the others are packed into bins of T. A step is given relative to the work of a
 rank without any bubble, the peak of activations in longest samples on 1/8 of the model. The last
-column is the processor time to generate and to validate a table.
+column is the processor time that a rank needs for the table of a step and its messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
+import torch
+
+from megatron_ext.config.active import Pipeline
+from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.features.lengths.length_slices import equal_cost_bounds, rising, slices_needed
-from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
+from megatron_ext.runtime.program import Peers, PipelineEnds, make_program, make_table_by_length
+from megatron_ext.schedules import Costs, simulate
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks
 
@@ -31,6 +36,9 @@ LONGEST = 131_072
 MEAN = 8_192
 LENGTH_COST = LengthCost(1.0, 0.5 / LONGEST)
 UNIT = LENGTH_COST.of_length(LONGEST)
+# Only the number of tensors matters.
+SHAPE = (1, 1, 1)
+ENDS = PipelineEnds.of_shapes(Peers(range(RANKS)), {"F": [SHAPE], "B": [SHAPE]}, torch.bfloat16)
 
 
 class Figures(NamedTuple):
@@ -41,7 +49,7 @@ class Figures(NamedTuple):
     peak: float
     """In longest samples on 1/8 of the model."""
     table_s: float
-    """Processor time to generate and validate the table."""
+    """Processor time of a rank for the table and its messages."""
 
 
 def draw(seed: int) -> list[int]:
@@ -72,20 +80,22 @@ def bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Figures:
     """Return the figures of micro-batches with these samples, in slices of so many tokens."""
     costs_of_packs = [LENGTH_COST.of_pack(pack) for pack in packs]
-    sizes, scale = [], []
+    tokens_of_slices, scale = [], []
     for place in rising(costs_of_packs):
         count = slices_needed(sum(packs[place]), slice_tokens)
         bounds = equal_cost_bounds(packs[place], count, LENGTH_COST)
-        sizes.append(tuple((end - begin) / LONGEST for begin, end in pairwise(bounds)))
+        tokens_of_slices.append(tuple(end - begin for begin, end in pairwise(bounds)))
         scale.append((costs_of_packs[place] / UNIT / count,) * count)
-    attention = LENGTH_COST.attention_share(LONGEST)
-    costs = Costs(attention=attention, slice_scale=tuple(scale))
+    config = PipelineConfig(schedule=name, slice_tokens=slice_tokens, transport="shm")
+    pipeline = Pipeline(config, RANKS, len(packs))
     begin_s = time.process_time()
-    table: Schedule = generate(name, RANKS, len(packs), costs=costs, slice_sizes=tuple(sizes))
-    validate(table)
+    table = make_table_by_length(pipeline, tokens_of_slices, LENGTH_COST, rank=RANKS // 2)
+    make_program(table, ENDS)
     table_s = time.process_time() - begin_s
+    costs = Costs(attention=LENGTH_COST.attention_share(LONGEST), slice_scale=tuple(scale))
+    step_time = simulate(table.schedule, costs).makespan
     work = costs.work * sum(costs_of_packs) / UNIT
-    return Figures(simulate(table, costs).makespan / work, max(activation_peaks(table)), table_s)
+    return Figures(step_time / work, max(activation_peaks(table.schedule)), table_s)
 
 
 def by_length(name: str, lengths: Sequence[int], slice_tokens: int) -> Figures:

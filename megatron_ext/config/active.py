@@ -134,22 +134,29 @@ class Pipeline:
         """
         if num_microbatches not in self._tables:
             table = self._generated(num_microbatches, self.costs, slices=self.config.slices)
+            # Validate generated tables too: a wrong table from a plug-in would hang the job during
+            # a step.
+            validate(table)
+            if self.transport == "torch":
+                # torch.distributed may match messages by order, so prove that the order cannot
+                # deadlock.
+                check_queues(table)
             self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
 
     def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
         """Return the table of one step whose micro-batches have slices of these sizes.
 
-        The caller keeps it as long as it needs it: another step has other lengths. `costs` are
-        those of the longest micro-batch.
+        The caller validates it, and keeps it as long as it needs it: another step has other
+        lengths. `costs` are those of the longest micro-batch.
 
         Raises:
-            ScheduleError: See `schedule`.
+            ScheduleError: The schedule has no table for these slices.
         """
         return self._generated(len(slice_sizes), costs, slice_sizes=slice_sizes)
 
     def _generated(self, num_microbatches: int, costs: Costs, **slices: Any) -> Schedule:
-        """Generate and validate a table, with the options of `generate` for its slices."""
+        """Generate a table, with the options of `generate` for its slices."""
         config = self.config
         table = generate(
             self.name,
@@ -179,13 +186,6 @@ class Pipeline:
         if config.waiting_weights:
             _check_waiting(table, config)
             table = weights_waiting(table, config.waiting_weights)
-        # Validate generated tables too: a wrong table from a plug-in would hang the job during a
-        # step.
-        validate(table)
-        if self.transport == "torch":
-            # torch.distributed may match messages by order, so prove that the order cannot
-            # deadlock.
-            check_queues(table)
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:

@@ -132,7 +132,11 @@ def make_table(
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
     schedule = pipeline.schedule(num_microbatches)
-    return _training_table(pipeline, schedule, pipeline.costs, rank, bypasses)
+    table = _training_table(pipeline, schedule, pipeline.costs, rank, bypasses)
+    # The pipeline has already checked this table without bypasses, which add messages to the order.
+    if bypasses and pipeline.transport == "torch":
+        check_queues(table.schedule, table.order)
+    return table
 
 
 def make_table_by_length(
@@ -158,7 +162,10 @@ def make_table_by_length(
     attention = min(length_cost.attention_share(longest), MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
     schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
-    return _training_table(pipeline, schedule, costs, rank, bypasses)
+    table = _training_table(pipeline, schedule, costs, rank, bypasses)
+    if pipeline.transport == "torch":
+        check_queues(table.schedule, table.order)
+    return table
 
 
 def _training_table(
@@ -172,9 +179,6 @@ def _training_table(
     schedule = replace(schedule, bypasses=bypasses)
     if pipeline.dynamic is not None:  # ranks choose their pairs at run time
         schedule = replace(schedule, pairs=())
-    # The pipeline has already checked this table without bypasses, which add messages to the order.
-    if bypasses and pipeline.transport == "torch":
-        check_queues(schedule)
     # Activations and bypasses in the same direction share slots.
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in validate(schedule).slots.items():

@@ -79,7 +79,10 @@ class Measured(Observer):
     wall_s: float = 0.0
     """Time spent in steps, in seconds."""
     peak_live: float = 0
-    """Peak number of live stage activations."""
+    """Peak number of live stage activations. With slices by length, those of the step's longest
+    micro-batch count 1."""
+    tables_s: float = 0.0
+    """Time in which steps waited for tables that depend on their lengths, in seconds."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
@@ -108,6 +111,7 @@ class Measured(Observer):
         self.busy_s += other.busy_s
         self.wall_s += other.wall_s
         self.peak_live = max(self.peak_live, other.peak_live)
+        self.tables_s = max(self.tables_s, other.tables_s)  # ranks make them at the same time
 
 
 class Runtime:
@@ -186,8 +190,6 @@ class Runtime:
         self._tables: dict[tuple[int, bool], Table] = {}
         # By tokens of slices: the tables of the latest steps whose slices depend on lengths.
         self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
-        self.table_s = 0.0
-        """Time this rank has spent on tables that depend on lengths, in seconds."""
         # By table: the latest program, with the ends it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables checked to be safe for layers that overwrite their first gradients.
@@ -302,7 +304,7 @@ class Runtime:
             table = make_table_by_length(
                 self.pipeline, slice_tokens, length_cost, self.rank, bypasses=self.bypasses
             )
-            self.table_s += time.perf_counter() - begin_s
+            self.measured.tables_s += time.perf_counter() - begin_s
             self._agree_on(table)
         # The latest is last. Steps rarely have the same lengths, and tables take memory.
         self._tables_by_length[slice_tokens] = table
@@ -424,7 +426,10 @@ class Runtime:
         latest = self._programs.get(table)
         if latest is not None and latest[0] == ends:
             return latest[1]
+        begin_s = time.perf_counter()
         program = make_program(table, ends, leads=self.peers.leads(self.rank))
+        if table.schedule.slice_sizes:
+            self.measured.tables_s += time.perf_counter() - begin_s
         self._programs[table] = ends, program
         return program
 
@@ -546,7 +551,14 @@ def log_statistics(*, of_all: bool = True) -> None:
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages
-        figures.append(f"at most {activations:g} activations")
+        if pipeline.config.slice_tokens is None:
+            figures.append(f"at most {activations:g} activations")
+        else:
+            figures.append(
+                f"activations of at most {activations:g} longest micro-batches of a step"
+            )
+            table_ms = 1000 * together.tables_s / together.steps
+            figures.append(f"{table_ms:.1f} ms a step for its table")
         # Without logging set-up, Python shows nothing below WARNING.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",

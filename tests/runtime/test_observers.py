@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from hypothesis import given
@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 
 from megatron_ext.message import Message
 from megatron_ext.observer import Executed, Observer
+from megatron_ext.runtime import runtime
 from megatron_ext.runtime.executor import num_out_of_order
 from megatron_ext.runtime.runtime import Measured
 from megatron_ext.schedules import Action, generate
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import ObservedTransport, TransportObserver
+from tests.pipelines import make_pipeline
 
 from . import fake
+
+if TYPE_CHECKING:
+    import pytest
 
 
 @dataclass
@@ -52,6 +57,20 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
     assert [str(action) for _, action, _ in listening.executed] == ["1F0", "1B0"]
     assert (measured.steps, measured.actions, measured.out_of_order) == (1, 2, 0)
     assert measured.peak_live == 1
+
+
+def test_statistics_of_slices_by_length_name_their_unit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = Measured(steps=2, actions=8, busy_s=1.0, wall_s=2.0, peak_live=1.25, tables_s=0.5)
+    pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8)
+    ran = SimpleNamespace(measured=measured, pipeline=pipeline, device=torch.device("cpu"))
+    monkeypatch.setattr(runtime, "in_force", lambda: [ran])
+    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
+    runtime.log_statistics(of_all=False)
+    assert caplog.messages[0].endswith(
+        "activations of at most 1.25 longest micro-batches of a step, 250.0 ms a step for its table"
+    )
 
 
 def test_a_profile_shows_the_actions_of_the_table() -> None:

@@ -130,13 +130,15 @@ class Meeting(NamedTuple):
         return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
 
 
-def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
+def programs(schedule: Schedule, order: MessageOrder | None = None) -> dict[Place, list[Meeting]]:
     """Return the messages of each rank of both twins, in the order in which it starts them.
+
+    `order` is that of the table; None: it is made here.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
     """
-    order = MessageOrder(schedule)
+    order = order or MessageOrder(schedule)
     started: dict[Place, list[Meeting]] = {}
     for twin, rank in product(range(schedule.placement.twins), range(len(schedule.rows))):
         started[twin, rank] = _program(order, twin, rank)
@@ -180,13 +182,15 @@ def _other_end(twin: int, transfer: Transfer) -> Place:
     return twin, transfer.peer
 
 
-def check_queues(schedule: Schedule) -> None:
+def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
     """Check that a table completes even if each rank runs everything it starts as one queue.
+
+    `order` is that of the table; None: it is made here.
 
     Raises:
         ScheduleError: The ranks deadlock; the message says where.
     """
-    check_meetings(schedule.label, programs(schedule))
+    check_meetings(schedule.label, programs(schedule, order))
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:

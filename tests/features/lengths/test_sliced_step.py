@@ -80,6 +80,7 @@ def _train(schedule: str, pp: int, options: dict[str, Any]) -> Any:
     )
     runtimes: Any = configuration.runtimes
     [runtime] = runtimes
+    assert runtime.measured.tables_s > 0
     gradients = {chunk.number: chunk.weight.grad for chunk in model}
     return gradients, [report["loss"].tolist() for report in reports], runtime.measured.peak_live
 

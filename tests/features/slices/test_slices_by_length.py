@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +21,7 @@ from megatron_ext.features.lengths.length_slices import (
     rising,
     slices_needed,
 )
-from megatron_ext.runtime.program import make_table_by_length
+from megatron_ext.runtime import program
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -94,9 +97,25 @@ def test_a_dynamic_order_waits_by_the_costs_of_the_step(monkeypatch: pytest.Monk
     simulated = []
     monkeypatch.setattr(active, "policies", lambda *_, costs, **__: simulated.append(costs))
     pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder())
-    table = make_table_by_length(pipeline, ((8, 8), (5,)), COST, rank=0)
+    table = program.make_table_by_length(pipeline, ((8, 8), (5,)), COST, rank=0)
     pipeline.policies_of(table.schedule, table.costs)
     assert [costs.attention for costs in simulated] == [COST.attention_share(16)]
+
+
+def test_the_table_of_a_step_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[str] = []
+
+    def counted(check: Callable[..., Any], *arguments: Any) -> Any:
+        checks.append(check.__name__)
+        return check(*arguments)
+
+    for module in (active, program):
+        for check in (validate, check_queues):
+            monkeypatch.setattr(module, check.__name__, partial(counted, check))
+    pipeline = make_pipeline("1f1b", 2, 3, slice_tokens=8, transport="torch")
+    table = program.make_table_by_length(pipeline, [[8], [8, 8], [0]], COST, 0)
+    assert sorted(checks) == ["check_queues", "validate"]
+    assert "order" in vars(table), "the check and the program share it"
 
 
 def test_a_dynamic_order_keeps_to_the_peak_of_the_table() -> None:
