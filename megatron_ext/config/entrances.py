@@ -208,7 +208,10 @@ def running(pipeline: Pipeline) -> str:
         hosted = f" (two mirrored pipelines of {pipeline.pp // 2})"
     at_once = ""
     if config.slice_tokens is not None:
-        at_once = f"; each step cuts its micro-batches into slices of {config.slice_tokens} tokens"
+        at_once = (
+            "; bubble and peak are for whole micro-batches, and each step cuts those of more than "
+            f"{config.slice_tokens} tokens into slices"
+        )
     if config.weights_at_once and schedule.splits_backward:
         at_once += "; W runs right after I"
         if config.stash_ratio > 1:

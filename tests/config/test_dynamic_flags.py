@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.entrances import order_in_words, warning
+from megatron_ext.config.entrances import order_in_words, running, warning
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.patience import gains
@@ -58,6 +58,14 @@ REFUSED = {
         ["--use-dpp cannot run with --overlap-param-gather", "use --bitpipe-routing local"],
     ),
 }  # fmt: skip
+
+
+def test_the_log_says_that_its_figures_are_for_whole_micro_batches() -> None:
+    line = running(make_pipeline("1f1b", 2, 4, slice_tokens=4096))
+    assert line.endswith(
+        "; bubble and peak are for whole micro-batches, and each step cuts those of more than 4096 "
+        "tokens into slices"
+    )
 
 
 def _outcomes(cases: list[tuple[str, int]]) -> list[dict[str, Any] | str]:
