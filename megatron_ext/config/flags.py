@@ -105,8 +105,8 @@ _HELP = f"""
 --pipeline-slice-tokens slice_tokens T
     For data of variable or packed lengths: cut each micro-batch of more than T tokens into slices
     of equal cost, as many as its tokens are multiples of T, rounded up. The table is made for the
-    lengths of each step. `megatron-ext plan --lengths FILE --slice-tokens auto` finds T (default:
-    whole micro-batches).
+    lengths of each step. `megatron-ext plan` finds T if its flags include --lengths FILE and
+    --slice-tokens auto (default: whole micro-batches).
 --pipeline-waiting-weights waiting_weights N
     With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: let N weight
     gradients of a rank, each of one stage and micro-batch, wait until the rank waits for tokens,
@@ -119,8 +119,8 @@ _HELP = f"""
     order (default: off).
 --pipeline-length-costs length_costs A,B
     With --pipeline-balance, --pipeline-slices or --pipeline-slice-tokens: a sample of L tokens
-    costs A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --trace-dir
-    DIR` measures it (default: what follows from the shape of the model).
+    costs A*L + B*L^2, in any unit, for example as `megatron-ext plan` measures it if its flags
+    include --lengths FILE and --trace-dir DIR (default: what follows from the shape of the model).
 {_DPP} dynamic
     Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of waiting
     for the next one of the table. The table is that of --pipeline-schedule, by default interleaved

@@ -363,8 +363,8 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
         )
     if c.schedule is not None and c.schedule not in SLICED_BY_LENGTH:
         return (
-            "{slice_tokens:{c.slice_tokens}} makes a table for each step, which takes too long "
-            "with {schedule:{c.schedule}}; use {schedule:zb-h1}, or one of "
+            "{slice_tokens:{c.slice_tokens}} needs a table for the lengths of each step, which "
+            "{schedule:{c.schedule}} cannot give; use {schedule:zb-h1}, or one of "
             f"{', '.join(SLICED_BY_LENGTH)}"
         )
     return None

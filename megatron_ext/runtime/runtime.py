@@ -281,7 +281,12 @@ class Runtime:
         return None
 
     def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
-        """Return the data of a training step whose table depends on it; None: it does not."""
+        """Return the data of a training step whose table depends on it; None: it does not.
+
+        If the table does, this is collective over the job. `Transport.abort` ends no such wait: a
+        rank that fails between two steps leaves the others in it, until the launcher ends them or
+        the process group's time-out passes.
+        """
         for feature in self.features:
             read_ahead = feature.read_ahead(iterators, num_microbatches)
             if read_ahead is not None:

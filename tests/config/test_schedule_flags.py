@@ -352,7 +352,7 @@ REFUSED = {
     ),
     "slices by length of mirrored pipelines": (
         PP4 + "--pipeline-schedule bitpipe --pipeline-slice-tokens 8", 4,
-        ["takes too long with --pipeline-schedule bitpipe; use --pipeline-schedule zb-h1, or one"],
+        ["which --pipeline-schedule bitpipe cannot give; use --pipeline-schedule zb-h1, or one of"],
     ),
     "slices by length that ranks cannot divide": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 1 --sequence-parallel "

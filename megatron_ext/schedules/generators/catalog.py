@@ -199,7 +199,7 @@ def generate(
         costs = change.costs(costs)
         num_passes = change.num_passes(num_passes)
     num_chunks = chunks or generator.num_chunks
-    _check_bounds(generator, pp, num_passes, num_chunks)
+    _check_bounds(generator, pp, num_passes, num_chunks, has_slices=num_passes > num_microbatches)
     if generator.twins == 2:
         _check_twins(name, pp, num_microbatches)
     arguments: list[int | Costs] = [pp, num_passes]
@@ -258,7 +258,9 @@ def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
         )
 
 
-def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: int) -> None:
+def _check_bounds(
+    generator: Generator, pp: int, num_microbatches: int, chunks: int, *, has_slices: bool
+) -> None:
     """Check that a table can be generated, validated and simulated within seconds."""
     if pp > MAX_RANKS:
         raise ScheduleError(
@@ -270,8 +272,13 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
     if generator.searches(pp, num_microbatches):
         max_passes = MAX_SEARCHED_PASSES
     if passes > max_passes:
+        unit, remedy = "micro-batches", "use fewer"
+        if has_slices:
+            unit = "slices"
+            remedy = "use fewer micro-batches or slices (--pipeline-slices lower, or "
+            remedy += "--pipeline-slice-tokens higher)"
         raise ScheduleError(
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
-            f"micro-batches or slices is a table of {passes} forwards, more than the maximum of "
-            f"{max_passes}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
+            f"{unit} is a table of {passes} forwards, more than the maximum of {max_passes}; "
+            f"{remedy}; beyond about 4 x pp micro-batches the bubble stays the same"
         )

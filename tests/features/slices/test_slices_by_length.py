@@ -30,6 +30,7 @@ from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
+from megatron_ext.schedules.table.slices import MAX_SLICES
 from tests.pipelines import make_pipeline
 
 COST = LengthCost(1.0, 1 / 64)
@@ -91,6 +92,14 @@ def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> 
         by_length = generate(name, 4, count, slice_sizes=(shares,) * count)
         assert by_length.rows == generate(name, 4, count, slices=3).rows
         assert measure(by_length) == measure(replace(by_length, slice_sizes=(), slices=shares))
+
+
+def test_too_many_slices_name_the_flags_of_slices() -> None:
+    sizes = ((1 / MAX_SLICES,) * MAX_SLICES,) * 80
+    with pytest.raises(ScheduleError, match=r"5120 slices is .*--pipeline-slice-tokens higher"):
+        generate("1f1b", 512, 80, slice_sizes=sizes)
+    with pytest.raises(ScheduleError, match=r"5120 micro-batches is .*; use fewer; beyond"):
+        generate("1f1b", 512, 5120)
 
 
 def test_a_dynamic_order_waits_by_the_costs_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
