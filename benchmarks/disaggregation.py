@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 import torch
 from megatron.core import parallel_state
@@ -39,7 +41,11 @@ from benchmarks.harness.stage import MESSAGE_SHAPE, Chunk, Probe
 from benchmarks.harness.systems import Own, Run, System, own
 from megatron_ext.config import active
 from megatron_ext.config.active import Active, activate_configuration
-from megatron_ext.config.pipeline_config import Activations, Disaggregation, PipelineConfig
+from megatron_ext.config.pipeline_config import (
+    Activations,
+    Disaggregation,
+    PipelineConfig,
+)
 from megatron_ext.config.roles import Job, RankMap
 from megatron_ext.devices import host
 from megatron_ext.disaggregation import step, weights, worlds
@@ -64,7 +70,9 @@ _MODEL = (
     "--vocab-size 1000 --num-workers 0 --log-interval 100 --hidden-dropout 0 --attention-dropout 0 "
     "--pipeline-model-parallel-size 2 --global-batch-size "
 )
-_RECOMPUTE = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_RECOMPUTE = (
+    " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
 _FBD = " --forward-backward-disaggregating"
 _SHARDED = _FBD + " --use-distributed-optimizer --overlap-grad-reduce"
 
@@ -87,15 +95,21 @@ class Disaggregated(System):
         return _RoleTimes(sizes.forward_s, 1.0, self.tp if role == "forward" else 1)
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
-        job = Job(RankMap(1, pp, 1), int(os.environ["RANK"]), self.activations, timeout_s)
-        config = PipelineConfig(disaggregation=Disaggregation(activations=self.activations))
+        job = Job(
+            RankMap(1, pp, 1), int(os.environ["RANK"]), self.activations, timeout_s
+        )
+        config = PipelineConfig(
+            disaggregation=Disaggregation(activations=self.activations)
+        )
         activate_configuration(Active(config, job=job))
         worlds.join(backend)
 
     def probe(self, times: OpTimes, device: torch.device) -> Probe:
         return _RoleProbe(times)
 
-    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Run:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
         # The work of an op besides its sleep is part of its time, so the probe has to see both
         # ends.
@@ -124,7 +138,9 @@ class _RoleTimes(OpTimes):
     tp: int
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        return super().seconds(kind, stage, microbatch) * (self.tp if kind == "F" else 1)
+        return super().seconds(kind, stage, microbatch) * (
+            self.tp if kind == "F" else 1
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,9 @@ class _RoleProbe(Probe):
     def meet(self) -> None:
         job, self.met = active.job(), self.met + 1
         assert job is not None
-        barrier(worlds.roles_in_force().store, job.ranks.num_ranks, f"benchmark/{self.met}")
+        barrier(
+            worlds.roles_in_force().store, job.ranks.num_ranks, f"benchmark/{self.met}"
+        )
 
 
 def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[..., Any]:
@@ -166,7 +184,9 @@ class _Stage(Chunk):
 
     def __init__(self, probe: Probe, config: Any, *, checkpoints: bool) -> None:
         super().__init__(probe, config, None, 0)
-        self.block = TransformerBlock.__new__(TransformerBlock)  # nothing else of a real one
+        self.block = TransformerBlock.__new__(
+            TransformerBlock
+        )  # nothing else of a real one
         torch.nn.Module.__init__(self.block)
         self.block.layers = torch.nn.ModuleList([self.stage])
         self.checkpoints = checkpoints
@@ -175,7 +195,9 @@ class _Stage(Chunk):
         x = self._given(data).requires_grad_()
         [layer] = self.block.layers
 
-        def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
+        def computed(
+            hidden: torch.Tensor, _mask: None, context: None
+        ) -> tuple[Any, None]:
             return layer(hidden), context
 
         output: torch.Tensor
@@ -217,7 +239,9 @@ def measure_training(flags: list[str]) -> Trained:
         before = host.rss_bytes()
         begin_s = time.perf_counter()
         result = train(*args, **kwargs)
-        figures["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
+        figures["step_ms"] = (
+            1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
+        )
         figures["peak_mib"] = (host.peak_rss_bytes() - before) / 2**20
         return result
 
@@ -283,7 +307,11 @@ def cases() -> list[Own | Disaggregated]:
         own("1F1B", "1f1b"),
         Disaggregated("plain, recompute", "recompute"),
         Disaggregated("plain, ship", "ship"),
-        *(Disaggregated(f"merged, {way}", way, tp) for tp in (2, 4) for way in _ACTIVATIONS),
+        *(
+            Disaggregated(f"merged, {way}", way, tp)
+            for tp in (2, 4)
+            for way in _ACTIVATIONS
+        ),
     ]
 
 
@@ -297,14 +325,18 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
     else:
         tp = system.tp
         roles = 2
-        table = generate("fbd", 2 * pp, _NUM_MICROBATCHES, activations=system.activations)
+        table = generate(
+            "fbd", 2 * pp, _NUM_MICROBATCHES, activations=system.activations
+        )
     makespan = simulate(table, _RoleCosts(tp=tp)).makespan
     by_rank = ranks.run(ranks.measure, system, sizes, replicas=roles, repeats=tp)
     seconds = map(seconds_of, zip(*by_rank, strict=True))
     units = statistics.median(step_s / _FORWARD_S for step_s in seconds)
     print(f"{system.name}, pp {pp}, tp {tp}: {units:.2f}", file=sys.stderr)
     devices = 1.0 if roles == 1 else (tp + 1) / tp
-    return Row(system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices)
+    return Row(
+        system.name, tp, pp, makespan * table.num_stages / table.pp, units, devices
+    )
 
 
 def steps_as_markdown(rows: list[Row]) -> str:
@@ -339,7 +371,11 @@ def training_as_markdown(trained_by_way: dict[str, list[Trained]]) -> str:
     """Return the second table."""
 
     def most(form: str, attribute: str, processes: list[Trained], *roles: str) -> str:
-        values = [getattr(process, attribute) for process in processes if process.role in roles]
+        values = [
+            getattr(process, attribute)
+            for process in processes
+            if process.role in roles
+        ]
         return format(max(values), form) if values else ""
 
     rows = []
@@ -375,10 +411,14 @@ def main() -> None:
         trained[name] = run_ranks(num_ranks, measure_training, words, timeout_s=300)
         print(f"trained: {name}", file=sys.stderr)
     if trained:
-        print(f"<!-- training: begin -->\n{training_as_markdown(trained)}\n<!-- training: end -->")
+        print(
+            f"<!-- training: begin -->\n{training_as_markdown(trained)}\n<!-- training: end -->"
+        )
 
 
 if __name__ == "__main__":
-    from benchmarks import disaggregation  # ranks find what they run by the name of its module
+    from benchmarks import (
+        disaggregation,  # ranks find what they run by the name of its module
+    )
 
     disaggregation.main()

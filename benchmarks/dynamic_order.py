@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks, scenarios
 from benchmarks.harness.command import markdown, options, ratios, spread, write_json
@@ -110,9 +112,13 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
     for comparison in part.comparisons:
         systems = [comparison.reference, *comparison.rivals]
         if repetitions is None:
-            systems = [name for name in (*systems, comparison.stand_in) if name not in PEERS]
+            systems = [
+                name for name in (*systems, comparison.stand_in) if name not in PEERS
+            ]
         for name in filter(None, systems):
-            scenarios_by_system.setdefault(name, {}).update(dict.fromkeys(comparison.names))
+            scenarios_by_system.setdefault(name, {}).update(
+                dict.fromkeys(comparison.names)
+            )
         order = ordered(comparison.stand_in or comparison.reference)
         for name in comparison.names:
             limit = statistics.median(scenarios.limits(order, sizes, name))
@@ -137,7 +143,8 @@ def text_of(result: PartResult) -> str:
     else:
         late = max((figure.op_inflation for figure in figures.values()), default=0)
         conditions = (
-            f"{result.compared.conditions}, ops at most {100 * late:.1f} % longer than they sleep"
+            f"{result.compared.conditions}, "
+            f"ops at most {100 * late:.1f} % longer than they sleep"
         )
     texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({conditions})."]
     for comparison in part.comparisons:
@@ -151,7 +158,9 @@ def text_of(result: PartResult) -> str:
                 percents = [100 * share for share in figures[system, name].overheads]
                 row.append(spread(percents, 2))
             rows.append(row)
-        texts.append(f"What the runtime added, in % (aim: {100 * part.most_overhead:g}):")
+        texts.append(
+            f"What the runtime added, in % (aim: {100 * part.most_overhead:g}):"
+        )
         texts.append(markdown(["order", *names], rows))
     return "\n\n".join(texts)
 
@@ -167,7 +176,9 @@ def _against(comparison: Comparison, result: PartResult) -> str:
     reference = comparison.reference
     if reference not in measured:
         reference = comparison.stand_in
-    rivals = [name for name in comparison.rivals if name != reference and name in measured]
+    rivals = [
+        name for name in comparison.rivals if name != reference and name in measured
+    ]
     rows = []
     for name in comparison.names:
         reference_s = figures[reference, name].seconds
@@ -179,7 +190,9 @@ def _against(comparison: Comparison, result: PartResult) -> str:
     peaks: dict[str, float] = {}
     for (system, _), figure in figures.items():
         peaks[system] = max(peaks.get(system, 0.0), figure.peak_of_order)
-    rows.append(["activations", *(f"{peaks[system]:g}" for system in (reference, *rivals)), ""])
+    rows.append(
+        ["activations", *(f"{peaks[system]:g}" for system in (reference, *rivals)), ""]
+    )
     head = ["scenario", f"{reference}: T/ideal", *rivals, "any order at most"]
     return markdown(head, rows)
 
@@ -187,7 +200,9 @@ def _against(comparison: Comparison, result: PartResult) -> str:
 def main() -> int:
     """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "one draw of the last tables", figures=True)
-    parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
+    parser.add_argument(
+        "--simulate", action="store_true", help="compute what to expect instead"
+    )
     parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
     args = parser.parse_args()
     ranks.clean_up_when_terminated()

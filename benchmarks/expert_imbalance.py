@@ -316,7 +316,9 @@ class _Half:
         exchanges = part % 2 == (1 if is_forward else 0)
         if exchanges:
             meeting = self._simulation.meeting(self._action, layer, str(part))
-            self.last = self._device.exchange(self._simulation.exchange, meeting, self.last)
+            self.last = self._device.exchange(
+                self._simulation.exchange, meeting, self.last
+            )
             return
         computes_experts = part == (2 if is_forward else 1)
         duration = gradients
@@ -354,7 +356,8 @@ def loads_of(
             layer = []
             for _ in range(table.num_microbatches):
                 logarithms = [
-                    persistence * log + (1 - persistence) * draws.gauss(0, sigma) for log in kept
+                    persistence * log + (1 - persistence) * draws.gauss(0, sigma)
+                    for log in kept
                 ]
                 times = list(map(math.exp, logarithms))
                 layer.append([time / statistics.fmean(times) for time in times])
@@ -391,7 +394,10 @@ def busiest(table: Schedule, loads: Loads) -> float:
         for stage in stages:
             for layer in loads[stage]:
                 for times in layer:
-                    work = [total + 1 + time for total, time in zip(work, times, strict=True)]
+                    work = [
+                        total + 1 + time
+                        for total, time in zip(work, times, strict=True)
+                    ]
         most = max(most, max(work) / statistics.fmean(work))
     return most
 

@@ -29,7 +29,9 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, figure, machine, markdown, options
@@ -53,7 +55,9 @@ def systems() -> list[System]:
     ]
     for label in VARIANTS:
         if label != "gpipe":  # no backward before the last forward
-            compared.append(own(f"{label}, pairs", label, transport="torch", pairs=True))
+            compared.append(
+                own(f"{label}, pairs", label, transport="torch", pairs=True)
+            )
     return compared
 
 
@@ -79,7 +83,9 @@ class Overlap:
     model."""
 
 
-def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part: float) -> Overlap:
+def overlap(
+    steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part: float
+) -> Overlap:
     """Return the figures of a measurement.
 
     Args:
@@ -99,12 +105,18 @@ def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part:
             for first, second in pairwise(step.ops):
                 if first.kind == "F" and first.begin_s == second.begin_s:
                     exchange_s = times.exchange_s(first) + times.exchange_s(second)
-                    work_s = sum(times.seconds(op.kind, op.stage, 0) for op in (first, second))
+                    work_s = sum(
+                        times.seconds(op.kind, op.stage, 0) for op in (first, second)
+                    )
                     hidden_s += exchange_s + work_s - first.duration_s
                     hideable_s += min(exchange_s, work_s)
         hidden = hidden_s / hideable_s if hideable_s else None
         by_step.append(
-            (seconds_of(of_step), hidden, hidden_s / exchange_total_s if exchange_total_s else 0.0)
+            (
+                seconds_of(of_step),
+                hidden,
+                hidden_s / exchange_total_s if exchange_total_s else 0.0,
+            )
         )
     bound_s = plain_s = None
     if isinstance(system, Own):
@@ -119,7 +131,16 @@ def overlap(steps: Sequence[Sequence[Step]], system: System, sizes: Sizes, part:
     return Overlap(step_s, bound_s, plain_s, hidden, of_all, most_activations)
 
 
-_HEADER = ("order", "work/T", "T/bound", "hidden %", "of all %", "gain", "upstream", "activations")
+_HEADER = (
+    "order",
+    "work/T",
+    "T/bound",
+    "hidden %",
+    "of all %",
+    "gain",
+    "upstream",
+    "activations",
+)
 
 
 def table(overlaps: dict[str, Overlap], work_s: float) -> str:
@@ -144,7 +165,12 @@ def main() -> int:
     """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "two systems, a few short actions", only=True)
     add = parser.add_argument
-    add("--forward-ms", type=float, default=40.0, help="computation of 1/pp of the model")
+    add(
+        "--forward-ms",
+        type=float,
+        default=40.0,
+        help="computation of 1/pp of the model",
+    )
     add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
         "with other streams wait for them")  # fmt: skip
     args = parser.parse_args()
@@ -155,7 +181,9 @@ def main() -> int:
     shares = [0.3, 0.6, 1.0]
     if args.quick:
         pp, num_microbatches, num_steps, shares, args.forward_ms = 2, 4, 1, [0.6], 8.0
-        compared = [system for system in systems() if system.name in (_UPSTREAM, "zb-v, pairs")]
+        compared = [
+            system for system in systems() if system.name in (_UPSTREAM, "zb-v, pairs")
+        ]
     if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
             f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
@@ -171,7 +199,9 @@ def main() -> int:
     for system in compared:
         print(system.name, file=sys.stderr)
         share = system.share(sizes.pp)
-        times = [ExpertTimes(sizes.forward_s, share, all_to_all=part) for part in shares]
+        times = [
+            ExpertTimes(sizes.forward_s, share, all_to_all=part) for part in shares
+        ]
         try:
             system.check(sizes.pp, sizes.num_microbatches)
             steps = ranks.run(
@@ -183,7 +213,9 @@ def main() -> int:
             continue
         for number, part in enumerate(shares):
             with_part = [row[number :: len(shares)] for row in steps]
-            overlaps_by_share[part][system.name] = overlap(with_part, system, sizes, part)
+            overlaps_by_share[part][system.name] = overlap(
+                with_part, system, sizes, part
+            )
     for part, by_system in overlaps_by_share.items():
         print(f"All-to-all {part:g} of a layer's computation:\n")
         print(f"{table(by_system, sizes.work_s)}\n")

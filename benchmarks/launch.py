@@ -56,7 +56,9 @@ from tests.tools.launch.test_cluster import LLAMA
 Row = tuple[str, str, str]
 """A figure: its name, the figure with its unit, the aim."""
 
-_LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
+_LINE = (
+    "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
+)
 _TIMEOUT_S = 300
 _FLAGS = f"{LLAMA}--train-iters 8 --use-dpp"
 _KEPT = f"{LLAMA}--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1 "
@@ -84,7 +86,9 @@ def command(directory: Path, hosts: str, *words: str) -> list[str]:
 
 
 @contextmanager
-def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
+def start(
+    directory: Path, argv: list[str], stderr: int
+) -> Iterator[subprocess.Popen[str]]:
     """Run a launcher, or torchrun, with the files of its runs in this directory.
 
     After _TIMEOUT_S it is stopped, which ends its output and everything that waits for it.
@@ -97,7 +101,12 @@ def start(directory: Path, argv: list[str], stderr: int) -> Iterator[subprocess.
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
-        argv, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=stderr, text=True
+        argv,
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
     )
 
     def end() -> None:
@@ -158,7 +167,9 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
     """Start and stop a command on many hosts."""
     hostfile = "".join(f"host{number}\n" for number in range(num_hosts))
     begin_s, before_s = time.perf_counter(), _spent_s()
-    argv = command(directory, hostfile, "--per-node", "--", "sh", "-c", "echo up; exec sleep 1000")
+    argv = command(
+        directory, hostfile, "--per-node", "--", "sh", "-c", "echo up; exec sleep 1000"
+    )
     with start(directory, argv, subprocess.DEVNULL) as launcher:
         assert launcher.stdout is not None
         for _ in range(num_hosts):
@@ -168,7 +179,9 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
         launcher.communicate()
         ended_s = time.perf_counter()
     if launcher.returncode != 128 + signal.SIGINT:
-        raise SystemExit(f"{num_hosts} hosts: the launcher ended with {launcher.returncode}")
+        raise SystemExit(
+            f"{num_hosts} hosts: the launcher ended with {launcher.returncode}"
+        )
     took = f"{started_s - begin_s:.1f} s and {ended_s - started_s:.1f} s"
     name = f"{num_hosts} hosts: start, stop"
     return [(name, f"{took} ({_spent_s() - before_s:.1f} s)", "5 s together")]
@@ -177,7 +190,9 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
 def lines(directory: Path, num_lines: int) -> list[Row]:
     """Display lines that are printed faster than they can be displayed."""
     code = f"import sys\nfor i in range({num_lines}): print({_LINE!r}.format(i))"
-    argv = command(directory, "localhost", "--per-node", "--", sys.executable, "-c", code)
+    argv = command(
+        directory, "localhost", "--per-node", "--", sys.executable, "-c", code
+    )
     begin_s, shown = time.perf_counter(), 0
     launcher_mib = agent_mib = 0.0
     with start(directory, argv, subprocess.DEVNULL) as launcher:
@@ -187,7 +202,9 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
             if shown % (num_lines // 100) == 0:
                 with suppress(psutil.Error):  # the agent has just ended
                     process = psutil.Process(launcher.pid)
-                    sizes_mib = [child.memory_info().rss / 2**20 for child in process.children()]
+                    sizes_mib = [
+                        child.memory_info().rss / 2**20 for child in process.children()
+                    ]
                     agent_mib = max([agent_mib, *sizes_mib])
                     launcher_mib = max(launcher_mib, process.memory_info().rss / 2**20)
         seconds = time.perf_counter() - begin_s
@@ -217,7 +234,9 @@ def one_restart(directory: Path, flags: str) -> dict[str, float]:
                 if match := re.search(pattern, line):
                     return time.monotonic(), match
                 former_lines.append(line)
-            raise SystemExit(f"the job ended before {pattern!r}:\n" + "".join(former_lines[-30:]))
+            raise SystemExit(
+                f"the job ended before {pattern!r}:\n" + "".join(former_lines[-30:])
+            )
 
         try:
             last_s, _ = line_with(rf"iteration +{_KILLED_AFTER}/")
@@ -274,7 +293,9 @@ def _kept_job(directory: Path, wire: str, num_kills: int, num_steps: int) -> lis
     ]  # fmt: skip
 
 
-def _disturbed(directory: Path, wire: str, num_kills: int, draw: random.Random) -> Disturbed:
+def _disturbed(
+    directory: Path, wire: str, num_kills: int, draw: random.Random
+) -> Disturbed:
     """Train, and kill a rank every few steps, at a random moment."""
     directory.mkdir()
     run = Disturbed(directory / "saved")
@@ -309,7 +330,9 @@ def _disturbed(directory: Path, wire: str, num_kills: int, draw: random.Random) 
                 killed_s, has_restarted = time.monotonic(), False
                 num_killed += 1
     if job.returncode != 0 or len(run.back_after_s) != num_kills:
-        raise SystemExit(f"the job ended with {job.returncode}:\n" + "".join(output[-60:]))
+        raise SystemExit(
+            f"the job ended with {job.returncode}:\n" + "".join(output[-60:])
+        )
     return run
 
 
@@ -344,7 +367,9 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
             num_other_ends += _differ(run.folder, undisturbed / "saved")
         whole = directory / f"{wire}-whole"
         whole.mkdir()
-        parts = one_restart(whole, f"{_KEPT}--train-iters 8 --pipeline-transport {wire}")
+        parts = one_restart(
+            whole, f"{_KEPT}--train-iters 8 --pipeline-transport {wire}"
+        )
         rows += [
             (
                 f"{wire}: from a kill to the next step, median of {num_kills}",
@@ -352,9 +377,17 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
                 "2.5 s",
             ),
             (f"{wire}: the longest", f"{max(back_after_s):.1f} s", "6 s"),
-            (f"{wire}: a restart of the whole job instead", f"{sum(parts.values()):.1f} s", ""),
+            (
+                f"{wire}: a restart of the whole job instead",
+                f"{sum(parts.values()):.1f} s",
+                "",
+            ),
             (f"{wire}: steps repeated", str(num_repeated), f"at most {num_kills}"),
-            (f"{wire}: runs whose final weights differ in a bit", str(num_other_ends), "0"),
+            (
+                f"{wire}: runs whose final weights differ in a bit",
+                str(num_other_ends),
+                "0",
+            ),
         ]
     return rows
 

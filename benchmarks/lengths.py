@@ -84,7 +84,9 @@ class Workload:
 
     def packs(self, number: int, seed: int) -> list[list[int]]:
         """Return the lengths of one global batch, which fills this many packs in file order."""
-        return list(islice(packs_in_file_order(self._lengths(seed), self.max_tokens), number))
+        return list(
+            islice(packs_in_file_order(self._lengths(seed), self.max_tokens), number)
+        )
 
     def _lengths(self, seed: int) -> Iterator[int]:
         drawn = random.Random(seed)
@@ -99,8 +101,12 @@ class Workload:
 
 WORKLOADS = {
     "sft": Workload("general fine-tuning", 1 << 16),
-    "long-64k": Workload("3 % of 8k to 64k tokens among them", 1 << 16, (1 << 13, 1 << 16)),
-    "long-128k": Workload("3 % of 4k to 128k tokens among them", 1 << 17, (1 << 12, 1 << 17)),
+    "long-64k": Workload(
+        "3 % of 8k to 64k tokens among them", 1 << 16, (1 << 13, 1 << 16)
+    ),
+    "long-128k": Workload(
+        "3 % of 4k to 128k tokens among them", 1 << 17, (1 << 12, 1 << 17)
+    ),
 }
 
 
@@ -134,7 +140,12 @@ class Batch:
     """One drawn global batch, distributed in all ways; processor times are this process's."""
 
     def __init__(
-        self, workload: Workload, pp: int, num_microbatches: int, num_replicas: int, seed: int
+        self,
+        workload: Workload,
+        pp: int,
+        num_microbatches: int,
+        num_replicas: int,
+        seed: int,
     ) -> None:
         self.pp, self.num_replicas = pp, num_replicas
         packs = workload.packs(num_microbatches * num_replicas, seed)
@@ -183,13 +194,19 @@ class Batch:
         return shortest(costs, self.num_replicas, _STATIC.placement(self.pp))
 
 
-def text_of(name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[float]]) -> str:
+def text_of(
+    name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[float]]
+) -> str:
     """Return all ways at one size and workload as a table, with its heading."""
     workload = WORKLOADS[name]
     reference = steps[UPSTREAM]
     rows = [("", "step", "speed")]
     rows += [
-        (way, f"{statistics.median(steps_of_way):.1f}", spread(ratios(reference, steps_of_way), 2))
+        (
+            way,
+            f"{statistics.median(steps_of_way):.1f}",
+            spread(ratios(reference, steps_of_way), 2),
+        )
         for way, steps_of_way in steps.items()
     ]
     samples = statistics.median(len(batch.lengths) for batch in batches)

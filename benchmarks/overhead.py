@@ -42,7 +42,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options
@@ -72,10 +74,13 @@ def imports(quick: bool) -> str:
     for turn in range(2 if quick else 12):
         for name, statement in _IMPORTS.items():
             code = (
-                f"import time; b = time.perf_counter(); {statement}; print(time.perf_counter()-b)"
+                f"import time; b = time.perf_counter(); {statement}; "
+                "print(time.perf_counter()-b)"
             )
             argv = [sys.executable, "-W", "ignore", "-c", code]
-            printed = subprocess.check_output(argv, env=environment, text=True, timeout=300)
+            printed = subprocess.check_output(
+                argv, env=environment, text=True, timeout=300
+            )
             if turn:  # the first run fills the caches of files and bytecode
                 times_s[name].append(float(printed.split()[-1]))
     ours_s = times_s["megatron_ext and megatron.core"]
@@ -146,7 +151,9 @@ def point_s() -> tuple[float, float]:
         return wrap(own, None, args, kwargs)
 
     site = Site("none:own", [Patch("benchmark.own", "none:own", "measured", wrap)])
-    point = PatchPoint(own, partial(REGISTRY._dispatch, site), enabled=lambda: REGISTRY.active)
+    point = PatchPoint(
+        own, partial(REGISTRY._dispatch, site), enabled=lambda: REGISTRY.active
+    )
     count = 100_000
     through, plain = (
         min(timeit.repeat(partial(function, 1), number=count)) / count
@@ -174,7 +181,10 @@ def patches(quick: bool) -> str:
 
 def over_gloo(labels: Iterable[str]) -> list[Own]:
     """Return our schedules, running over gloo."""
-    return [own(f"megatron_ext, gloo: {label}", label, transport="torch") for label in labels]
+    return [
+        own(f"megatron_ext, gloo: {label}", label, transport="torch")
+        for label in labels
+    ]
 
 
 def executor(quick: bool) -> str:
@@ -182,7 +192,9 @@ def executor(quick: bool) -> str:
     count, steps = (8, 2) if quick else (64, 20)
     rows = []
     for system in (PEERS["megatron-core 1F1B"], *over_gloo(("1f1b", "gpipe", "zb-h1"))):
-        overheads_s = (ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2))
+        overheads_s = (
+            ranks.overhead_s(system, Sizes(n, count, 0.0, 2, steps)) for n in (1, 2)
+        )
         rows.append((system.name, *(f"{1e6 * seconds:.0f}" for seconds in overheads_s)))
     return markdown(("us for each action", "one rank (bar: 50)", "two ranks"), rows)
 
@@ -200,7 +212,9 @@ def tables(quick: bool) -> str:
                 if phase is not None:
                     phase(schedule)
                 ticks.append(time.process_time())
-            runs.append([end_s - begin_s for begin_s, end_s in itertools.pairwise(ticks)])
+            runs.append(
+                [end_s - begin_s for begin_s, end_s in itertools.pairwise(ticks)]
+            )
         best = min(runs, key=sum)
         rows.append((name, *(f"{seconds:.2f}" for seconds in (*best, sum(best)))))
     head = (f"s, pp {pp}, {num_microbatches} micro-batches", "generate", "validate", "simulate",
@@ -242,17 +256,26 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
     """Return how many seconds of processor time and bytes of file an event takes."""
     header = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
     recorder = Recorder(
-        lambda: (directory, header, None), sampling=Tracing(interval=rounds, iterations=rounds)
+        lambda: (directory, header, None),
+        sampling=Tracing(interval=rounds, iterations=rounds),
     )
     best_s = float("inf")
     for iteration in range(rounds):
         recorder.begin_iteration(iteration)
         begin_s = time.process_time()
         for number in range(count):
-            about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}
+            about = {
+                "from": 2,
+                "for": "F",
+                "stage": 3,
+                "microbatch": number,
+                "bytes": 8 << 20,
+            }
             recorder.add("receive", recorder.stamp(), about)
         recorder.end_iteration()
-        best_s = min(best_s, time.process_time() - begin_s)  # includes writing its iteration
+        best_s = min(
+            best_s, time.process_time() - begin_s
+        )  # includes writing its iteration
     recorder.close()
     [path] = directory.iterdir()
     return best_s / count, path.stat().st_size / (count * rounds)
@@ -329,16 +352,32 @@ def traces(quick: bool) -> str:
         )  # fmt: skip
         size = sum(path.stat().st_size for path in directory.iterdir())
         for command in ("aggregate", "report"):
-            words = [sys.executable, "-m", "megatron_ext", command, "--trace-dir", str(directory)]
-            printed = subprocess.check_output([sys.executable, "-c", _MEASURED, *words], text=True)
+            words = [
+                sys.executable,
+                "-m",
+                "megatron_ext",
+                command,
+                "--trace-dir",
+                str(directory),
+            ]
+            printed = subprocess.check_output(
+                [sys.executable, "-c", _MEASURED, *words], text=True
+            )
             took_s, cpu_s, kib = map(float, printed.split())
-            rows.append((command, f"{took_s:.1f}", f"{cpu_s:.1f}", f"{kib / 2**20:.2f} GiB"))
+            rows.append(
+                (command, f"{took_s:.1f}", f"{cpu_s:.1f}", f"{kib / 2**20:.2f} GiB")
+            )
         if any(map(shutil.which, browser.NAMES)):
             page = directory / "report.html"
             empty = Path(scratch) / "empty.html"
             empty.write_text("<!doctype html><html><body></body></html>")
-            name = f"the browser with the report ({page.stat().st_size / 2**20:.1f} MiB)"
-            for subject, file in ((name, page), ("the browser with an empty page", empty)):
+            name = (
+                f"the browser with the report ({page.stat().st_size / 2**20:.1f} MiB)"
+            )
+            for subject, file in (
+                (name, page),
+                ("the browser with an empty page", empty),
+            ):
                 rows.append((subject, f"{opening_s(file):.1f}", "", ""))
     run = (
         f"{pp * replicas} ranks, {iterations} iterations of {count} micro-batches: "
@@ -351,17 +390,28 @@ def digests(quick: bool) -> str:
     """Measure how much recording digests adds to a step."""
     hidden_size, num_steps = (64, 6) if quick else (1024, 8)
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_ranks(2, _steps_with_digests, folder, hidden_size, num_steps, timeout_s=1800)
+        by_rank = run_ranks(
+            2, _steps_with_digests, folder, hidden_size, num_steps, timeout_s=1800
+        )
     rows = []
     for rank, (recorded_s, plain_s) in enumerate(by_rank):
         added = recorded_s / plain_s - 1
-        rows.append([str(rank), f"{plain_s * 1e3:.0f}", f"{recorded_s * 1e3:.0f}", f"{added:.1%}"])
+        rows.append(
+            [
+                str(rank),
+                f"{plain_s * 1e3:.0f}",
+                f"{recorded_s * 1e3:.0f}",
+                f"{added:.1%}",
+            ]
+        )
     head = ["rank", "step, ms of processor time", "with digests", "added"]
     title = f"hidden size {hidden_size}, 4 layers, zb-h1, 4 micro-batches of 256 tokens"
     return f"{title}\n\n{markdown(head, rows)}"
 
 
-def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[float, float]:
+def _steps_with_digests(
+    folder: str, hidden_size: int, num_steps: int
+) -> tuple[float, float]:
     """Train as one rank; return the median processor times of steps with and without digests."""
     from megatron_ext.config.active import required
     from megatron_ext.tracing.digest_files import VARIABLE
@@ -369,11 +419,16 @@ def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[
 
     recorded.SEQUENCE = 256
     training = recorded.Training(
-        f"{folder}/digests", "zb-h1", hidden_size=hidden_size, settings={"message_timeout_s": 600}
+        f"{folder}/digests",
+        "zb-h1",
+        hidden_size=hidden_size,
+        settings={"message_timeout_s": 600},
     )
     times_s: dict[bool, list[float]] = {True: [], False: []}
     with recorded.built(training) as (build, chunks):
-        recorded.step(training, build, chunks, 0)  # creates the table, the transport and the hooks
+        recorded.step(
+            training, build, chunks, 0
+        )  # creates the table, the transport and the hooks
         observers = required().observers
         [recorder] = observers
         for number in range(1, num_steps + 1):
@@ -392,14 +447,17 @@ def _steps_with_digests(folder: str, hidden_size: int, num_steps: int) -> tuple[
 
 
 _PARTS = {
-    part.__name__: part for part in (imports, patches, executor, tables, tracing, digests, traces)
+    part.__name__: part
+    for part in (imports, patches, executor, tables, tracing, digests, traces)
 }
 
 
 def main() -> None:
     """Measure and print the tables."""
     parser = options(__doc__, "small and few, as a test")
-    parser.add_argument("what", nargs="+", choices=list(_PARTS), help="what is measured")
+    parser.add_argument(
+        "what", nargs="+", choices=list(_PARTS), help="what is measured"
+    )
     args = parser.parse_args()
     ranks.clean_up_when_terminated()
     print(machine())
@@ -408,6 +466,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import overhead  # ranks find what they run by the name of its module
+    from benchmarks import (
+        overhead,  # ranks find what they run by the name of its module
+    )
 
     overhead.main()

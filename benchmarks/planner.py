@@ -31,7 +31,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options, write_json
@@ -152,12 +154,18 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
         techniques = row.get("flags")
         if techniques is not None and not asks_for_recipes:
             techniques = ""
-        plan = search(question_of(row, data["models"][row["model"]], techniques)).plans[0]
+        plan = search(question_of(row, data["models"][row["model"]], techniques)).plans[
+            0
+        ]
         if "step_s" in row:
             error = plan.step_s / row["step_s"] - 1
         else:
             error = row["tokens_per_s"] / plan.tokens_per_s - 1
-        memory = max(plan.memory_gib) / row["memory_gib"] - 1 if "memory_gib" in row else None
+        memory = (
+            max(plan.memory_gib) / row["memory_gib"] - 1
+            if "memory_gib" in row
+            else None
+        )
         measured_rows.append((row, plan, error, memory))
     return measured_rows
 
@@ -165,7 +173,9 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
 def summary(errors: Sequence[float]) -> tuple[str, str]:
     """Return the mean and the largest absolute error in percent; dashes if there are none."""
     sizes = [100 * abs(error) for error in errors]
-    return (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
+    return (
+        (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
+    )
 
 
 def grouped(
@@ -180,10 +190,15 @@ def grouped(
         name for kind in zip(*(row[0] for row in rows), strict=True) for name in kind
     )
     for name in [*names, "all"]:
-        errors_by_row = [errors for names_of_row, errors in rows if name in (*names_of_row, "all")]
+        errors_by_row = [
+            errors for names_of_row, errors in rows if name in (*names_of_row, "all")
+        ]
         yield (
             name,
-            [[e for e in kind if e is not None] for kind in zip(*errors_by_row, strict=True)],
+            [
+                [e for e in kind if e is not None]
+                for kind in zip(*errors_by_row, strict=True)
+            ],
         )
 
 
@@ -199,14 +214,18 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
     for model, pp, layout in data["layouts"]:
         sizes = sizes_of_flags(data["models"][model].split(), model)
         experts = 8 if sizes.num_experts else 1
-        sharding = Sharding(sequence=4096, expert=experts, techniques=techniques_of_flags(()))
+        sharding = Sharding(
+            sequence=4096, expert=experts, techniques=techniques_of_flags(())
+        )
         parts, *ends = parts_of(sizes, sharding, device)
         layers, (first, last) = ([part.work for part in some] for some in (parts, ends))
         hand_counts = [stage.count("t") for stage in parse_layout(layout)]
         placement = place.linear(pp)
         if len(hand_counts) > pp:
             placement = place.loop(pp, len(hand_counts) // pp)
-        planned_counts = cut(layers, first, last, placement, least_last=min(1, hand_counts[-1]))
+        planned_counts = cut(
+            layers, first, last, placement, least_last=min(1, hand_counts[-1])
+        )
         mean = (sum(layers) + first + last) / pp
         shares = [
             max(loads(counts, layers, first, last, placement)) / mean
@@ -238,7 +257,12 @@ def layouts(job: Question) -> Iterator[Layout]:
     for pp in (_RANKS // 2, _RANKS):
         for micro_batch in (1, 2):
             for chunks in (1, 2, 3, 4):
-                fixed = {**job.fixed, "pp": pp, "micro_batch": micro_batch, "vp": chunks}
+                fixed = {
+                    **job.fixed,
+                    "pp": pp,
+                    "micro_batch": micro_batch,
+                    "vp": chunks,
+                }
                 plans = search(replace(job, fixed=fixed), keep=1000).plans
                 yield from plans
                 if chunks == 1:  # the planner uses gpipe only if it is named
@@ -273,7 +297,9 @@ def sleeping_s(plan: Layout, factor: float) -> float:
         forward_s, input_s, weight_s = (
             factor * seconds for seconds in (part.forward, part.input, part.weight)
         )
-        stages.append({"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s})
+        stages.append(
+            {"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s}
+        )
     sizes = plan.sizes
     name = plan.schedule
     chunks = plan.chunks if name == "interleaved" else None
@@ -288,7 +314,9 @@ def sleeping_s(plan: Layout, factor: float) -> float:
     return statistics.median(map(seconds_of, zip(*by_rank, strict=True))) / factor
 
 
-def chosen(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def chosen(
+    rows: Sequence[dict[str, Any]],
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return the layout with the shortest forecast, the fastest one, and how far that is ahead."""
     first = min(rows, key=lambda row: row["forecast_s"])
     fastest = min(rows, key=lambda row: row["measured_s"])
@@ -311,8 +339,13 @@ def run_layouts() -> list[dict[str, Any]]:
             "measured_s": sleeping_s(plan, factor),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr)
-    off = [((row["schedule"],), (row["forecast_s"] / row["measured_s"] - 1,)) for row in rows]
-    lines = [(name, str(len(errors)), *summary(errors)) for name, [errors] in grouped(off)]
+    off = [
+        ((row["schedule"],), (row["forecast_s"] / row["measured_s"] - 1,))
+        for row in rows
+    ]
+    lines = [
+        (name, str(len(errors)), *summary(errors)) for name, [errors] in grouped(off)
+    ]
     print(markdown(("schedule", "layouts", "off, mean %", "worst %"), lines))
     first, fastest, behind = chosen(rows)
     slowest_s = max(row["measured_s"] for row in rows)
@@ -329,7 +362,12 @@ def run_trainings() -> list[dict[str, Any]]:
     print(machine())
     with tempfile.TemporaryDirectory(prefix="megatron_ext_trained_") as scratch:
         rows: list[dict[str, Any]] = [
-            {"command": command, "schedule": schedule, "forecast_s": guess_s, "measured_s": took_s}
+            {
+                "command": command,
+                "schedule": schedule,
+                "forecast_s": guess_s,
+                "measured_s": took_s,
+            }
             for command, schedule, guess_s, took_s in trainings(Path(scratch))
         ]
     table = [
@@ -337,13 +375,24 @@ def run_trainings() -> list[dict[str, Any]]:
          f"{row['measured_s']:.3f}", f"{100 * (row['forecast_s'] / row['measured_s'] - 1):+.1f}")
         for row in rows
     ]  # fmt: skip
-    print(markdown(("schedule", "forecast by", "forecast s", "measured s", "off %"), table))
-    off = [((row["command"],), (row["forecast_s"] / row["measured_s"] - 1,)) for row in rows]
+    print(
+        markdown(
+            ("schedule", "forecast by", "forecast s", "measured s", "off %"), table
+        )
+    )
+    off = [
+        ((row["command"],), (row["forecast_s"] / row["measured_s"] - 1,))
+        for row in rows
+    ]
     for command, [errors] in list(grouped(off))[:-1]:
         mean, worst = summary(errors)
-        print(f"\n`{command}`: {len(errors)} rows, off {mean} % in the mean, {worst} at worst")
+        print(
+            f"\n`{command}`: {len(errors)} rows, off {mean} % in the mean, {worst} at worst"
+        )
     first, fastest, behind = chosen(rows)
-    print(f"\nThe shortest by forecast is {first['schedule']}, {behind} ({fastest['schedule']}).")
+    print(
+        f"\nThe shortest by forecast is {first['schedule']}, {behind} ({fastest['schedule']})."
+    )
     return rows
 
 
@@ -355,7 +404,9 @@ def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
     train(f"--pipeline-schedule zb-h1 --trace --trace-interval 1 --trace-dir {scratch}")
     model = sizes_of_flags(_TRAINED.split(), "16 layers")
     message_s = 1e-6 * ranks.DEVICE_COSTS["message_us"]
-    device = replace(DEVICES["cpu"], memory_gib=1e3, message_s=message_s, link_bytes=1e18)
+    device = replace(
+        DEVICES["cpu"], memory_gib=1e3, message_s=message_s, link_bytes=1e18
+    )
     job = Question(
         model=model,
         device=replace(device, measured=of_trace(scratch, model, device)),
@@ -373,9 +424,16 @@ def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
         *({"vp": chunks} for chunks in (1, 2, 3, 4)), {"vp": 1, "schedule": "gpipe"}
     ]  # fmt: skip
     for choice in choices:
-        for plan in search(replace(job, fixed={**job.fixed, **choice}), keep=1000).plans:
+        for plan in search(
+            replace(job, fixed={**job.fixed, **choice}), keep=1000
+        ).plans:
             _, pipeline_s = train(plan.flags.replace("'", ""))
-            yield "plan --devices --trace-dir", name_of(plan), plan.pipeline_s, pipeline_s
+            yield (
+                "plan --devices --trace-dir",
+                name_of(plan),
+                plan.pipeline_s,
+                pipeline_s,
+            )
     for prediction in predict(read_run(scratch)).predictions:
         if "--use-dpp" in prediction.flags and prediction.bounds_memory:
             step_s, _ = train(prediction.flags)
@@ -390,9 +448,16 @@ def train(flags: str) -> tuple[float, float]:
     )
     env = queued(connections=32, stuck_s=60, **_KERNELS)
     by_rank = run_ranks(
-        _TRAINED_RANKS, time_training, argv.split(), timeout_s=300, env=env, device="musa"
+        _TRAINED_RANKS,
+        time_training,
+        argv.split(),
+        timeout_s=300,
+        env=env,
+        device="musa",
     )
-    slowest = [tuple(map(max, zip(*step, strict=True))) for step in zip(*by_rank, strict=True)]
+    slowest = [
+        tuple(map(max, zip(*step, strict=True))) for step in zip(*by_rank, strict=True)
+    ]
     print(argv, slowest, file=sys.stderr)
     step_s, pipeline_s = map(statistics.median, zip(*slowest[1:], strict=True))
     return step_s, pipeline_s
@@ -426,7 +491,9 @@ def time_training(argv: list[str]) -> list[tuple[float, float]]:
     steps_s: list[float] = []
     pipelines_s: list[float] = []
     function = training.get_forward_backward_func
-    training.get_forward_backward_func = lambda *a, **kw: timed(function(*a, **kw), pipelines_s)
+    training.get_forward_backward_func = lambda *a, **kw: timed(
+        function(*a, **kw), pipelines_s
+    )
     training.train_step = timed(training.train_step, steps_s)
     train_here("gpt", argv)
     return list(zip(steps_s, pipelines_s, strict=True))
@@ -439,7 +506,9 @@ def run_models() -> list[dict[str, Any]]:
     rows = []
     for case in model_memory.cases():
         for guess, held in model_memory.compared(case):
-            rows.append((case, (guess.static / held.static - 1, guess.kept / held.kept - 1)))
+            rows.append(
+                (case, (guess.static / held.static - 1, guess.kept / held.kept - 1))
+            )
             print(f"{' / '.join(case)}: {rows[-1][1]}", file=sys.stderr)
     lines = [
         (name, str(len(weights)), *summary(weights), *summary(activations))
@@ -465,25 +534,40 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
     names = ("tp", "pp", "cp", "ep", "micro_batch")
     configurations: dict[str, dict[str, Any]] = {}
     for row in data["rows"]:
-        if row["source"] != "SimuMax" and parse_devices(row["devices"])[0] <= most_devices:
-            key = " ".join(str(row[name]) for name in ("model", "devices", "precision", *names))
+        if (
+            row["source"] != "SimuMax"
+            and parse_devices(row["devices"])[0] <= most_devices
+        ):
+            key = " ".join(
+                str(row[name]) for name in ("model", "devices", "precision", *names)
+            )
             configurations.setdefault(key, row)
     for key, row in configurations.items():
         job = question_of(row, data["models"][row["model"]], row["flags"])
         job = replace(job, fixed={}, device=parse_devices(row["devices"])[1])
         plans = search(job, keep=30).plans
-        sizes = list(dict.fromkeys(tuple(getattr(p.sizes, name) for name in names) for p in plans))
+        sizes = list(
+            dict.fromkeys(
+                tuple(getattr(p.sizes, name) for name in names) for p in plans
+            )
+        )
         published_sizes = tuple(row[name] for name in names)
         rank = sizes.index(published_sizes) + 1 if published_sizes in sizes else None
         published_plans = search(
             replace(job, fixed=dict(zip(names, published_sizes, strict=True))), keep=1
         ).plans
-        behind = published_plans[0].step_s / plans[0].step_s - 1 if published_plans else math.inf
+        behind = (
+            published_plans[0].step_s / plans[0].step_s - 1
+            if published_plans
+            else math.inf
+        )
         comparisons.append((rank, behind))
         best_layout = " ".join(
             map(str, (*sizes[0], plans[0].schedule, sorted(plans[0].sizes.mode)))
         )
-        print(f"{key}: {rank}, {100 * behind:.1f} % behind {best_layout}", file=sys.stderr)
+        print(
+            f"{key}: {rank}, {100 * behind:.1f} % behind {best_layout}", file=sys.stderr
+        )
     return comparisons
 
 
@@ -519,14 +603,22 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
 def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/results-planning.md."""
     parser = options(__doc__, figures=True)
-    parser.add_argument("--layouts", action="store_true", help="also layouts made by hand")
+    parser.add_argument(
+        "--layouts", action="store_true", help="also layouts made by hand"
+    )
     parser.add_argument(
         "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",
         help="where the published layouts rank, of configurations of up to N devices",
     )  # fmt: skip
-    parser.add_argument("--memory", action="store_true", help="train on CPU ranks, for memory")
-    parser.add_argument("--measured", action="store_true", help="run layouts on sleeping stages")
-    parser.add_argument("--trained", action="store_true", help="train on the emulated device")
+    parser.add_argument(
+        "--memory", action="store_true", help="train on CPU ranks, for memory"
+    )
+    parser.add_argument(
+        "--measured", action="store_true", help="run layouts on sleeping stages"
+    )
+    parser.add_argument(
+        "--trained", action="store_true", help="train on the emulated device"
+    )
     args = parser.parse_args(words)
     for is_requested, part in (
         (args.measured, run_layouts), (args.trained, run_trainings), (args.memory, run_models)
@@ -547,7 +639,13 @@ def main(words: Sequence[str] = ()) -> None:
         for model, count, layout, hand_share, planned_share in by_hand():
             text = layout.replace("|", "\\|")
             layouts.append(
-                (model, str(count), f"`{text}`", f"{hand_share:.3f}", f"{planned_share:.3f}")
+                (
+                    model,
+                    str(count),
+                    f"`{text}`",
+                    f"{hand_share:.3f}",
+                    f"{planned_share:.3f}",
+                )
             )
         columns = ("model", "ranks", "by hand", "busiest rank, mean 1", "ours")
         print("\n" + markdown(columns, layouts))

@@ -24,7 +24,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, options, write_json
@@ -44,9 +46,15 @@ _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
 def main() -> int:
     """Measure and print; return 1 if a system failed."""
-    parser = options(__doc__, "few systems, few and short actions", only=True, figures=True)
+    parser = options(
+        __doc__, "few systems, few and short actions", only=True, figures=True
+    )
     add = parser.add_argument
-    add("--device", action="store_true", help="on the emulated device, which is behind its host")
+    add(
+        "--device",
+        action="store_true",
+        help="on the emulated device, which is behind its host",
+    )
     add("--pp", type=int, nargs="+", help="ranks of the pipeline (default: 4 8, or 4)")
     add("--microbatches", type=int, help="in one step; default: 4 for each rank")
     add("--steps", type=int, default=4, help="measured steps, after two others")
@@ -79,8 +87,12 @@ def main() -> int:
     columns = ON_DEVICE if args.device else ON_HOST
     texts = []
     for compared in measured:
-        texts.append(f"```text\n{table([compared], columns)}\n```\n\n{compared.conditions}.")
-    print("<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->")
+        texts.append(
+            f"```text\n{table([compared], columns)}\n```\n\n{compared.conditions}."
+        )
+    print(
+        "<!-- measured: begin -->\n" + "\n\n".join(texts) + "\n<!-- measured: end -->"
+    )
     write_json(args.json, {"measured": [compared.as_json() for compared in measured]})
     return report_failures(measured)
 
@@ -91,7 +103,9 @@ def _scenarios(parser: argparse.ArgumentParser, args: argparse.Namespace) -> lis
     if args.device and args.scenario is None:
         scenarios = ["quiet", "jitter-0.3"]
     if args.device and any(SCENARIOS[name].delays_messages for name in scenarios):
-        parser.error("messages of the device are not late; give a scenario that disturbs ops")
+        parser.error(
+            "messages of the device are not late; give a scenario that disturbs ops"
+        )
     if args.quick:
         args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
         args.only, scenarios = args.only or _QUICK, ["quiet"]
@@ -110,7 +124,9 @@ def _is_over_gloo(system: System) -> bool:
     return isinstance(system, Own) and system.config.wire == "torch"
 
 
-def _scenarios_of(system: System, scenarios: list[str], *, on_device: bool) -> list[str]:
+def _scenarios_of(
+    system: System, scenarios: list[str], *, on_device: bool
+) -> list[str]:
     """Return the scenarios of a system: on a device, only for dynamic orders and their table."""
     varies = isinstance(system, Own) and (system.config.dynamic or system.splits)
     return scenarios if varies or not on_device else ["quiet"]

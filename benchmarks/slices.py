@@ -22,7 +22,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, options
@@ -44,7 +46,9 @@ def systems() -> list[System]:
     """Return the systems to compare: rivals with whole micro-batches, then ours with slices."""
 
     def sliced(count: int, share: float = 0.0) -> Own:
-        label = f"zb-h1 slices={count}" + (f" attention {100 * share:g} %" if share else "")
+        label = f"zb-h1 slices={count}" + (
+            f" attention {100 * share:g} %" if share else ""
+        )
         return own(label, "zb-h1", slices=count, attention=share)
 
     return [
@@ -87,7 +91,12 @@ def memory_of_a_model(length: int, slices: int) -> str:
         ]
         planned = max(rank.planned for rank in ranks_of_run)
         max_keys = max(rank.planned_keys for rank in ranks_of_run)
-        figures = (planned, max(microbatches), 100 * (max(microbatches) / planned - 1), max_keys)
+        figures = (
+            planned,
+            max(microbatches),
+            100 * (max(microbatches) / planned - 1),
+            max_keys,
+        )
         measured_keys = max(rank.keys_bytes for rank in ranks_of_run) / keys
         label = f"{name} slices={cut}" + (", dynamic" if flags else "")
         rows.append([label, *(f"{figure:.2f}" for figure in (*figures, measured_keys))])
@@ -126,7 +135,10 @@ def main() -> int:
     if "keys" in args.parts:
         from benchmarks.harness.slice_keys import compare_ways  # with Megatron, torch
 
-        print(f"{compare_ways(_LENGTH if args.quick else 2 * _LENGTH, _SLICES[1:])}\n", flush=True)
+        print(
+            f"{compare_ways(_LENGTH if args.quick else 2 * _LENGTH, _SLICES[1:])}\n",
+            flush=True,
+        )
     print(
         f"forward {forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of two "
         f"steps; {machine()}"

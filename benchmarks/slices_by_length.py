@@ -24,8 +24,17 @@ import torch
 
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import PipelineConfig
-from megatron_ext.features.lengths.length_slices import equal_cost_bounds, rising, slices_needed
-from megatron_ext.runtime.program import Peers, PipelineEnds, make_program, make_table_by_length
+from megatron_ext.features.lengths.length_slices import (
+    equal_cost_bounds,
+    rising,
+    slices_needed,
+)
+from megatron_ext.runtime.program import (
+    Peers,
+    PipelineEnds,
+    make_program,
+    make_table_by_length,
+)
 from megatron_ext.schedules import Costs, simulate
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks
@@ -38,7 +47,9 @@ LENGTH_COST = LengthCost(1.0, 0.5 / LONGEST)
 UNIT = LENGTH_COST.of_length(LONGEST)
 # Only the number of tensors matters.
 SHAPE = (1, 1, 1)
-ENDS = PipelineEnds.of_shapes(Peers(range(RANKS)), {"F": [SHAPE], "B": [SHAPE]}, torch.bfloat16)
+ENDS = PipelineEnds.of_shapes(
+    Peers(range(RANKS)), {"F": [SHAPE], "B": [SHAPE]}, torch.bfloat16
+)
 
 
 class Figures(NamedTuple):
@@ -89,10 +100,14 @@ def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Fi
     config = PipelineConfig(schedule=name, slice_tokens=slice_tokens, transport="shm")
     pipeline = Pipeline(config, RANKS, len(packs))
     begin_s = time.process_time()
-    table = make_table_by_length(pipeline, tokens_of_slices, LENGTH_COST, rank=RANKS // 2)
+    table = make_table_by_length(
+        pipeline, tokens_of_slices, LENGTH_COST, rank=RANKS // 2
+    )
     make_program(table, ENDS)
     table_s = time.process_time() - begin_s
-    costs = Costs(attention=LENGTH_COST.attention_share(LONGEST), slice_scale=tuple(scale))
+    costs = Costs(
+        attention=LENGTH_COST.attention_share(LONGEST), slice_scale=tuple(scale)
+    )
     step_time = simulate(table.schedule, costs).makespan
     work = costs.work * sum(costs_of_packs) / UNIT
     return Figures(step_time / work, max(activation_peaks(table.schedule)), table_s)
@@ -101,14 +116,18 @@ def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Fi
 def by_length(name: str, lengths: Sequence[int], slice_tokens: int) -> Figures:
     """Return the figures of long samples in slices, and short ones packed into bins."""
     packs = [[length] for length in lengths if length > slice_tokens]
-    packs += bins([length for length in lengths if length <= slice_tokens], slice_tokens)
+    packs += bins(
+        [length for length in lengths if length <= slice_tokens], slice_tokens
+    )
     return measured(name, packs, slice_tokens)
 
 
 def main() -> None:
     """Print the table of all systems."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=8, help="number of draws (default: 8)")
+    parser.add_argument(
+        "--draws", type=int, default=8, help="number of draws (default: 8)"
+    )
     draws = [draw(seed) for seed in range(parser.parse_args().draws)]
     systems: dict[str, list[Figures]] = {}
     for name in ("1f1b", "zb-h1"):
@@ -120,7 +139,9 @@ def main() -> None:
             figures = [by_length(name, lengths, slice_tokens) for lengths in draws]
             systems[f"{name}, T = {slice_tokens}"] = figures
     print(f"pp {RANKS}, {SAMPLES} samples, mean and worst of {len(draws)} draws\n")
-    print(f"{'system':<28}{'step':>7}{'worst':>7}{'peak':>7}{'worst':>7}{'table ms':>10}")
+    print(
+        f"{'system':<28}{'step':>7}{'worst':>7}{'peak':>7}{'worst':>7}{'table ms':>10}"
+    )
     for label, figures in systems.items():
         steps, peaks, tables_s = zip(*figures, strict=True)
         print(
@@ -128,12 +149,18 @@ def main() -> None:
             f"{max(peaks):>7.2f}{1000 * fmean(tables_s):>10.1f}"
         )
     print()
-    packed = {name: systems[f"{name}, bins of the longest"] for name in ("1f1b", "zb-h1")}
+    packed = {
+        name: systems[f"{name}, bins of the longest"] for name in ("1f1b", "zb-h1")
+    }
     for slice_tokens in (LONGEST // 8, LONGEST // 16):
         ours = systems[f"zb-h1, T = {slice_tokens}"]
         for name, figures in packed.items():
-            gain = fmean(whole.step / cut.step for whole, cut in zip(figures, ours, strict=True))
-            print(f"zb-h1 with T = {slice_tokens} takes 1/{gain:.2f} of the time of packed {name}")
+            gain = fmean(
+                whole.step / cut.step for whole, cut in zip(figures, ours, strict=True)
+            )
+            print(
+                f"zb-h1 with T = {slice_tokens} takes 1/{gain:.2f} of the time of packed {name}"
+            )
 
 
 if __name__ == "__main__":

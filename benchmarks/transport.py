@@ -28,7 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are those of the tests
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are those of the tests
 
 import torch
 import torch.distributed as dist
@@ -56,7 +58,11 @@ class _Torch:
     """Sends tensors with torch.distributed; base class of the other ways to exchange messages."""
 
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
-        self._buffer, self._peer, self._group = torch.zeros_like(tensor), 1 - dist.get_rank(), group
+        self._buffer, self._peer, self._group = (
+            torch.zeros_like(tensor),
+            1 - dist.get_rank(),
+            group,
+        )
 
     def start(self, sends: int, receives: int) -> None:
         """Prepare for this many messages."""
@@ -84,7 +90,9 @@ class _Ours(_Torch):
 
     def start(self, sends: int, receives: int) -> None:
         keys = [Message("F", 0, number) for number in range(max(sends, receives))]
-        expected = [Expected(self._peer, key, None, torch.uint8) for key in keys[:receives]]
+        expected = [
+            Expected(self._peer, key, None, torch.uint8) for key in keys[:receives]
+        ]
         self._transport.begin(expected, len(keys))
         self._to_send, self._to_receive = iter(keys), iter(keys)
 
@@ -140,7 +148,14 @@ def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTran
     store = dist.distributed_c10d._get_default_store()
     me = dist.get_rank()
     return NativeTransport(
-        store, me, [1 - me], run_id=name, wire=wire, slots=8, slot_bytes=slot_bytes, **options
+        store,
+        me,
+        [1 - me],
+        run_id=name,
+        wire=wire,
+        slots=8,
+        slot_bytes=slot_bytes,
+        **options,
     )
 
 
@@ -168,7 +183,9 @@ def ping_pong(
     return times
 
 
-def stream(wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]) -> float:
+def stream(
+    wire: _Torch, tensor: torch.Tensor, count: int, arrived: Callable[[], None]
+) -> float:
     """Return the bytes per second from rank 0 to rank 1, until the last message is answered."""
     sends, receives = (count, 1) if dist.get_rank() == 0 else (1, count)
     wire.start(sends, receives)
@@ -196,7 +213,9 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         backend: Device backend; each rank takes a separate device, or both take the first. Empty:
             measure the host's wires.
     """
-    torch.set_num_threads(1)  # a multi-threaded copy would not be a bound for one thread
+    torch.set_num_threads(
+        1
+    )  # a multi-threaded copy would not be a bound for one thread
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing is asynchronous on the host
@@ -214,7 +233,9 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         sharing = device.sharing(place)
         direct = DirectTransport(notes, sharing, dist.get_rank(), timeout_s=_TIMEOUT_S)
         wires: dict[str, _Torch] = {
-            "gpu, staged": _Ours(StagedTransport(host, device.copies(place), timeout_s=_TIMEOUT_S)),
+            "gpu, staged": _Ours(
+                StagedTransport(host, device.copies(place), timeout_s=_TIMEOUT_S)
+            ),
             "gpu, ipc": _Ours(direct),
         }
         if backend == "cuda" and num_devices > 1:
@@ -288,7 +309,9 @@ def left_out() -> str:
 
 def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
     """Return the figures by size and wire as the tables of docs/transport.md."""
-    units = [f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size]
+    units = [
+        f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size
+    ]
     wires: dict[str, None] = {}  # a set that keeps the order
     for figures_by_wire in figures_by_size.values():
         wires |= dict.fromkeys(figures_by_wire)
@@ -320,7 +343,9 @@ def main() -> None:
         figures_by_size[num_bytes] = {}
         for backend in ("", *["cuda"] * torch.cuda.is_available()):
             arguments = num_bytes, 1 if args.quick else 15, backend
-            figures_by_size[num_bytes] |= run_ranks(2, measure, *arguments, timeout_s=300)[0]
+            figures_by_size[num_bytes] |= run_ranks(
+                2, measure, *arguments, timeout_s=300
+            )[0]
         print(f"{num_bytes} bytes", file=sys.stderr)
     print(text_of(figures_by_size))
     if missing := left_out():
@@ -328,6 +353,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import transport  # ranks find what they run by the name of its module
+    from benchmarks import (
+        transport,  # ranks find what they run by the name of its module
+    )
 
     transport.main()

@@ -61,7 +61,10 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line, in this package's style."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"megatron-ext: error: {line_of(parser_line(self, message))}", file=sys.stderr)
+        print(
+            f"megatron-ext: error: {line_of(parser_line(self, message))}",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -113,7 +116,9 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_ext.tools.trace import trace_commands as trace
 
     parser = _Parser(prog="megatron-ext")
-    parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"megatron_ext {__version__}"
+    )
     subparsers: _Subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_patches(subparsers)
     schedule_commands.add_subcommands(subparsers)
@@ -144,9 +149,13 @@ def _add_patches(subparsers: _Subparsers) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("list", help="show every patch, its state and its reason")
-    show.add_argument("--all", action="store_true", help="also show each name redirected in torch")
+    show.add_argument(
+        "--all", action="store_true", help="also show each name redirected in torch"
+    )
     show.add_argument("--json", action="store_true", help="print JSON")
-    actions.add_parser("check", help="compare every target with the installed release's")
+    actions.add_parser(
+        "check", help="compare every target with the installed release's"
+    )
     parser.set_defaults(run=_run_patches)
 
 
@@ -157,9 +166,15 @@ def _add_upstream(subparsers: _Subparsers) -> None:
         description="Get, find or check the Megatron-LM tree whose scripts train.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    fetch = actions.add_parser("fetch", help="clone Megatron-LM at the wheel's release, verified")
-    fetch.add_argument("--path", type=Path, help="destination (default: below ~/.cache)")
-    fetch.add_argument("--url", default=upstream.URL, help="the repository or a mirror of it")
+    fetch = actions.add_parser(
+        "fetch", help="clone Megatron-LM at the wheel's release, verified"
+    )
+    fetch.add_argument(
+        "--path", type=Path, help="destination (default: below ~/.cache)"
+    )
+    fetch.add_argument(
+        "--url", default=upstream.URL, help="the repository or a mirror of it"
+    )
     actions.add_parser("path", help="print the tree that would be used")
     actions.add_parser("check", help="compare the tree with the installed core")
     parser.set_defaults(run=_run_upstream)
@@ -188,7 +203,11 @@ def _run_patches(args: argparse.Namespace) -> int:
         print(line)
     rows = [row for row in rows if row.state != "other release"]
     checked = sum(row.state != "pending" for row in rows)
-    note = f", {len(rows) - checked} not checked (no {', '.join(absent)})" if absent else ""
+    note = (
+        f", {len(rows) - checked} not checked (no {', '.join(absent)})"
+        if absent
+        else ""
+    )
     print(f"{checked} patches checked{note}: {len(problems)} problems")
     return 1 if problems else 0
 
@@ -258,8 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_ROOM:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # buffered output is written at exit
-        print(f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # buffered output is written at exit
+        print(
+            f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr
+        )
         return 1
 
 

@@ -180,7 +180,9 @@ def line_of(message: object) -> str:
     Shortens long words, and escapes control characters of terminals.
     """
     # Messages quote file names and words of peers, which may contain terminal control sequences.
-    words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
+    words = re.sub(
+        rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message)
+    )
     text = shortened(words, _MAX_LINE)
     characters = []
     for character in text:
@@ -231,7 +233,9 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
         names = ["/".join(action.option_strings), *action.option_strings]
         names.append(str(action.metavar or action.dest))
         if name in names:
-            choices = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
+            choices = [
+                str(getattr(choice, "name", choice)) for choice in action.choices or ()
+            ]
             break
     close = get_close_matches(value, choices, 1)
     hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(choices)}"
@@ -302,7 +306,14 @@ class UpstreamMismatch(MegatronExtError):
     """
 
     def __init__(
-        self, target: str, *, expected: str, found: str, installed: str, supported: str, remedy: str
+        self,
+        target: str,
+        *,
+        expected: str,
+        found: str,
+        installed: str,
+        supported: str,
+        remedy: str,
     ) -> None:
         self.target = target
         self.found = found

@@ -52,7 +52,9 @@ def replacing(path: Path) -> Iterator[Path]:
         yield scratch
         if final.exists():
             if not os.access(final, os.W_OK):  # its owner has write-protected it
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                raise PermissionError(
+                    errno.EACCES, os.strerror(errno.EACCES), str(path)
+                )
             scratch.chmod(stat.S_IMODE(final.stat().st_mode))
         scratch.replace(final)
 
@@ -88,7 +90,9 @@ def read_text(path: Path, max_bytes: int) -> str:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory", str(path))
         if not stat.S_ISREG(mode):
-            raise OSError(0, "it is not a regular file, but a pipe or a device", str(path))
+            raise OSError(
+                0, "it is not a regular file, but a pipe or a device", str(path)
+            )
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))

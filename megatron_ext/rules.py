@@ -122,7 +122,9 @@ class Rule(NamedTuple):
 
     def refuses(self, args: object) -> bool:
         """Return whether these attributes (None if missing) are rejected."""
-        return all(any(condition.holds(args) for condition in term) for term in self.terms)
+        return all(
+            any(condition.holds(args) for condition in term) for term in self.terms
+        )
 
     def without(self, args: object) -> dict[str, Any]:
         """Return the attributes that turn off the settings that the first term rejects."""
@@ -149,20 +151,26 @@ def dest_of(flag: str) -> str:
 
 def entries(text: str) -> list[tuple[str, str]]:
     """Return the entries of a list: lines at the margin, each with the indented lines after it."""
-    blocks = re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE)
+    blocks = re.findall(
+        r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE
+    )
     return [(" ".join(key.split()), " ".join(value.split())) for key, value in blocks]
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
     """Return the rules in a text."""
-    return tuple(_read_rule(settings, explanation) for settings, explanation in entries(text))
+    return tuple(
+        _read_rule(settings, explanation) for settings, explanation in entries(text)
+    )
 
 
 def _read_rule(settings: str, explanation: str) -> Rule:
     name, _, conditions = settings.rpartition(": ")
     terms: list[tuple[Condition, ...]] = []
     for text in conditions.split(" & "):
-        alternatives = [Condition.read(alternative) for alternative in text.split(" | ")]
+        alternatives = [
+            Condition.read(alternative) for alternative in text.split(" | ")
+        ]
         terms.append(tuple(alternatives))
     # Put names before bounds, because the first one names the rule.
     names: list[str] = []

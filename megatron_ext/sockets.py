@@ -81,7 +81,9 @@ def open_sockets() -> set[OpenSocket]:
     """Return all sockets of this process."""
     sockets = set()
     for entry in list(_DESCRIPTORS.iterdir()):
-        with suppress(OSError):  # closed in the meantime, such as the one of this listing
+        with suppress(
+            OSError
+        ):  # closed in the meantime, such as the one of this listing
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":
                 sockets.add(OpenSocket(int(entry.name), int(inode.strip("[]"))))

@@ -20,7 +20,9 @@ def run_python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     A `PYTHONPATH` in `env` comes before this checkout.
     """
     environment = {**os.environ, "MEGATRON_EXT_DEVICE": "cpu", **env}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(_ROOT)]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [env.get("PYTHONPATH"), str(_ROOT)])
+    )
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -39,5 +41,7 @@ def run_package(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]
 def subcommands() -> set[str]:
     """Return the subcommands of `megatron-ext`."""
     actions = cli.build_parser()._actions
-    [subparsers] = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
+    [subparsers] = [
+        action for action in actions if isinstance(action, argparse._SubParsersAction)
+    ]
     return set(subparsers.choices)

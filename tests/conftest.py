@@ -41,19 +41,27 @@ _SECONDS: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--short", action="store_true", help="the short tier (tests/tiers.py)")
+    parser.addoption(
+        "--short", action="store_true", help="the short tier (tests/tiers.py)"
+    )
     parser.addoption(
         "--short-s", type=float, default=tiers.SHORT_S, help="seconds of one test in it"
     )
-    parser.addoption("--measure", action="store_true", help="renew tests/durations.json")
+    parser.addoption(
+        "--measure", action="store_true", help="renew tests/durations.json"
+    )
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     if config.getoption("--short"):
         left_out_items = tiers.left_out(items, config.getoption("--short-s"))
         _ALL[0] = len(items)
-        _LEFT.update(Path(item.nodeid.partition("::")[0]).parts[1] for item in left_out_items)
+        _LEFT.update(
+            Path(item.nodeid.partition("::")[0]).parts[1] for item in left_out_items
+        )
         items[:] = [item for item in items if item not in set(left_out_items)]
         config.hook.pytest_deselected(items=left_out_items)
 

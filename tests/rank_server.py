@@ -110,7 +110,11 @@ def preload() -> None:
 
     import megatron_ext  # noqa: F401  (arms the patches first)
 
-    for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.pipeline_parallel"):
+    for name in (
+        "megatron.core",
+        "megatron.core.models.gpt",
+        "megatron.core.pipeline_parallel",
+    ):
         importlib.import_module(name)
     if os.environ.get("MEGATRON_LM_PATH"):
         importlib.import_module("megatron.training.training")
@@ -190,7 +194,9 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
     """Become one rank; never return, except by SystemExit if the request says so."""
     _die_with_parent(parent)
     directory = Path(request.directory)
-    log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(
+        directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+    )
     null = os.open(os.devnull, os.O_RDONLY)
     for source, destination in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, destination)
@@ -200,7 +206,9 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     n = str(request.num_ranks)
-    failure = directory / "failures" / str(rank) / "error.json"  # the same layout as torchrun's
+    failure = (
+        directory / "failures" / str(rank) / "error.json"
+    )  # the same layout as torchrun's
     failure.parent.mkdir(parents=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
@@ -221,7 +229,9 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
         (directory / f"rank{rank}.value").write_bytes(pickle.dumps(value))
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(Exception):

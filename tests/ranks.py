@@ -81,7 +81,9 @@ class _Server:
     def __init__(self, device: str) -> None:
         env = {**os.environ, **_BASE_ENV, "MEGATRON_EXT_DEVICE": device}
         env.update(_device_env(device))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(_ROOT), env.get("PYTHONPATH")])
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from tests.rank_server import main; main()"],
             stdin=subprocess.PIPE,
@@ -92,7 +94,9 @@ class _Server:
         try:
             assert receive(self.process.stdout) == "ready"
         except EOFError:
-            raise RanksFailed(f"the rank server for {device} did not start; see stderr") from None
+            raise RanksFailed(
+                f"the rank server for {device} did not start; see stderr"
+            ) from None
 
     def run(self, request: Request) -> Answer:
         send(self.process.stdin, request)
@@ -100,7 +104,9 @@ class _Server:
             return receive(self.process.stdout)
         except EOFError:
             raise RanksFailed("the rank server died; see stderr") from None
-        except BaseException:  # a test's time-out: the answer would be mistaken for the next one's
+        except (
+            BaseException
+        ):  # a test's time-out: the answer would be mistaken for the next one's
             self.process.kill()
             self.process.wait()
             raise
@@ -163,10 +169,18 @@ def start_ranks(
                 held.enter_context(_turn(num_ranks))
             answer = server.run(request)
         base = Path(directory)
-        logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
+        logs = [
+            (base / f"rank{r}.log").read_text(errors="replace")
+            for r in range(num_ranks)
+        ]
         values = [_value(base / f"rank{r}.value") for r in range(num_ranks)]
     return RankRun(
-        answer.exit_codes, logs, values, answer.first_failed, answer.timed_out, answer.num_orphans
+        answer.exit_codes,
+        logs,
+        values,
+        answer.first_failed,
+        answer.timed_out,
+        answer.num_orphans,
     )
 
 
@@ -198,7 +212,9 @@ def _turn(num_ranks: int, file: Path = Path(__file__)) -> Iterator[None]:
     with file.open("rb+") as cores, file.open() as queue:
         fcntl.flock(queue, fcntl.LOCK_EX)  # few ranks must not starve many
         wanted_cores = min(num_ranks, num_cores)
-        free = [core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)]
+        free = [
+            core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)
+        ]
         for core in free[wanted_cores:]:
             fcntl.lockf(cores, fcntl.LOCK_UN, 1, core)
         for core in [core for core in range(num_cores) if core not in free][
@@ -248,7 +264,9 @@ def require_training(script: str = "pretrain_gpt.py") -> None:
     if tree and not Path(tree, script).is_file():
         pytest.skip(f"Megatron-LM {releases.core_version()} has no {script}")
     if not tree and (script != "pretrain_gpt.py" or not releases.has_training()):
-        pytest.skip(f"{script} of {releases.core_version()} needs a tree: set MEGATRON_LM_PATH")
+        pytest.skip(
+            f"{script} of {releases.core_version()} needs a tree: set MEGATRON_LM_PATH"
+        )
 
 
 def _run_script(script: str, argv: Sequence[str]) -> None:
@@ -312,7 +330,9 @@ def start_script(
     )
 
 
-def run_script(num_ranks: int, script: str, argv: Sequence[str], **options: Any) -> list[str]:
+def run_script(
+    num_ranks: int, script: str, argv: Sequence[str], **options: Any
+) -> list[str]:
     """Run a training script on every rank and return the output of each.
 
     Raises:
@@ -329,5 +349,7 @@ def losses(logs: Sequence[str] | str, name: str = "lm loss") -> list[float]:
     text = logs if isinstance(logs, str) else "\n".join(logs)
     return [
         float(value)
-        for value in re.findall(rf"iteration\s+\d+/.*?\| {re.escape(name)}: ([-+.\dE]+|nan)", text)
+        for value in re.findall(
+            rf"iteration\s+\d+/.*?\| {re.escape(name)}: ([-+.\dE]+|nan)", text
+        )
     ]

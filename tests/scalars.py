@@ -9,7 +9,9 @@ import pytest
 
 def written_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Return (step, value) by tag; exactly one process must have written."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     [file] = directory.glob("events.*")
     events = accumulator.EventAccumulator(str(file))
     events.Reload()

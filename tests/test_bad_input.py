@@ -25,7 +25,13 @@ from tests.tools.trace.runs import trace_of, write_run
 pytestmark = pytest.mark.timeout(60)
 
 NUMBERS = ("0", "-1", "nan", "inf", "1e308", "9" * 30, "", "½")
-SIZES = {"--pp": "4", "--microbatches": "8", "--chunks": "2", "--costs": "1,1,1", "--comm": "0"}
+SIZES = {
+    "--pp": "4",
+    "--microbatches": "8",
+    "--chunks": "2",
+    "--costs": "1,1,1",
+    "--comm": "0",
+}
 ARENAS = {
     "--pp": "4", "--microbatches": "8", "--seq-length": "8", "--micro-batch-size": "1",
     "--hidden-size": "8", "--preflight-timeout": "5",
@@ -115,7 +121,9 @@ def test_numbers(
     places = {"RUN": str(run_folder), "HOSTS": str(hosts)}
     given = {**flags, flag: f"1,{number},1" if flag == "--costs" else number}
     sizes = [f"{name}={value}" for name, value in given.items()]
-    assert_refused(outcome([places.get(word, word) for word in begin] + sizes + rest), capsys)
+    assert_refused(
+        outcome([places.get(word, word) for word in begin] + sizes + rest), capsys
+    )
 
 
 def _empty(path: Path) -> None:
@@ -188,13 +196,19 @@ def test_tables(
     capsys.readouterr()
     damage(path)
     named = [f"csv:{path}"] if command == "plot" else ["--schedule", f"csv:{path}"]
-    sizes = [f"{flag}={value}" for flag, value in ARENAS.items()] if command == "doctor" else []
+    sizes = (
+        [f"{flag}={value}" for flag, value in ARENAS.items()]
+        if command == "doctor"
+        else []
+    )
     assert_refused(outcome([command, *named, *sizes]), capsys)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", ["schedule", "traces"])
-@pytest.mark.parametrize("command", ["plan --trace-dir", "aggregate --trace-dir", "report"])
+@pytest.mark.parametrize(
+    "command", ["plan --trace-dir", "aggregate --trace-dir", "report"]
+)
 def test_traces(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -266,7 +280,9 @@ def test_files_that_flags_name(
     content, command = NAMED_FILES[name]
     path.write_text(content)
     words = command.format(path).split()
-    assert outcome(words) == 0, "the command is right, so what follows is about the file"
+    assert outcome(words) == 0, (
+        "the command is right, so what follows is about the file"
+    )
     capsys.readouterr()
     damage(path)
     code = outcome(words)
@@ -277,7 +293,9 @@ def test_files_that_flags_name(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner)
+    ),
     max_leaves=4,
 )
 ODD = JSON | st.sampled_from([10**30, -1, 0, 10**9, 1e308, "9" * 5000, [[]] * 2000])
@@ -285,7 +303,10 @@ ODD = JSON | st.sampled_from([10**30, -1, 0, 10**9, 1e308, "9" * 5000, [[]] * 20
 
 @settings(max_examples=150, deadline=None)
 @given(
-    key=st.sampled_from([*CONFIG, "layer_types", "mlp_only_layers", "decoder_sparse_step"]), odd=ODD
+    key=st.sampled_from(
+        [*CONFIG, "layer_types", "mlp_only_layers", "decoder_sparse_step"]
+    ),
+    odd=ODD,
 )
 def test_sizes_of_a_configuration(key: str, odd: object) -> None:
     """A value that no model has is refused, and neither fills the memory nor takes for ever."""
@@ -297,7 +318,10 @@ def test_sizes_of_a_configuration(key: str, odd: object) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(key=st.sampled_from([field.name for field in fields(DeviceKind)] + ["base"]), odd=ODD)
+@given(
+    key=st.sampled_from([field.name for field in fields(DeviceKind)] + ["base"]),
+    odd=ODD,
+)
 def test_numbers_of_a_device(key: str, odd: object) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.json"
@@ -308,9 +332,18 @@ def test_numbers_of_a_device(key: str, odd: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["([0]*100000000)", "(" * 5000, "[1]+" * 5000 + "[1]", "not " * 5000 + "1", "9" * 5000]
+    "text",
+    [
+        "([0]*100000000)",
+        "(" * 5000,
+        "[1]+" * 5000 + "[1]",
+        "not " * 5000 + "1",
+        "9" * 5000,
+    ],
 )
 def test_expressions_of_layers(text: str) -> None:
     flags = [*MODEL.split(), "--num-experts", "4", "--moe-layer-freq", text]
-    with pytest.raises(ArgumentsError, match=r"--moe-layer-freq .* does not describe 8 layers"):
+    with pytest.raises(
+        ArgumentsError, match=r"--moe-layer-freq .* does not describe 8 layers"
+    ):
         sizes_of_flags(flags, "flags")

@@ -23,8 +23,12 @@ _TABLE = generate("zb-h1", 2, 8, pairs=True)
 _WAITING = weights_waiting(_TABLE, 6)
 
 
-def _time(table: Schedule, loads: Loads, *, fills: bool = False, share: float = 0.0) -> float:
-    return Simulation(table, loads, exchange=0.3, exchange_share=share, fills=fills).time()
+def _time(
+    table: Schedule, loads: Loads, *, fills: bool = False, share: float = 0.0
+) -> float:
+    return Simulation(
+        table, loads, exchange=0.3, exchange_share=share, fills=fills
+    ).time()
 
 
 def _loads(imbalance: float) -> Loads:
@@ -56,11 +60,15 @@ def test_balanced_experts_lose_nothing() -> None:
 
 def test_exchanges_that_use_the_device_slow_it_down() -> None:
     loads = _loads(1.2)
-    times = [_time(_WAITING, loads, fills=True, share=share) for share in (0.0, 0.1, 0.5)]
+    times = [
+        _time(_WAITING, loads, fills=True, share=share) for share in (0.0, 0.1, 0.5)
+    ]
     assert times == sorted(set(times))
 
 
 def test_command() -> None:
-    printed = run_python(str(_ROOT / "benchmarks/expert_imbalance.py"), "--quick").stdout
+    printed = run_python(
+        str(_ROOT / "benchmarks/expert_imbalance.py"), "--quick"
+    ).stdout
     assert "| zb-h1, pairs, 8 waiting |" in printed
     assert printed.rstrip().endswith("simulated.")

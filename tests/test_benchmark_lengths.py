@@ -34,10 +34,14 @@ def test_attention_at_the_longest_length_costs_as_much_as_the_rest_or_more() -> 
 
 
 def test_all_ways_do_the_same_work() -> None:
-    batch = Batch(WORKLOADS["long-64k"], pp=4, num_microbatches=8, num_replicas=2, seed=0)
+    batch = Batch(
+        WORKLOADS["long-64k"], pp=4, num_microbatches=8, num_replicas=2, seed=0
+    )
     work = {name: sum(map(sum, batch.rows(way))) for name, way in WAYS.items()}
     assert work == pytest.approx(dict.fromkeys(WAYS, 16.0))
-    file, ordered = (batch.rows(WAYS[f"interleaved, {how}"]) for how in ("file order", "order"))
+    file, ordered = (
+        batch.rows(WAYS[f"interleaved, {how}"]) for how in ("file order", "order")
+    )
     assert file != ordered
     assert list(map(sorted, file)) == list(map(sorted, ordered))
     packed = batch.rows(WAYS["interleaved, pack"])

@@ -27,7 +27,11 @@ def times(name: str, step: int = 0) -> NoisyTimes:
 
 
 def test_draws_have_mean_one_and_belong_to_what_they_are_for() -> None:
-    drawn = [times("jitter-0.6", step).seconds("F", 1, m) for step in range(40) for m in range(40)]
+    drawn = [
+        times("jitter-0.6", step).seconds("F", 1, m)
+        for step in range(40)
+        for m in range(40)
+    ]
     assert mean(drawn) == pytest.approx(0.5, rel=0.1)
     assert times("jitter-0.6").seconds("F", 1, 0) == drawn[0]
     one = times("microbatch-0.5")
@@ -36,9 +40,17 @@ def test_draws_have_mean_one_and_belong_to_what_they_are_for() -> None:
 
 
 def test_slow_places_are_where_they_are_said_to_be() -> None:
-    assert times("slow-rank").seconds("F", 1, 0) == 1.3 * times("slow-rank").seconds("F", 2, 0)
-    assert times("uneven").seconds("F", 3, 0) == 1.5 * times("uneven").seconds("F", 1, 0)
-    assert times("slow-hop").latency_s("F", 1, 0) == times("slow-hop").latency_s("B", 0, 0) == 1.0
+    assert times("slow-rank").seconds("F", 1, 0) == 1.3 * times("slow-rank").seconds(
+        "F", 2, 0
+    )
+    assert times("uneven").seconds("F", 3, 0) == 1.5 * times("uneven").seconds(
+        "F", 1, 0
+    )
+    assert (
+        times("slow-hop").latency_s("F", 1, 0)
+        == times("slow-hop").latency_s("B", 0, 0)
+        == 1.0
+    )
     assert times("quiet").latency_s("F", 1, 0) == 0.0
     local = NoisyTimes(1.0, 1.0, SCENARIOS["link-0.5"], (0, 0), 0, 0)
     assert local.latency_s("F", 1, 0) == 0.0
@@ -93,7 +105,9 @@ def test_a_comparison_relates_systems_to_its_reference_and_to_the_bound() -> Non
     found = dynamic_order.run(part, SIZES, None)
     assert len(found.compared.as_json()["systems"]) == 4
     *_, late, peaks = dynamic_order.text_of(found).splitlines()
-    table_s, dynamic_s = (found.compared.figures[name, "link-0.5"].seconds[0] for name in names)
+    table_s, dynamic_s = (
+        found.compared.figures[name, "link-0.5"].seconds[0] for name in names
+    )
     assert f"| {table_s / dynamic_s:.3f} (" in late
     assert float(late.split("|")[-2]) >= table_s / dynamic_s
     assert peaks.startswith("| activations | ")
@@ -109,9 +123,13 @@ def test_a_comparison_relates_systems_to_its_reference_and_to_the_bound() -> Non
 
 def test_what_to_expect_is_the_simulation_of_the_same_draws() -> None:
     names = ("interleaved chunks=2, static", "interleaved chunks=2, hint +1")
-    found = {n: scenarios.expect(ordered(n), SIZES, ["quiet", "link-0.5"]) for n in names}
+    found = {
+        n: scenarios.expect(ordered(n), SIZES, ["quiet", "link-0.5"]) for n in names
+    }
     table = generate("interleaved", PP, MICROBATCHES)
     quiet = found[names[0]]["quiet"]
-    assert quiet.seconds == [pytest.approx(simulate(table, Costs(latency=0.01)).makespan)]
+    assert quiet.seconds == [
+        pytest.approx(simulate(table, Costs(latency=0.01)).makespan)
+    ]
     late = {name: median(found[name]["link-0.5"].seconds) for name in names}
     assert late[names[1]] < late[names[0]]

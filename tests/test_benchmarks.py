@@ -30,7 +30,9 @@ FORWARD_S = 1e-3
 SYSTEMS = {system.name: system for system in all_systems()}
 OWN = {name: system for name, system in SYSTEMS.items() if isinstance(system, Own)}
 PEERS = {name: system for name, system in SYSTEMS.items() if name not in OWN}
-TABLES = [n for n, s in OWN.items() if s.config.wire == "shm" or s.config.schedule == "1f1b"]
+TABLES = [
+    n for n, s in OWN.items() if s.config.wire == "shm" or s.config.schedule == "1f1b"
+]
 """Those over gloo are the same tables; tests/test_matrix.py has the transports."""
 
 
@@ -42,31 +44,46 @@ def measure(system: System) -> list[list[Step]]:
 def table_of(system: Own) -> Schedule:
     config = system.config
     return generate(
-        config.schedule, PP, MICROBATCHES, config.chunks, config.costs or UNIT, **config.options
+        config.schedule,
+        PP,
+        MICROBATCHES,
+        config.chunks,
+        config.costs or UNIT,
+        **config.options,
     )
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(name: str) -> None:
+def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(
+    name: str,
+) -> None:
     system, schedule = OWN[name], table_of(OWN[name])
     steps = measure(system)
     for world_rank, [step] in enumerate(steps):
         row = schedule.rows[world_rank // schedule.placement.twins]
         assert [op[:3] for op in step.ops] == [action[:3] for action in row]
-    figures = evaluate(steps, system.placement(PP), [OpTimes(FORWARD_S, system.share(PP))])
+    figures = evaluate(
+        steps, system.placement(PP), [OpTimes(FORWARD_S, system.share(PP))]
+    )
     timeline = simulate(schedule)
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
     assert figures.peak_live == figures.peak_of_order == timeline.peak_activations
 
 
-@pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)]
+)
 def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> None:
     system = own(name, name, slices=4, attention=0.5)
     schedule = generate(name, PP, MICROBATCHES, costs=Costs(attention=0.5), slices=4)
     steps = measure(system)
     for row, [step] in zip(schedule.rows, steps, strict=True):
-        assert [op[:3] for op in step.ops] == [(s, kind, 4 * m + part) for s, kind, m, part in row]
-    times = system.times(Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60))
+        assert [op[:3] for op in step.ops] == [
+            (s, kind, 4 * m + part) for s, kind, m, part in row
+        ]
+    times = system.times(
+        Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)
+    )
     figures = evaluate(steps, system.placement(PP), [times])
     timeline = simulate(schedule, Costs(attention=0.5))
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
@@ -78,7 +95,9 @@ def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> N
     [
         ("zb-h1", ""),
         pytest.param("1f1b", "", marks=pytest.mark.slow),
-        pytest.param("zb-h1", "--use-dpp --dpp-extra-activations 0", marks=pytest.mark.slow),
+        pytest.param(
+            "zb-h1", "--use-dpp --dpp-extra-activations 0", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_real_model_in_slices_keeps_what_its_table_says(name: str, more: str) -> None:
@@ -100,9 +119,17 @@ def test_peers_run_every_op_once(name: str) -> None:
     steps = measure(system)
     stages_of = system.placement(PP).stages_of
     for stages, [step] in zip(stages_of, steps, strict=True):
-        forwards = sorted((op.stage, op.microbatch) for op in step.ops if op.kind == "F")
-        backwards = sorted((op.stage, op.microbatch) for op in step.ops if op.kind in "BI")
-        assert forwards == backwards == [(s, m) for s in stages for m in range(MICROBATCHES)]
+        forwards = sorted(
+            (op.stage, op.microbatch) for op in step.ops if op.kind == "F"
+        )
+        backwards = sorted(
+            (op.stage, op.microbatch) for op in step.ops if op.kind in "BI"
+        )
+        assert (
+            forwards
+            == backwards
+            == [(s, m) for s in stages for m in range(MICROBATCHES)]
+        )
         split = sum(op.kind == "I" for op in step.ops)
         assert sum(op.kind == "W" for op in step.ops) == split
 
@@ -113,7 +140,9 @@ def test_replay_agrees_with_the_simulator(name: str) -> None:
     costs = Costs(forward=1, input=1.5, weight=0.75, jitter=0.3, seed=7)
     timeline = simulate(schedule, costs)
     durations, rows = {}, []
-    for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
+    for row, starts, ends in zip(
+        schedule.rows, timeline.starts, timeline.ends, strict=True
+    ):
         ops = [Op(*a[:3], s, e) for a, s, e in zip(row, starts, ends, strict=True)]
         durations.update({op[:3]: op.duration_s for op in ops})
         rows += [ops] * schedule.placement.twins
@@ -142,7 +171,9 @@ def test_what_lies_between_ops_is_told_apart() -> None:
 
 def test_the_page_shows_every_system() -> None:
     page = (ROOT / "docs" / "results-schedules.md").read_text(encoding="utf-8")
-    table = re.findall(r"<!-- measured: begin -->\n```text\n(.*?)\n```", page, re.DOTALL)[0]
+    table = re.findall(
+        r"<!-- measured: begin -->\n```text\n(.*?)\n```", page, re.DOTALL
+    )[0]
     names = [re.split(r"  +", line)[0] for line in table.splitlines()[1:]]
     assert names == list(SYSTEMS), "copy what `benchmarks/schedules.py` prints"
 
@@ -156,7 +187,13 @@ def test_command(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     done = subprocess.run(
         command(
-            "--steps=1", "--forward-ms=1", "--only", "core 1F1B", "gloo: 1f1b", "--json", str(path)
+            "--steps=1",
+            "--forward-ms=1",
+            "--only",
+            "core 1F1B",
+            "gloo: 1f1b",
+            "--json",
+            str(path),
         ),
         capture_output=True,
         text=True,
@@ -181,19 +218,31 @@ def test_what_cannot_run_is_told() -> None:
     )
     assert done.returncode == 1
     assert re.search(r"interleaved, batched P2P: rank \d failed first", done.stderr)
-    assert "megatron_ext, gloo: bitpipe order=zb: bitpipe mirrors two pipelines" in done.stderr
+    assert (
+        "megatron_ext, gloo: bitpipe order=zb: bitpipe mirrors two pipelines"
+        in done.stderr
+    )
 
 
 def test_unknown_system() -> None:
     done = subprocess.run(
-        command("--only", "gpipes"), capture_output=True, text=True, timeout=300, check=False
+        command("--only", "gpipes"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 2
-    assert "no system has gpipes in its name; there are: megatron-core 1F1B; " in done.stderr
+    assert (
+        "no system has gpipes in its name; there are: megatron-core 1F1B; "
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
+def test_nothing_is_left_after_an_interrupt(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = subprocess.Popen(
         command("--forward-ms=1000", "--only", "gloo: 1f1b"),
         stderr=subprocess.DEVNULL,
@@ -231,9 +280,11 @@ def running(group: int) -> bool:
 @pytest.mark.parametrize("kind", ["folder", "missing folder", "full"])
 def test_figures_that_cannot_be_written_are_one_line(tmp_path: Path, kind: str) -> None:
     """Where it can be told, before anything is measured."""
-    path = {"folder": tmp_path, "missing folder": tmp_path / "no/x", "full": Path("/dev/full")}[
-        kind
-    ]
+    path = {
+        "folder": tmp_path,
+        "missing folder": tmp_path / "no/x",
+        "full": Path("/dev/full"),
+    }[kind]
     done = run_python(str(ROOT / "benchmarks/planner.py"), "--json", str(path))
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -259,7 +310,9 @@ def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not releases.has_training(), reason="the wheel has no training loop")
+@pytest.mark.skipif(
+    not releases.has_training(), reason="the wheel has no training loop"
+)
 def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down() -> None:
     done = run_python(str(ROOT / "benchmarks/launch.py"), "restart", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -288,7 +341,9 @@ def test_overheads_are_measured(part: str, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_slices_are_printed_beside_what_the_executor_takes() -> None:
-    done = run_python(str(ROOT / "benchmarks/slices.py"), *"--quick --parts schedules".split())
+    done = run_python(
+        str(ROOT / "benchmarks/slices.py"), *"--quick --parts schedules".split()
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [re.split(r"  +", line) for line in done.stdout.splitlines()]
     peaks = {line[0]: line[-3] for line in lines if line[0].startswith("zb-h1 slices")}
@@ -297,4 +352,6 @@ def test_slices_are_printed_beside_what_the_executor_takes() -> None:
         "zb-h1 slices=16": "1.1875", "zb-h1 slices=8 attention 30 %": "1.4873",
         "zb-h1 slices=8 attention 60 %": "1.625",
     }  # fmt: skip
-    assert re.search(r"between two actions: \d+ us with slices=1, \d+ us with", done.stdout)
+    assert re.search(
+        r"between two actions: \d+ us with slices=1, \d+ us with", done.stdout
+    )

@@ -21,7 +21,11 @@ from megatron_ext.upstream.cause import KINDS, Cause
 @pytest.fixture(autouse=True)
 def first_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    for module in ("training.global_vars", "core.rerun_state_machine", "core.parallel_state"):
+    for module in (
+        "training.global_vars",
+        "core.rerun_state_machine",
+        "core.parallel_state",
+    ):
         monkeypatch.delitem(sys.modules, f"megatron.{module}", raising=False)
 
 
@@ -39,12 +43,22 @@ def raised(error: BaseException, because: BaseException | None = None) -> BaseEx
         (KeyError("a"), "error", "KeyError: 'a'", 1),
         (UserError("no table"), "error", "no table", 2),
         (PeerDied("rank 0 died"), "effect", "rank 0 died", 1),
-        (RuntimeError("[gloo/x.cc:3] Connection closed by peer"), "effect", "RuntimeError: ", 1),
+        (
+            RuntimeError("[gloo/x.cc:3] Connection closed by peer"),
+            "effect",
+            "RuntimeError: ",
+            1,
+        ),
         (HangError("rank 0 holds the job up", 0), "hang", "rank 0 holds", None),
         (SystemExit(7), "exit", "sys.exit(7) at test_cause.py:", 7),
         (SystemExit("no data"), "exit", "no data (sys.exit at test_cause.py:", 1),
         (SystemExit(), "left", "sys.exit() at test_cause.py:", 0),
-        (AssertionError(), "error", "AssertionError: raise error from because (test_cause.py:", 1),
+        (
+            AssertionError(),
+            "error",
+            "AssertionError: raise error from because (test_cause.py:",
+            1,
+        ),
         (
             ValueError(
                 "Caught OSError in worker 0.\nOriginal Traceback (...):\n  x\nOSError: gone"
@@ -65,15 +79,21 @@ def test_the_words_of_an_exception(
     assert ending.rank == (0 if kind == "hang" else 1)
 
 
-@pytest.mark.parametrize("first", [HangError("rank 0 holds the job up", 0), PeerDied("0 died")])
-def test_what_fails_while_a_job_ends_does_not_hide_why_it_ends(first: Exception) -> None:
+@pytest.mark.parametrize(
+    "first", [HangError("rank 0 holds the job up", 0), PeerDied("0 died")]
+)
+def test_what_fails_while_a_job_ends_does_not_hide_why_it_ends(
+    first: Exception,
+) -> None:
     """torch's data loader raises when its workers are killed, in whatever the rank does then."""
     later: BaseException = raised(first)
     try:
         try:
             raise later
         finally:
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+            raise RuntimeError(
+                "DataLoader worker (pid 7) is killed by signal: Terminated."
+            )
     except RuntimeError as error:
         later = error
     assert cause.of_error(later).kind == cause.of_error(first).kind
@@ -90,7 +110,10 @@ def test_a_checkpoint_that_megatron_does_not_load_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(failure, "_is_first", lambda _: True)
-    for module, has_failed in (("megatron.training.checkpointing", True), ("my.script", False)):
+    for module, has_failed in (
+        ("megatron.training.checkpointing", True),
+        ("my.script", False),
+    ):
         namespace = {"__name__": module}
         exec("import sys\ndef load(): sys.exit()", namespace)
         with pytest.raises(SystemExit) as ended:
@@ -99,10 +122,15 @@ def test_a_checkpoint_that_megatron_does_not_load_is_a_failure(
         assert cause.of_error(ended.value).code == int(has_failed)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "error: Megatron did not load the checkpoint, and says why above: sys.exit()" in lines[0]
+    assert (
+        "error: Megatron did not load the checkpoint, and says why above: sys.exit()"
+        in lines[0]
+    )
 
 
-def rejecting(monkeypatch: pytest.MonkeyPatch, message: str | None, stage: int = 0) -> None:
+def rejecting(
+    monkeypatch: pytest.MonkeyPatch, message: str | None, stage: int = 0
+) -> None:
     call = message and SimpleNamespace(caller=SimpleNamespace(message=message))
     machine = SimpleNamespace(
         failed_validation_call=call,
@@ -112,8 +140,12 @@ def rejecting(monkeypatch: pytest.MonkeyPatch, message: str | None, stage: int =
         state=SimpleNamespace(name="RERUNNING_IN_PLACE"),
     )
     modules: dict[str, Any] = {
-        "core.rerun_state_machine": SimpleNamespace(_GLOBAL_RERUN_STATE_MACHINE=machine),
-        "training.global_vars": SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(curr_iteration=4)),
+        "core.rerun_state_machine": SimpleNamespace(
+            _GLOBAL_RERUN_STATE_MACHINE=machine
+        ),
+        "training.global_vars": SimpleNamespace(
+            _GLOBAL_ARGS=SimpleNamespace(curr_iteration=4)
+        ),
         "core.parallel_state": SimpleNamespace(
             get_pipeline_model_parallel_rank=lambda: stage,
             get_pipeline_model_parallel_world_size=lambda: 2,
@@ -127,7 +159,12 @@ def test_a_loss_that_is_nan_comes_before_the_gradients_that_it_spoils(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     endings = []
-    for message, stage in (("NaN in grad", 0), ("NaN in loss", 1), ("NaN in grad", 1), (None, 1)):
+    for message, stage in (
+        ("NaN in grad", 0),
+        ("NaN in loss", 1),
+        ("NaN in grad", 1),
+        (None, 1),
+    ):
         rejecting(monkeypatch, message, stage)
         endings.append(cause.of_error(SystemExit(17)))
     # Without --save upstream's saving fails on all ranks, whatever they have seen.
@@ -145,7 +182,9 @@ def test_a_result_that_was_rejected_in_an_earlier_step_is_no_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rejecting(monkeypatch, "NaN in loss")
-    machine = sys.modules["megatron.core.rerun_state_machine"]._GLOBAL_RERUN_STATE_MACHINE
+    machine = sys.modules[
+        "megatron.core.rerun_state_machine"
+    ]._GLOBAL_RERUN_STATE_MACHINE
     machine.rerun_requested = False
     assert cause.of_error(raised(ValueError("no"))).reason == "ValueError: no"
 
@@ -166,12 +205,18 @@ endings_of_ranks = st.lists(
 
 
 @given(endings_of_ranks)
-def test_the_first_cause_does_not_depend_on_the_order_of_the_ranks(endings: list[Cause]) -> None:
+def test_the_first_cause_does_not_depend_on_the_order_of_the_ranks(
+    endings: list[Cause],
+) -> None:
     answers = {cause.first(order) for order in itertools.permutations(endings)}
     precedences = {answer.precedence for answer in answers if answer is not None}
     assert precedences == {min(ending.precedence for ending in endings)}
-    iterations = [ending.iteration for ending in endings if ending.iteration is not None]
-    assert all((answer.iteration is None) == (not iterations) for answer in answers if answer)
+    iterations = [
+        ending.iteration for ending in endings if ending.iteration is not None
+    ]
+    assert all(
+        (answer.iteration is None) == (not iterations) for answer in answers if answer
+    )
 
 
 def test_a_note_is_read_as_it_was_written_and_others_are_left_out(

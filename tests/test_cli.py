@@ -62,7 +62,9 @@ def test_listing_shows_each_patch_with_target_and_reason() -> None:
     text, found = done.stdout.split("\0")
     rows = json.loads(found)
     ids = {row["id"] for row in rows}
-    assert {patch.id for patch in importlib.import_module("megatron_ext.patches").rows()} <= ids
+    assert {
+        patch.id for patch in importlib.import_module("megatron_ext.patches").rows()
+    } <= ids
     assert all(row["reason"] and ":" in row["target"] and row["intact"] for row in rows)
     states = {row["id"]: row["state"] for row in rows}
     assert states["arguments.flags"] in {"pending", "installed"}
@@ -81,7 +83,9 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
     done = run_package("upstream", "check")
     assert done.returncode == 0, done.stdout
     assert str(megatron_lm_path) in done.stdout
-    assert run_package("upstream", "path").stdout.strip() == str(megatron_lm_path.resolve())
+    assert run_package("upstream", "path").stdout.strip() == str(
+        megatron_lm_path.resolve()
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,11 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
             "--microbatches? unknown arguments --qwerty, --asdfgh; see megatron-ext plan --help",
         ),
         (["plan", "--fp8"], 2, "--fp8 was removed; use --precision fp8"),
-        (["patches", "list", "--markdown"], 2, "--markdown was removed; python website/"),
+        (
+            ["patches", "list", "--markdown"],
+            2,
+            "--markdown was removed; python website/",
+        ),
         (["plot", "zbv", "--pp", "4", "--microbatches", "8"], 2, "did you mean zb-v?"),
         (["plot"], 2, "NAME is missing"),
         (["aggregate"], 2, "--trace-dir is missing"),
@@ -109,7 +117,9 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
         (["plan", "--pp"], 2, "--pp: expected one argument"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str) -> None:
+def test_mistakes_end_in_one_line(
+    arguments: list[str], code: int, message: str
+) -> None:
     done = run_package(*arguments, MEGATRON_LM_PATH="")
     assert done.returncode == code
     [line] = done.stderr.splitlines()
@@ -129,7 +139,10 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str)
             "plan --model examples/llama3 --devices 8xh100 --global-batch-size 8",
             "name its folder (--model CLONE/examples/llama3)",
         ),
-        ("report --trace-dir absent", "give the folder of a run that was trained with --trace"),
+        (
+            "report --trace-dir absent",
+            "give the folder of a run that was trained with --trace",
+        ),
         ("plot csv:absent.csv", "-o FILE.csv` writes such a file"),
     ],
 )
@@ -146,7 +159,9 @@ def test_what_is_not_there_has_a_remedy(
     assert remedy in line
 
 
-def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_command_with_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     for name in subcommands():
@@ -182,7 +197,16 @@ FLIGHT = (
 def test_planning_needs_the_standard_library_alone(tmp_path: Path) -> None:
     for words in (
         ["plan", "--pp", "4", "--microbatches", "8"],
-        ["plot", "zb-v", "--pp", "2", "--microbatches", "4", "-o", str(tmp_path / "x.svg")],
+        [
+            "plot",
+            "zb-v",
+            "--pp",
+            "2",
+            "--microbatches",
+            "4",
+            "-o",
+            str(tmp_path / "x.svg"),
+        ],
         ["doctor", "--devices", "8xh100", "--", *FLIGHT],
         [],
     ):
@@ -210,7 +234,12 @@ def test_one_rank_prints_the_help_of_a_script(tmp_path: Path, rank: str) -> None
 
 
 @pytest.mark.parametrize(
-    "line", ["plan --pp 2 --microbatches 4", "plot 1f1b --pp 2 --microbatches 4", "doctor --json"]
+    "line",
+    [
+        "plan --pp 2 --microbatches 4",
+        "plot 1f1b --pp 2 --microbatches 4",
+        "doctor --json",
+    ],
 )
 def test_a_full_disk_behind_the_output_is_one_line(line: str) -> None:
     root = Path(__file__).parents[1]
@@ -234,7 +263,9 @@ def test_a_full_disk_behind_the_output_is_one_line(line: str) -> None:
         ("report --trace-", ["--trace-dir"]),
     ],
 )
-def test_a_shell_completes_commands_flags_and_schedules(typed: str, offered: list[str]) -> None:
+def test_a_shell_completes_commands_flags_and_schedules(
+    typed: str, offered: list[str]
+) -> None:
     pytest.importorskip("argcomplete", reason="pip install 'megatron-ext[completion]'")
     line = f"megatron-ext {typed}"
     # What the shell function of argcomplete does: it reads candidates from descriptor 8.

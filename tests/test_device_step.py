@@ -42,7 +42,10 @@ def figures_of(system: Own, sizes: Sizes, steps: list[list[Step]]) -> Figures:
 
 
 def test_figures_are_ratios_to_the_order_that_ran() -> None:
-    table, sizes = SYSTEMS["ipc: interleaved chunks=2, static, split"], Sizes(4, 8, 1.0, 0, 1, 60)
+    table, sizes = (
+        SYSTEMS["ipc: interleaved chunks=2, static, split"],
+        Sizes(4, 8, 1.0, 0, 1, 60),
+    )
     dynamic = SYSTEMS["ipc: interleaved chunks=2, hint +1"]
     assert isinstance(table, Own)
     makespan = simulate(table.pipeline(4, 8).full).makespan
@@ -67,9 +70,16 @@ def test_the_shortest_repetition_of_each_draw_counts() -> None:
     makespan = simulate(system.pipeline(4, 8).full).makespan
     lates = [0.5, 3.0, 2.0, 1.0]  # two draws, two repetitions
     runs = [_as_simulated(system, late_s, waits=1) for late_s in lates]
-    found = figures_of(system, sizes, [[run[rank][0] for run in runs] for rank in range(4)])
-    assert found.seconds == [pytest.approx(makespan + 0.5), pytest.approx(makespan + 1.0)]
-    assert found.waits_per_action == 4 * 4 / (4 * 3 * 8 * 4), "no repetition is left out"
+    found = figures_of(
+        system, sizes, [[run[rank][0] for run in runs] for rank in range(4)]
+    )
+    assert found.seconds == [
+        pytest.approx(makespan + 0.5),
+        pytest.approx(makespan + 1.0),
+    ]
+    assert found.waits_per_action == 4 * 4 / (4 * 3 * 8 * 4), (
+        "no repetition is left out"
+    )
 
 
 def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
@@ -86,7 +96,9 @@ def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
 def quick_run(script: str, *options: str) -> str:
     """Run a benchmark; return what it prints."""
     argv = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *options]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=580, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -104,7 +116,9 @@ def test_command(tmp_path: Path) -> None:
         assert row["order_s"] == [pytest.approx(order_s)]
         assert row["num_ops"] == 2 * 4
     peer, *own = measured["systems"]
-    assert peer["waits_per_action"], "Megatron's own batched P2P synchronises with the device"
+    assert peer["waits_per_action"], (
+        "Megatron's own batched P2P synchronises with the device"
+    )
     assert [row["waits_per_action"] for row in own] == [0, 0]
 
 

@@ -25,7 +25,9 @@ def found(*programs: str) -> list[tuple[dict[str, str], list[str]]]:
     """The different commands of these programs, each with the variables that it sets."""
     lines = [line for path in DOCUMENTS for line in command_lines(text_of(path))]
     return [
-        line for n, line in enumerate(lines) if line[1][0] in programs and line not in lines[:n]
+        line
+        for n, line in enumerate(lines)
+        if line[1][0] in programs and line not in lines[:n]
     ]
 
 
@@ -56,9 +58,14 @@ def test_there_are_commands_of_each_kind() -> None:
 
 # The layout of DeepSeek-V3 on 2,048 devices is a search of minutes on a slow machine.
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("variables", "words"), named([line for line in OURS if is_run(line[1])]))
+@pytest.mark.parametrize(
+    ("variables", "words"), named([line for line in OURS if is_run(line[1])])
+)
 def test_a_command_of_ours_runs(
-    variables: dict[str, str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -77,7 +84,9 @@ def test_a_command_of_ours_runs(
         assert (tmp_path / output).stat().st_size > 100
 
 
-@pytest.mark.parametrize("words", [words for _, words in OURS if not is_run(words)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [words for _, words in OURS if not is_run(words)], ids=" ".join
+)
 def test_a_command_of_ours_is_understood(words: list[str]) -> None:
     args = cli.build_parser().parse_args(words[1:])
     assert callable(args.run)
@@ -91,7 +100,9 @@ def with_devices(hostfile: str, folder: Path) -> str:
     named = REPO / hostfile
     hosts = [f"10.0.0.{n}" for n in range(1, 5)]
     if hostfile != "FILE":
-        hosts = [line for line in text_of(named).splitlines() if not line.startswith("#")]
+        hosts = [
+            line for line in text_of(named).splitlines() if not line.startswith("#")
+        ]
     copy = folder / "hosts"
     copy.write_text("".join(f"{host} slots=8\n" for host in hosts))
     return str(copy)
@@ -108,7 +119,10 @@ def test_a_script_of_a_model_starts_something(
         if word == "--hostfile" and arguments[n + 1] != "hostfiles/localhost":
             arguments[n + 1] = with_devices(arguments[n + 1], tmp_path)
     if "HOSTFILE" in variables:
-        variables = {**variables, "HOSTFILE": with_devices(variables["HOSTFILE"], tmp_path)}
+        variables = {
+            **variables,
+            "HOSTFILE": with_devices(variables["HOSTFILE"], tmp_path),
+        }
     done = bash(words[1], *first, *arguments, "--dry-run", **variables)
     assert done.returncode == 0, done.stderr
     assert re.search(r"pretrain_(gpt|bert)\.py", done.stdout)
@@ -127,4 +141,6 @@ def test_a_command_of_torchrun_is_understood(words: list[str]) -> None:
     else:
         assert args.training_script in tracked()
         flags = args.training_script_args
-    assert not [flag for flag in flags if flag.startswith("-") and not flag.startswith("--")]
+    assert not [
+        flag for flag in flags if flag.startswith("-") and not flag.startswith("--")
+    ]

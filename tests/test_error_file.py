@@ -16,7 +16,9 @@ def _fail() -> None:
     raise ValueError("no more ranks")
 
 
-def test_torchrun_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_never_sees_half_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     write_text = Path.write_text
@@ -28,7 +30,10 @@ def test_torchrun_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "write_text", look)
     with pytest.raises(ValueError, match="no more ranks"):
         record(_fail, WholeErrorFile())()
-    assert json.loads(path.read_text())["message"]["message"] == "ValueError: no more ranks"
+    assert (
+        json.loads(path.read_text())["message"]["message"]
+        == "ValueError: no more ranks"
+    )
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -95,7 +95,9 @@ def test_a_dry_run_shows_what_would_steer_the_terminal(
     shown = capsys.readouterr().out
     assert shown.replace("\n", "").isprintable()
     command = shown.splitlines()[-1].partition(" && ")[2]
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True
+    )
     assert done.stdout == said
 
 
@@ -115,7 +117,12 @@ def test_doctor_needs_a_hostfile_to_choose_from(
         HangError("rank 3 stands still", rank=3),
         PeerAborted("1F0 did not come", "rank 2: out of memory"),
         UpstreamMismatch(
-            "module:name", expected="a", found="b", installed="1", supported="2", remedy="pip"
+            "module:name",
+            expected="a",
+            found="b",
+            installed="1",
+            supported="2",
+            remedy="pip",
         ),
     ],
     ids=lambda error: type(error).__name__,

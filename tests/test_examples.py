@@ -88,7 +88,10 @@ def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
         chosen = pipeline()
         assert chosen is not None
         assert chosen.name == name
-        assert (chosen.pp, args.pipeline_model_parallel_size) == (2 * chosen.config.twins, 2)
+        assert (chosen.pp, args.pipeline_model_parallel_size) == (
+            2 * chosen.config.twins,
+            2,
+        )
     finally:
         clear_configuration()
 
@@ -102,7 +105,10 @@ def test_an_option_may_have_its_value_behind_a_sign(tmp_path: Path) -> None:
 def test_mirrored_pipelines_need_four_processes() -> None:
     done = bash(LLAMA3, "--dry-run", "--tiny", "--enable-bitpipe-schedule", NPROC="2")
     assert done.returncode == 2
-    assert "needs a multiple of 4 processes, NPROC is 2; take NPROC=4, or zb-v" in done.stderr
+    assert (
+        "needs a multiple of 4 processes, NPROC is 2; take NPROC=4, or zb-v"
+        in done.stderr
+    )
 
 
 def test_several_nodes() -> None:
@@ -144,19 +150,43 @@ def copy_of_the_scripts(tmp_path: Path, model: str = "llama3") -> Path:
     [
         (["stray"], {}, 'unexpected "stray"; flags start with --'),
         (["--out"], {}, "--out needs a value"),
-        (["--tiny", "--out", "/proc/x"], {}, "--out /proc/x cannot be made; name a folder"),
-        (["--size", "9b"], {}, "--size 9b: there is none of this name; take one of: 70b 8b tiny"),
+        (
+            ["--tiny", "--out", "/proc/x"],
+            {},
+            "--out /proc/x cannot be made; name a folder",
+        ),
+        (
+            ["--size", "9b"],
+            {},
+            "--size 9b: there is none of this name; take one of: 70b 8b tiny",
+        ),
         (["--hostfile", "/absent"], {}, "--hostfile /absent: there is no such file"),
         (["--tiny"], {"NPROC": "none"}, "NPROC=none is not a number of processes"),
-        (["--dry-run", "--size", "70b"], {}, "one copy of the model takes tensor 8 x pipeline 4"),
+        (
+            ["--dry-run", "--size", "70b"],
+            {},
+            "one copy of the model takes tensor 8 x pipeline 4",
+        ),
         (["--tiny"], {"VIRTUAL_ENV": "/absent"}, "/absent has no bin/python"),
-        (["--tiny"], {"MEGATRON_EXT_DEVICE": "abacus"}, "MEGATRON_EXT_DEVICE is 'abacus'"),
+        (
+            ["--tiny"],
+            {"MEGATRON_EXT_DEVICE": "abacus"},
+            "MEGATRON_EXT_DEVICE is 'abacus'",
+        ),
         (["--data-path", "p"], {}, "the 8b model needs accelerators"),
         (["--tinny"], {}, "--tinny is not a flag of this script; did you mean --tiny?"),
         (["--dry-run", "--pipeline-schedule", "zbv"], {}, "did you mean zb-v?"),
-        (["--tiny", "--num-layers", "4x"], {}, "--num-layers is '4x'; it must be a whole number"),
+        (
+            ["--tiny", "--num-layers", "4x"],
+            {},
+            "--num-layers is '4x'; it must be a whole number",
+        ),
         (["--tiny", "--num-layrs", "4"], {}, "did you mean --num-layers?"),
-        (["--dry-run"], {"NNODES": "2"}, "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR"),
+        (
+            ["--dry-run"],
+            {"NNODES": "2"},
+            "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR",
+        ),
     ],
 )
 def test_bad_input_is_explained(
@@ -168,11 +198,15 @@ def test_bad_input_is_explained(
     assert "Traceback" not in done.stderr
 
 
-def test_bert_is_refused_before_a_release_without_it_is_installed(tmp_path: Path) -> None:
+def test_bert_is_refused_before_a_release_without_it_is_installed(
+    tmp_path: Path,
+) -> None:
     folder = copy_of_the_scripts(tmp_path, "bert")
     done = bash(str(folder / "examples/bert/run.sh"), "--tiny", VIRTUAL_ENV=None)
     assert done.returncode == 2
-    assert "start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR" in done.stderr
+    assert (
+        "start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR" in done.stderr
+    )
     assert not (folder / ".venv").exists()
 
 
@@ -208,7 +242,9 @@ def test_kernels_that_a_gpu_lacks_are_switched_off(
 
 def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:
     folder = copy_of_the_scripts(tmp_path)
-    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
+    done = bash(
+        str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3"
+    )
     assert done.returncode == 2
     assert "found no Python >= 3.10" in done.stderr
     assert "apt-get install python3 python3-venv" in done.stderr
@@ -236,7 +272,9 @@ def test_the_newest_python_is_taken_that_has_the_headers(tmp_path: Path) -> None
     bare = fake_python(tmp_path / "python3.14", "3.14.0", headers=False)
 
     def chosen(*candidates: Path) -> str:
-        return common(f"PYTHON3={shlex.quote(' '.join(map(str, candidates)))} find_python").stdout
+        return common(
+            f"PYTHON3={shlex.quote(' '.join(map(str, candidates)))} find_python"
+        ).stdout
 
     assert chosen(bare, old, new) == f"{new}\n"
     assert chosen(old, bare) == f"{bare}\n"
@@ -253,12 +291,17 @@ def test_an_environment_with_another_python_or_torch_is_not_taken_for_the_one_as
     asked = fake_python(tmp_path / "python3.12", "3.12.1")
     done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3=str(asked))
     assert done.returncode == 2
-    assert f"PYTHON3={asked} is Python 3.12, but {folder}/.venv was made with 3.11" in done.stderr
+    assert (
+        f"PYTHON3={asked} is Python 3.12, but {folder}/.venv was made with 3.11"
+        in done.stderr
+    )
     assert f"rm -r {folder}/.venv" in done.stderr
     done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, TORCH_VERSION="1.2.3")
     assert done.returncode == 2
     assert f"TORCH_VERSION is 1.2.3, but {folder}/.venv has torch " in done.stderr
-    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
+    done = bash(
+        str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3"
+    )
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "found no Python >= 3.10" in line
@@ -274,7 +317,9 @@ def test_the_last_value_of_a_flag_counts() -> None:
 
 
 def test_a_command_keeps_its_output_and_its_exit_code(tmp_path: Path) -> None:
-    done = common(f"RAW=true; run_command {tmp_path}/log bash -c 'echo out; echo err >&2; exit 7'")
+    done = common(
+        f"RAW=true; run_command {tmp_path}/log bash -c 'echo out; echo err >&2; exit 7'"
+    )
     assert done.returncode == 7
     assert sorted(done.stdout.split()) == ["err", "out"]
     assert (tmp_path / "log").read_text() == done.stdout
@@ -283,17 +328,22 @@ def test_a_command_keeps_its_output_and_its_exit_code(tmp_path: Path) -> None:
 def test_a_command_that_has_ended_before_it_is_waited_for_keeps_its_exit_code(
     tmp_path: Path,
 ) -> None:
-    slow_trap = 'trap() { builtin trap "$@"; sleep 0.3; }'  # comes between starting and waiting
+    slow_trap = (
+        'trap() { builtin trap "$@"; sleep 0.3; }'  # comes between starting and waiting
+    )
     assert common(f"{slow_trap}; run_command {tmp_path}/log false").returncode == 1
 
 
 def test_termination_reaches_the_command(tmp_path: Path) -> None:
     program = (
-        f"trap 'echo told; exit 3' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done"
+        f"trap 'echo told; exit 3' TERM; touch {tmp_path}/started; "
+        "while :; do sleep 0.1; done"
     )
     run = f"RAW=true; run_command {tmp_path}/log bash -c {shlex.quote(program)}"
     script = f"source examples/common.sh; {run}"
-    with subprocess.Popen(["bash", "-c", script], cwd=REPO, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=REPO, stdout=subprocess.PIPE
+    ) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
@@ -309,10 +359,18 @@ def test_termination_reaches_the_command(tmp_path: Path) -> None:
     [
         ("", "", "starts from random weights, checkpoints go to out"),
         ("6", "", "resumes from iteration 6 of {load}"),
-        ("4", "", "trains to iteration 8; run again with --load out, without --finetune, to go on"),
+        (
+            "4",
+            "",
+            "trains to iteration 8; run again with --load out, without --finetune, to go on",
+        ),
         ("4", "--save {load}", "trains to iteration 8; run again to go on from there"),
         ("6", "--finetune", "starts from the weights in {load}, checkpoints go to out"),
-        ("release", "--save there", "starts from the weights in {load}, checkpoints go to there"),
+        (
+            "release",
+            "--save there",
+            "starts from the weights in {load}, checkpoints go to there",
+        ),
         ("8", "", "nothing to do: trained to --train-iters 8"),
     ],
 )
@@ -320,16 +378,29 @@ def test_the_folder_that_is_loaded_is_named(
     tmp_path: Path, latest: str, more: str, told: str
 ) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest or "0")
-    given = f"--save out --load out --train-iters 8 --exit-interval 4 --load {tmp_path} "
+    given = (
+        f"--save out --load out --train-iters 8 --exit-interval 4 --load {tmp_path} "
+    )
     given += more.format(load=tmp_path)
-    done = bash("-c", f"HERE=examples/llama3; source examples/train.sh; FLAGS=({given}); announce")
+    done = bash(
+        "-c",
+        f"HERE=examples/llama3; source examples/train.sh; FLAGS=({given}); announce",
+    )
     assert told.format(load=tmp_path) in done.stdout
 
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("a_training_loop")
 def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
-    flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
+    flags = [
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "1",
+    ]
     first = bash(LLAMA3, *flags, "--train-iters", "6", NPROC="2")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "starts from random weights" in first.stdout
@@ -340,7 +411,9 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
     second = bash(LLAMA3, *flags, "--train-iters", "8", NPROC="2")
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"resumes from iteration 6 of {tmp_path}/checkpoints" in second.stdout
-    resumed = re.search(r"loss (\S+) at iteration 7, (\S+) at iteration 8", second.stdout)
+    resumed = re.search(
+        r"loss (\S+) at iteration 7, (\S+) at iteration 8", second.stdout
+    )
     assert resumed, second.stdout
     assert float(resumed[1]) < float(shown[1])
 
@@ -353,11 +426,21 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.slow
 def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
-    flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
+    flags = [
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "1",
+    ]
     losses = []
     for index, name in enumerate((None, "zb-v")):
         chosen = ["--pipeline-schedule", name] if name else []
-        done = bash(LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2), NPROC="2")
+        done = bash(
+            LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2), NPROC="2"
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         line = r"(?m)^megatron_ext: pipeline schedule: (\S+).* on \d+ ranks"
         begun = re.findall(line, done.stdout)
@@ -372,12 +455,24 @@ def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.tree
-@pytest.mark.skipif(not releases.has_training(), reason="the wheel has no training loop")
-def test_both_ways_print_the_same_losses(tmp_path: Path, megatron_lm_path: Path) -> None:
+@pytest.mark.skipif(
+    not releases.has_training(), reason="the wheel has no training loop"
+)
+def test_both_ways_print_the_same_losses(
+    tmp_path: Path, megatron_lm_path: Path
+) -> None:
     """Upstream's script, and the few lines that stand in for it without a tree."""
     printed = []
     for tree in (str(megatron_lm_path), None):
-        flags = ["--tiny", "--train-iters", "3", "--log-interval", "1", "--eval-iters", "1"]
+        flags = [
+            "--tiny",
+            "--train-iters",
+            "3",
+            "--log-interval",
+            "1",
+            "--eval-iters",
+            "1",
+        ]
         out = str(tmp_path / str(tree is None))
         done = bash(LLAMA3, *flags, "--out", out, MEGATRON_LM_PATH=tree)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -53,14 +53,18 @@ def test_a_package_that_only_the_last_rank_imports() -> None:
             "error: --save-interval is missing: Megatron needs it with --save",
         ),
         (
-            GPT + "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40",
+            GPT
+            + "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40",
             "Megatron-LM refused the arguments: num_attention_heads (5) must be a multiple of",
         ),
         (
             PP2 + "--pipeline-shedule zb-v --use-dp 3",
             "--pipeline-shedule; did you mean --pipeline-schedule? unknown argument --use-dp; did",
         ),
-        (PP2 + "--seq-length long", "error: --seq-length is 'long'; it must be a whole number"),
+        (
+            PP2 + "--seq-length long",
+            "error: --seq-length is 'long'; it must be a whole number",
+        ),
     ],
     ids=["arguments", "TransformerConfig", "unknown flags", "no number"],
 )
@@ -79,7 +83,10 @@ def test_a_checkpoint_of_another_format_is_one_line(tmp_path: Path) -> None:
     flags = f"{PP2}--pipeline-schedule zb-v --load {tmp_path} --auto-detect-ckpt-format"
     [line] = errors(start(flags))
     mine = "ranks 0: 0 and 3, 1: 1 and 2 of Et|t|t|tL (2 on each rank)"
-    assert f"are those of Megatron (1 on each rank), but those of this run are {mine}" in line
+    assert (
+        f"are those of Megatron (1 on each rank), but those of this run are {mine}"
+        in line
+    )
 
 
 @needs_loop
@@ -113,7 +120,11 @@ def test_a_file_that_one_host_lacks_ends_both(tmp_path: Path) -> None:
         for host in hosts:
             host.kill()
     for log, count in zip(logs, (1, 1), strict=True):
-        lines = [line for line in log.splitlines() if line.startswith("megatron_ext: error: ")]
+        lines = [
+            line
+            for line in log.splitlines()
+            if line.startswith("megatron_ext: error: ")
+        ]
         assert len(lines) == count, log
         assert "table.csv" in lines[0]
     assert "rank 1 on " in logs[0]
@@ -141,7 +152,10 @@ for pid in pids:
 
 @pytest.mark.parametrize(
     ("error", "line", "code"),
-    [("UserError('no')", "megatron_ext: error: no\n", 2), ("KeyError(1)", "KeyError: 1\n", 1)],
+    [
+        ("UserError('no')", "megatron_ext: error: no\n", 2),
+        ("KeyError(1)", "KeyError: 1\n", 1),
+    ],
 )
 def test_a_rank_that_ends_slowly_keeps_its_exit_code(
     tmp_path: Path, error: str, line: str, code: int
@@ -161,7 +175,9 @@ def test_a_rank_that_ends_slowly_keeps_its_exit_code(
 
 
 def test_ranks_of_one_launcher_report_an_error_once() -> None:
-    ended = run_python("-c", f"import megatron_ext.upstream.failure\n{RANKS}", WORLD_SIZE="4")
+    ended = run_python(
+        "-c", f"import megatron_ext.upstream.failure\n{RANKS}", WORLD_SIZE="4"
+    )
     assert ended.stderr == "megatron_ext: error: no such schedule\n"
 
 
@@ -172,7 +188,11 @@ def test_a_rank_that_fails_after_the_first_has_ended_does_not_repeat_its_line(
         path = tmp_path / str(rank) / "error.json"
         path.parent.mkdir()
         ended = run_python(
-            "-c", REPORT, WORLD_SIZE="2", RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(path)
+            "-c",
+            REPORT,
+            WORLD_SIZE="2",
+            RANK=str(rank),
+            TORCHELASTIC_ERROR_FILE=str(path),
         )
         assert ended.stderr == printed
 
@@ -194,4 +214,6 @@ def test_an_interrupt_without_save_counts_no_checkpoint_of_the_current_folder(
     failure.report_interrupt()
     assert "interrupted at iteration 3; nothing was saved" in capsys.readouterr().err
     # A launcher need not see the folder of its hosts.
-    assert failure.to_resume("nowhere", None) == "no checkpoint in nowhere on this machine"
+    assert (
+        failure.to_resume("nowhere", None) == "no checkpoint in nowhere on this machine"
+    )

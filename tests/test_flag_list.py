@@ -14,12 +14,18 @@ from tests.ranks import run_ranks
 
 
 def _described(parser: ArgumentParser) -> dict[str, list[Any]]:
-    return {name: _facts(action) for action in parser._actions for name in action.option_strings}
+    return {
+        name: _facts(action)
+        for action in parser._actions
+        for name in action.option_strings
+    }
 
 
 def _facts(action: Action) -> list[Any]:
     kind = action.type if action.type in (int, float) else None
-    choices = sorted(str(getattr(choice, "name", choice)) for choice in action.choices or ())
+    choices = sorted(
+        str(getattr(choice, "name", choice)) for choice in action.choices or ()
+    )
     return [action.dest, action.nargs, type(action).__name__, kind, choices]
 
 
@@ -28,7 +34,10 @@ def _both() -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
 
     from megatron_ext.config.flags import DESTINATIONS
 
-    listed, parser = ArgumentParser(allow_abbrev=False), ArgumentParser(allow_abbrev=False)
+    listed, parser = (
+        ArgumentParser(allow_abbrev=False),
+        ArgumentParser(allow_abbrev=False),
+    )
     for flag in flag_list.megatron_flags():
         flag.add_to(listed)
     add_megatron_arguments(parser)
@@ -49,7 +58,11 @@ def test_the_list_is_that_of_the_parser() -> None:
     different = {name for name, facts in listed.items() if facts != of_parser[name]}
     # Their converters compare the word with the names of an enumeration: more than the parser says;
     # and the device adds a backend of its own.
-    assert different <= {"--cuda-graph-scope", "--cuda-graph-modules", "--distributed-backend"}
+    assert different <= {
+        "--cuda-graph-scope",
+        "--cuda-graph-modules",
+        "--distributed-backend",
+    }
 
 
 def test_a_script_adds_its_own(tmp_path: Path) -> None:
@@ -63,7 +76,10 @@ def test_a_script_adds_its_own(tmp_path: Path) -> None:
         "    group.add_argument(name)\n"
     )
     rows, kind = flag_list.script_flags(script)
-    assert (rows.names, rows.keywords) == (("--rows", "--num-rows"), {"nargs": "+", "type": int})
+    assert (rows.names, rows.keywords) == (
+        ("--rows", "--num-rows"),
+        {"nargs": "+", "type": int},
+    )
     assert (rows.default, rows.dest) == (3, "rows")
     assert kind.keywords == {"choices": ["a", "b"], "type": str}
     script.write_text("not Python at all")

@@ -44,13 +44,23 @@ def test_a_python_that_lacks_what_it_needs_is_named(tmp_path: Path) -> None:
     bare.chmod(0o755)
     done = run_script(PYTHON="", VIRTUAL_ENV=str(tmp_path))
     assert done.returncode == 1
-    assert "lacks torch and megatron and pytest and pytest_timeout; activate" in done.stderr
+    assert (
+        "lacks torch and megatron and pytest and pytest_timeout; activate"
+        in done.stderr
+    )
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
 def test_what_is_skipped_fails() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/gpu/test_transport.py", "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/gpu/test_transport.py",
+            "-p",
+            "no:cacheprovider",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -113,7 +123,9 @@ def start_comparison(records: Path, duration_s: str) -> subprocess.Popen[str]:
 def assert_nothing_is_left(records: Path) -> None:
     environment = (records / "environment").read_text()
     pipe = re.search(
-        r"^CUDA_MPS_PIPE_DIRECTORY=(/tmp/megatron-ext-gpu\.\w+)/pipe$", environment, re.M
+        r"^CUDA_MPS_PIPE_DIRECTORY=(/tmp/megatron-ext-gpu\.\w+)/pipe$",
+        environment,
+        re.M,
     )
     assert pipe is not None
     assert not Path(pipe[1]).exists()
@@ -152,7 +164,8 @@ def test_nothing_is_left_of_a_comparison_that_is_stopped(
 
 
 @pytest.mark.skipif(
-    Path("/usr/bin/nvidia-cuda-mps-control").exists(), reason="this machine has the program"
+    Path("/usr/bin/nvidia-cuda-mps-control").exists(),
+    reason="this machine has the program",
 )
 def test_without_the_daemons_program_nothing_is_measured() -> None:
     done = subprocess.run(
@@ -167,15 +180,27 @@ def test_without_the_daemons_program_nothing_is_measured() -> None:
     assert "measures nothing: nvidia-cuda-mps-control" in done.stdout
 
 
-@pytest.mark.parametrize(("started_by", "local_rank"), [("torchrun", "0"), ("hand", "3")])
-def test_each_rank_of_torchrun_gets_the_first_gpu(started_by: str, local_rank: str) -> None:
-    environment = {**os.environ, "LOCAL_RANK": "3", "PYTHONPATH": str(ROOT / "tests/gpu/first_gpu")}
+@pytest.mark.parametrize(
+    ("started_by", "local_rank"), [("torchrun", "0"), ("hand", "3")]
+)
+def test_each_rank_of_torchrun_gets_the_first_gpu(
+    started_by: str, local_rank: str
+) -> None:
+    environment = {
+        **os.environ,
+        "LOCAL_RANK": "3",
+        "PYTHONPATH": str(ROOT / "tests/gpu/first_gpu"),
+    }
     environment.pop("TORCHELASTIC_RUN_ID", None)
     if started_by == "torchrun":
         environment["TORCHELASTIC_RUN_ID"] = "run"
     program = "import os; print(os.environ['LOCAL_RANK'])"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == local_rank
 
@@ -189,4 +214,7 @@ def test_all_checks_run_on_the_emulated_device() -> None:
     rows = [line for line in done.stdout.splitlines() if line.startswith("| test_")]
     assert all(row.split(" | ")[1] == "passed" for row in rows)
     assert sum("GB/s" in row for row in rows) == 2
-    assert sum("gradients of the first step equal in all bits" in row for row in rows) == 15
+    assert (
+        sum("gradients of the first step equal in all bits" in row for row in rows)
+        == 15
+    )

@@ -17,7 +17,9 @@ import pytest
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "megatron_ext"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-NATIVE = sorted(path for path in (REPO / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
+NATIVE = sorted(
+    path for path in (REPO / "csrc").rglob("*") if path.suffix in {".cc", ".h"}
+)
 
 # Python gives these two names their meaning; every other module is found by its own.
 SHARED_NAMES = {"__init__", "__main__"}
@@ -45,13 +47,17 @@ def repeated(paths: list[Path]) -> dict[str, list[str]]:
     for path in paths:
         homes.setdefault(path.stem, []).append(name(path))
     return {
-        stem: found for stem, found in homes.items() if len(found) > 1 and stem not in SHARED_NAMES
+        stem: found
+        for stem, found in homes.items()
+        if len(found) > 1 and stem not in SHARED_NAMES
     }
 
 
 def test_no_two_modules_share_a_name() -> None:
     assert repeated(SOURCES) == {}
-    assert repeated([*SOURCES, PACKAGE / "launch" / "executor.py"]).keys() == {"executor"}
+    assert repeated([*SOURCES, PACKAGE / "launch" / "executor.py"]).keys() == {
+        "executor"
+    }
 
 
 def test_only_device_files_call_devices_by_name() -> None:
@@ -79,7 +85,9 @@ def foreign_names(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             modules = [(alias.name, alias.asname) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            modules = [(f"{node.module}.{a.name}", a.asname or a.name) for a in node.names]
+            modules = [
+                (f"{node.module}.{a.name}", a.asname or a.name) for a in node.names
+            ]
         else:
             continue
         for module, bound in modules:
@@ -92,7 +100,9 @@ def foreign_names(tree: ast.Module) -> set[str]:
 def assigned_attributes(tree: ast.Module) -> Iterator[tuple[int, ast.expr]]:
     """Each attribute that a file sets or deletes: (line, the object that has the attribute)."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        if isinstance(node, ast.Attribute) and isinstance(
+            node.ctx, ast.Store | ast.Del
+        ):
             yield node.lineno, node.value
         elif (
             isinstance(node, ast.Call)
@@ -118,8 +128,14 @@ def foreign_assignments(path: Path, tree: ast.Module) -> list[str]:
 
 
 def test_only_patches_assign_into_other_packages() -> None:
-    elsewhere = [path for path in SOURCES if not path.is_relative_to(PACKAGE / "patches")]
-    found = [line for path, tree in parsed(elsewhere) for line in foreign_assignments(path, tree)]
+    elsewhere = [
+        path for path in SOURCES if not path.is_relative_to(PACKAGE / "patches")
+    ]
+    found = [
+        line
+        for path, tree in parsed(elsewhere)
+        for line in foreign_assignments(path, tree)
+    ]
     assert not found, "this has to be a patch of the registry:\n" + "\n".join(found)
 
 
@@ -138,7 +154,11 @@ def test_the_scan_finds_assignments(code: str) -> None:
 
 def test_the_native_core_includes_no_torch() -> None:
     include = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)')
-    found = [name(path) for path in NATIVE if include.search(path.read_text(encoding="utf-8"))]
+    found = [
+        name(path)
+        for path in NATIVE
+        if include.search(path.read_text(encoding="utf-8"))
+    ]
     assert not found, f"pointers and sizes cross into C++, no tensors: {found}"
 
 
@@ -148,7 +168,11 @@ def test_cheap_commands_import_nothing_heavy() -> None:
         "print(*{'torch', 'numpy', 'megatron.core', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == []
 
@@ -176,7 +200,9 @@ def imported(path: Path, tree: ast.Module, modules: frozenset[str]) -> set[str]:
 
 
 def module(path: Path) -> str:
-    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def room(module: str) -> str:
@@ -205,7 +231,10 @@ def test_no_files_and_no_rooms_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("config/active.py", "if TYPE_CHECKING:\n    from megatron_ext.runtime import runtime"),
+        (
+            "config/active.py",
+            "if TYPE_CHECKING:\n    from megatron_ext.runtime import runtime",
+        ),
         ("config/entrances.py", "def f(): from megatron_ext import hosts"),
         ("planning/bounds.py", "from megatron_ext.config.incompatible import RULES"),
         ("runtime/compute.py", "from megatron_ext.runtime.executor import Executor"),
@@ -251,7 +280,9 @@ BREACHES = {
 
 def test_a_broken_contract_is_found(tmp_path: Path) -> None:
     """Each contract is broken once, in a copy; the tool names every one of them."""
-    shutil.copytree(PACKAGE, tmp_path / "megatron_ext", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copytree(
+        PACKAGE, tmp_path / "megatron_ext", ignore=shutil.ignore_patterns("*.so")
+    )
     shutil.copy(REPO / "pyproject.toml", tmp_path)
     for file, module in BREACHES.items():
         with (tmp_path / "megatron_ext" / file).open("a", encoding="utf-8") as source:

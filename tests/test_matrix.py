@@ -54,7 +54,10 @@ SCHEDULES = {
     "Megatron's own": "",
 }
 DEVICE_WIRES = {"torch": "Torch", "ipc": "Direct", "staged": "Staged", "tcp": "Staged"}
-WIRES = {"ipc": "shm --pipeline-device-path ipc", "staged": "shm --pipeline-device-path staged"}
+WIRES = {
+    "ipc": "shm --pipeline-device-path ipc",
+    "staged": "shm --pipeline-device-path staged",
+}
 CARRIERS = {
     f"{device} {wire}": (connections, f"--pipeline-transport {flags} ", opened)
     for device, connections, wires in (
@@ -90,7 +93,10 @@ class Case(NamedTuple):
     @property
     def is_twins(self) -> bool:
         """Both directions hold the model: two replicas of half as many stages."""
-        return self.schedule.startswith(("bitpipe", "dualpipe")) and self.schedule != "dualpipe-v"
+        return (
+            self.schedule.startswith(("bitpipe", "dualpipe"))
+            and self.schedule != "dualpipe-v"
+        )
 
     def trains(self) -> bool:
         """Some pairs are no training, or not one with these bits."""
@@ -114,7 +120,10 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
     while lacking:
         best = max(
             pairs,
-            key=lambda case: (len(pairs[case] & lacking), -sum(used[value] for value in case)),
+            key=lambda case: (
+                len(pairs[case] & lacking),
+                -sum(used[value] for value in case),
+            ),
         )
         chosen.append(best)
         lacking -= pairs[best]
@@ -123,7 +132,9 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
 
 
 EVERY = [
-    case for case in map(Case._make, product(SCHEDULES, CARRIERS, PARALLELISM)) if case.trains()
+    case
+    for case in map(Case._make, product(SCHEDULES, CARRIERS, PARALLELISM))
+    if case.trains()
 ]
 
 
@@ -142,7 +153,9 @@ def test_bits_of_megatrons_own(case: Case, request: pytest.FixtureRequest) -> No
     schedule = case.schedule.partition(",")[0]
     connections, wire, opened = CARRIERS[case.carrier]
     ranks_per_stage, flags = PARALLELISM[case.parallelism]
-    flags = f"{GPT}{UNCLIPPED}--num-layers 8 --global-batch-size 16 --train-iters 2 {flags}"
+    flags = (
+        f"{GPT}{UNCLIPPED}--num-layers 8 --global-batch-size 16 --train-iters 2 {flags}"
+    )
     flags = flags.replace("--eval-iters 0", "--eval-iters 1").replace(
         "--eval-interval 2", "--eval-interval 1"
     )

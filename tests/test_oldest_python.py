@@ -16,7 +16,9 @@ import pytest
 from megatron_ext.schedules.generators.catalog import registered
 
 REPO = Path(__file__).parents[1]
-OLDEST = re.findall(r'requires-python = ">=([\d.]+)"', (REPO / "pyproject.toml").read_text())[0]
+OLDEST = re.findall(
+    r'requires-python = ">=([\d.]+)"', (REPO / "pyproject.toml").read_text()
+)[0]
 SIZES = "--pipeline-model-parallel-size 4 --num-layers 16 --hidden-size 64 --num-attention-heads 4"
 BATCH = "--seq-length 64 --micro-batch-size 1 --global-batch-size 16"
 
@@ -25,10 +27,15 @@ BATCH = "--seq-length 64 --micro-batch-size 1 --global-batch-size 16"
 def python() -> Path:
     """The oldest Python, on PATH or of pyenv."""
     found = [shutil.which(f"python{OLDEST}")]
-    found += sorted(map(str, Path.home().glob(f".pyenv/versions/{OLDEST}.*/bin/python")))
+    found += sorted(
+        map(str, Path.home().glob(f".pyenv/versions/{OLDEST}.*/bin/python"))
+    )
     for each in filter(None, found):
         # A shim of pyenv is there for versions that are not chosen.
-        if subprocess.run([each, "-c", ""], capture_output=True, timeout=60).returncode == 0:
+        if (
+            subprocess.run([each, "-c", ""], capture_output=True, timeout=60).returncode
+            == 0
+        ):
             return Path(each)
     pytest.skip(f"there is no python{OLDEST} here")
 
@@ -60,7 +67,11 @@ def test_every_file_compiles() -> None:
 def test_every_schedule_is_accepted() -> None:
     names = [name for name in registered() if name != "interleaved"]
     flags = [f"{SIZES} {BATCH} --pipeline-schedule {name}" for name in names]
-    flags += [f"{flags[0]} --use-dpp", f"{flags[0]} --pipeline-slices 2", f"{SIZES} {BATCH}"]
+    flags += [
+        f"{flags[0]} --use-dpp",
+        f"{flags[0]} --pipeline-slices 2",
+        f"{SIZES} {BATCH}",
+    ]
     out = run(
         "-c",
         "import sys, megatron_ext\n"
@@ -79,5 +90,14 @@ def test_plans_and_pictures(tmp_path: Path) -> None:
 
 
 def test_a_layout_is_found() -> None:
-    model = ["--model", str(REPO / "examples/llama3"), "--size", "8b", "--devices", "8xh100"]
-    assert "MFU" in run("-m", "megatron_ext.cli", "plan", *model, "--global-batch-size", "16")
+    model = [
+        "--model",
+        str(REPO / "examples/llama3"),
+        "--size",
+        "8b",
+        "--devices",
+        "8xh100",
+    ]
+    assert "MFU" in run(
+        "-m", "megatron_ext.cli", "plan", *model, "--global-batch-size", "16"
+    )

@@ -70,7 +70,9 @@ def test_a_link_is_followed_and_stays_a_link(tmp_path: Path, command) -> None:
     assert run(link) == (0, "")
     assert link.is_symlink()
     assert aim.read_text() not in ("", "before")
-    assert stat.S_IMODE(aim.stat().st_mode) == 0o640, "a file that is replaced keeps its mode"
+    assert stat.S_IMODE(aim.stat().st_mode) == 0o640, (
+        "a file that is replaced keeps its mode"
+    )
     assert _entries(tmp_path / "elsewhere") == ["aim"]
     assert _entries(tmp_path / "out") == [link.name]
 
@@ -89,7 +91,9 @@ def test_a_pipe_is_written_into(tmp_path: Path, command) -> None:
     pipe = tmp_path / "out" / f"pipe{ending}"
     os.mkfifo(pipe)
     read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader = threading.Thread(
+        target=lambda: read.append(pipe.read_bytes()), daemon=True
+    )
     reader.start()
     assert run(pipe) == (0, "")
     reader.join(60)
@@ -153,7 +157,9 @@ def _limited(argument_list: list[str], size: int) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_was_there_survives_a_disk_that_fills_up(tmp_path: Path, name: str) -> None:
+def test_what_was_there_survives_a_disk_that_fills_up(
+    tmp_path: Path, name: str
+) -> None:
     run = write_run(tmp_path, iterations=1)
     line, ending = COMMANDS[name]
     (tmp_path / "out").mkdir()

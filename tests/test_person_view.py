@@ -82,7 +82,9 @@ saving checkpoint at iteration       3 to a/b in torch_dist format
 
 
 def test_lines_of_two_ranks_may_stand_in_one() -> None:
-    rank = " > number of parameters on (tensor, pipeline) model parallel rank (0, %d): %d"
+    rank = (
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, %d): %d"
+    )
     start = "[before the start of training step] datetime: 2026-11-25 04:52:50.011847"
     assert short(f"{rank % (0, 800000)}{rank % (1, 790000)}\n\n{start}\n") == [
         "training 1.6 million parameters"
@@ -105,7 +107,9 @@ def test_warnings_that_matter_and_our_lines_are_shown() -> None:
 
 
 def test_logged_errors_are_shown_once_for_all_ranks_and_steps() -> None:
-    rejected = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank {}"
+    rejected = (
+        "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank {}"
+    )
     assert short(
         rejected.format(3),
         rejected.format(2),
@@ -132,7 +136,9 @@ def test_equal_tracebacks_of_several_ranks_are_shown_once_and_whole() -> None:
 
 
 def test_torchs_mark_of_a_rank_does_not_hide_a_traceback() -> None:
-    first, *_, last = marked = [f"[rank1]: {line}" for line in _TRACEBACK.splitlines()[:4]]
+    first, *_, last = marked = [
+        f"[rank1]: {line}" for line in _TRACEBACK.splitlines()[:4]
+    ]
     view = PersonView()
     assert [view.feed(line) for line in marked][-1] == _TRACEBACK.splitlines()[:4]
     assert view.has_shown(last)
@@ -155,10 +161,14 @@ def test_a_traceback_of_an_error_without_the_word_does_not_hide_the_training() -
     log = [*_TRACEBACK.splitlines()[:3], "queue.Empty"]
     step = _STEP.format(skipped=0)
     assert short(_ARGUMENTS, *log, step) == [_SHORT, *log]
-    assert short(_ARGUMENTS, *log[:2], step, *log[2:]) == [_SHORT, *log], "another process's"
+    assert short(_ARGUMENTS, *log[:2], step, *log[2:]) == [_SHORT, *log], (
+        "another process's"
+    )
 
 
-def test_the_command_keeps_the_log_and_needs_the_standard_library_alone(tmp_path: Path) -> None:
+def test_the_command_keeps_the_log_and_needs_the_standard_library_alone(
+    tmp_path: Path,
+) -> None:
     log = f"{_ARGUMENTS}\n{_STEP.format(skipped=0)}\n"
     command = [sys.executable, "-S", person_view.__file__]
     for option, shown in ([], f"{_SHORT}\n"), (["--raw"], log):

@@ -21,8 +21,12 @@ CODE = {"schedules/generators/catalog.py: _GENERATORS"}
 """Filled by decorators while modules are imported, also those of users; no state of a run."""
 OTHER_PROCESSES = ("tools/launch/",)
 """Commands with processes of their own, of which none trains."""
-MAKERS = frozenset({"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"})
-CHANGES = frozenset("add append clear extend insert pop popleft remove setdefault update".split())
+MAKERS = frozenset(
+    {"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"}
+)
+CHANGES = frozenset(
+    "add append clear extend insert pop popleft remove setdefault update".split()
+)
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -59,14 +63,20 @@ def changed(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in CHANGES:
                 found.add(root(node.func.value))
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(
+            node.ctx, ast.Load
+        ):
             found.add(root(node.value))
     return {name for name in found if name is not None}
 
 
 def local_names(tree: ast.Module) -> set[str]:
     """Return names that functions bind, which hide those of the module."""
-    stores = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    stores = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    )
     top = {name for name, _ in assigned(tree)}
     return {node.id for node in stores} - top
 
@@ -76,7 +86,8 @@ def mutable_classes(tree: ast.Module) -> set[str]:
     kinds = [
         node
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and "NamedTuple" not in map(ast.unparse, node.bases)
+        if isinstance(node, ast.ClassDef)
+        and "NamedTuple" not in map(ast.unparse, node.bases)
     ]
     return {
         kind.name
@@ -106,7 +117,11 @@ def state(name: str, tree: ast.Module) -> list[str]:
             else called
         )
         is_made = isinstance(value, ast.List | ast.Dict | ast.Set) or last in MAKERS
-        if (is_made and variable in touched) or last in {"count", "local"} or called in own:
+        if (
+            (is_made and variable in touched)
+            or last in {"count", "local"}
+            or called in own
+        ):
             found.append(f"{name}: {variable}")
     return found
 
@@ -151,7 +166,11 @@ COMMANDS = {
     "planning/training_cut.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
-PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}
+PATCHES_ON_TRAINING = {
+    "patches/arguments.py",
+    "patches/disaggregation.py",
+    "patches/trace.py",
+}
 FLAGS = ("argparse", "get_args", "sys.argv")
 
 
@@ -211,7 +230,8 @@ def test_the_environment_is_read_at_boundaries_only() -> None:
         name
         for name, tree in sources()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv"}
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in {"os.environ", "os.getenv"}
     }
     assert found == set(BOUNDARIES)
 

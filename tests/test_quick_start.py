@@ -16,7 +16,9 @@ def shown_and_commands(heading: str) -> tuple[list[str], list[str]]:
     """Return the lines that a section of README shows, and the commands before them."""
     text = (REPO / "README.md").read_text(encoding="utf-8")
     section = text.split(f"{heading}\n", 1)[1]
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    fenced = re.findall(
+        r"^```(\w*)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL
+    )
     commands = next(block for language, block in fenced if not language)
     shown = next(block for language, block in fenced if language == "text")
     return shown.splitlines(), commands.splitlines()

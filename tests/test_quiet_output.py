@@ -65,7 +65,9 @@ def start(
         ]
 
 
-def test_a_run_adds_few_lines_and_a_lack_of_the_cpu_is_shown_once(tmp_path: Path) -> None:
+def test_a_run_adds_few_lines_and_a_lack_of_the_cpu_is_shown_once(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "log.txt"
     for rank in start(FLAGS, log):
         assert rank.wait(timeout=150) == 0, log.read_text()
@@ -75,13 +77,17 @@ def test_a_run_adds_few_lines_and_a_lack_of_the_cpu_is_shown_once(tmp_path: Path
     before = lines[: lines.index(steps[0])]
     ours = [line for line in before if line.startswith("megatron_ext")]
     assert len(ours) == (2 if upstream.find_tree() is None else 1), ours
-    assert ours[-1].startswith("megatron_ext: pipeline schedule: zb-v chunks=2 on 2 ranks")
+    assert ours[-1].startswith(
+        "megatron_ext: pipeline schedule: zb-v chunks=2 on 2 ranks"
+    )
     assert not any("redirects" in line or "BERT" in line for line in before)
     lacks = Counter(found[1] for line in lines if (found := _LACKS.search(line)))
     assert set(lacks.values()) <= {1}, lacks
 
 
-def test_a_program_that_imports_us_adds_as_few(tmp_path: Path, megatron_lm_path: Path) -> None:
+def test_a_program_that_imports_us_adds_as_few(
+    tmp_path: Path, megatron_lm_path: Path
+) -> None:
     log = tmp_path / "log.txt"
     for rank in start(FLAGS, log, ("-c", OWN_PROGRAM, str(megatron_lm_path))):
         assert rank.wait(timeout=150) == 0, log.read_text()
@@ -96,7 +102,9 @@ def test_a_program_that_imports_us_adds_as_few(tmp_path: Path, megatron_lm_path:
 
 def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     log, saved = tmp_path / "log.txt", tmp_path / "saved"
-    flags = f"{FLAGS}--train-iters 100000 --save {saved} --load {saved} --save-interval 4 "
+    flags = (
+        f"{FLAGS}--train-iters 100000 --save {saved} --load {saved} --save-interval 4 "
+    )
     ranks = start(flags, log)
     try:
         for _ in range(1500):
@@ -114,7 +122,8 @@ def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     text = log.read_text()
     [line] = re.findall(r"^megatron_ext: interrupted .*", text, re.MULTILINE)
     numbers = re.fullmatch(
-        r"megatron_ext: interrupted at iteration (\d+); checkpoint (\d+); run again to resume", line
+        r"megatron_ext: interrupted at iteration (\d+); checkpoint (\d+); run again to resume",
+        line,
     )
     assert numbers is not None, line
     assert int(numbers[1]) >= int(numbers[2]), line

@@ -74,7 +74,9 @@ def test_a_run_that_is_cut_off_leaves_no_answer_for_the_next() -> None:
 
 def test_the_first_failing_rank_is_named_and_the_others_are_stopped() -> None:
     begin = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 failed first.*this rank fails on purpose"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 1 failed first.*this rank fails on purpose"
+    ):
         run_ranks(3, _fail_on, 1)
     assert time.monotonic() - begin < 50
 
@@ -130,7 +132,9 @@ with _turn(int(sys.argv[1]), Path(sys.argv[2])):
     def turn(num_ranks: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, str(num_ranks), str(cores)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return stack.enter_context(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
+        return stack.enter_context(
+            subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+        )
 
     def end(turn: subprocess.Popen[str]) -> None:
         assert turn.communicate("\n", timeout=100)[0] == ""
@@ -147,7 +151,9 @@ with _turn(int(sys.argv[1]), Path(sys.argv[2])):
         end(wide)
 
 
-def test_waiting_for_other_tests_is_none_of_a_tests_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_other_tests_is_none_of_a_tests_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_s: list[float] = []
     with monkeypatch.context() as patched:
         patched.setattr(signal, "getitimer", lambda _: (5.0, 0.0))

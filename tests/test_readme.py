@@ -19,11 +19,25 @@ from tests.ranks import require_training
 REPO = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "examples/*.md", "examples/*/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/*/*.md",
+        "examples/*.md",
+        "examples/*/*.md",
+    )
     for path in REPO.glob(pattern)
 )
 IDS = [path.relative_to(REPO).as_posix() for path in DOCUMENTS]
-OWN_FOLDERS = ("megatron_ext/", "csrc/", "examples/", "tests/", "docs/", "benchmarks/", ".ci/")
+OWN_FOLDERS = (
+    "megatron_ext/",
+    "csrc/",
+    "examples/",
+    "tests/",
+    "docs/",
+    "benchmarks/",
+    ".ci/",
+)
 
 
 def text_of(path: Path) -> str:
@@ -36,7 +50,9 @@ def tracked() -> set[str]:
     )
     if listed.returncode == 0:
         return set(listed.stdout.split())
-    return {path.relative_to(REPO).as_posix() for path in REPO.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(REPO).as_posix() for path in REPO.rglob("*") if path.is_file()
+    }
 
 
 def code_spans(text: str) -> list[str]:
@@ -80,7 +96,9 @@ def moved(text: str) -> list[tuple[str, list[str]]]:
         for row in table.splitlines():
             there, here = (cell.strip() for cell in row.strip("|").split(" | "))
             program = re.compile(r"([A-Z_0-9]+=\S+ )*(bash|megatron-ext|torchrun|pip) ")
-            rows.append((there, [span for span in code_spans(here) if program.match(span)]))
+            rows.append(
+                (there, [span for span in code_spans(here) if program.match(span)])
+            )
     return rows
 
 
@@ -107,15 +125,20 @@ def known_flags() -> set[str]:
     texts += [
         flag
         for file in tracked()
-        if file.startswith(("tests/", "benchmarks/", "examples/")) and file.endswith(".py")
-        for flag in re.findall(r"add(?:_argument)?\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file))
+        if file.startswith(("tests/", "benchmarks/", "examples/"))
+        and file.endswith(".py")
+        for flag in re.findall(
+            r"add(?:_argument)?\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file)
+        )
     ]
     parsers = [cli.build_parser()]
     while parsers:
         parser = parsers.pop()
         texts.append(parser.format_help())
         for action in parser._actions:
-            parsers += action.choices.values() if isinstance(action.choices, dict) else []
+            parsers += (
+                action.choices.values() if isinstance(action.choices, dict) else []
+            )
     return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
 
 
@@ -149,9 +172,12 @@ FOREIGN_FLAGS = {
 
 
 def test_the_documents_are_found() -> None:
-    assert {"README.md", "CONTRIBUTING.md", "docs/patching.md", "examples/llama3/README.md"} <= set(
-        IDS
-    )
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/patching.md",
+        "examples/llama3/README.md",
+    } <= set(IDS)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
@@ -160,9 +186,14 @@ def test_links_and_paths_exist(path: Path) -> None:
     files = tracked()
     folders = {parent.as_posix() for file in files for parent in Path(file).parents}
     missing = []
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", text):
+    for target in re.findall(
+        r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", text
+    ):
         link = next(filter(None, target))
-        if not link.startswith(("http:", "https:")) and not (path.parent / link).exists():
+        if (
+            not link.startswith(("http:", "https:"))
+            and not (path.parent / link).exists()
+        ):
             missing.append(link)
     words = [word for span in code_spans(text) for word in span.split()]
     words += [word for command in commands(text) for word in command]
@@ -203,15 +234,22 @@ def test_commands_exist(path: Path) -> None:
             with_us = "megatron_ext" in rest
             assert with_us or set(named) <= files, rest
         else:
-            assert program.startswith(".venv/bin/") or program in {"for", "kubectl", "rsync"}, (
-                program
-            )
+            assert program.startswith(".venv/bin/") or program in {
+                "for",
+                "kubectl",
+                "rsync",
+            }, program
 
 
 def test_every_command_of_other_repositories_has_its_place() -> None:
     rows = dict(moved(text_of(REPO / "docs/coming-from.md")))
     assert len(rows) == 21
-    for theirs in ("aggregate.py", "prerequisite.sh", "setup.py install", "run_single.sh"):
+    for theirs in (
+        "aggregate.py",
+        "prerequisite.sh",
+        "setup.py install",
+        "run_single.sh",
+    ):
         assert any(theirs in there for there in rows), theirs
     assert sum(bool(ours) for ours in rows.values()) >= 17
 
@@ -229,7 +267,9 @@ def test_variables_and_functions_exist(path: Path) -> None:
     )
     named = set(re.findall(r"\bMEGATRON_\w+\b", text))
     assert {name for name in named if name not in sources} == set()
-    assert set(re.findall(r"megatron_ext\.(\w+)\(\)", text)) <= set(megatron_ext.__all__)
+    assert set(re.findall(r"megatron_ext\.(\w+)\(\)", text)) <= set(
+        megatron_ext.__all__
+    )
 
 
 def test_the_page_of_patches_is_current() -> None:
@@ -247,7 +287,9 @@ def test_the_table_of_features_is_current() -> None:
         re.DOTALL,
     )
     done = run_python(str(REPO / "website/recipe_tables.py"))
-    assert written == done.stdout.strip(), "copy what `python website/recipe_tables.py` prints"
+    assert written == done.stdout.strip(), (
+        "copy what `python website/recipe_tables.py` prints"
+    )
 
 
 def test_the_page_of_refusals_is_current() -> None:
@@ -271,4 +313,6 @@ def test_every_benchmark_has_its_place_among_the_results() -> None:
         assert f"benchmarks/{path.name}" in results, path.name
     for file, anchor in re.findall(r"\]\(([\w-]+\.md)#([\w-]+)\)", results):
         heads = re.findall(r"^#+ (.*)$", text_of(REPO / "docs" / file), re.MULTILINE)
-        assert anchor in {head.lower().replace(" ", "-").replace(",", "") for head in heads}, file
+        assert anchor in {
+            head.lower().replace(" ", "-").replace(",", "") for head in heads
+        }, file

@@ -27,15 +27,21 @@ def _install(site: Path, version: str) -> None:
     core = site / "megatron" / "core"
     core.mkdir(parents=True)
     keys = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
-    (core / "package_info.py").write_text("\n".join(f"{key} = {value}" for key, value in keys))
+    (core / "package_info.py").write_text(
+        "\n".join(f"{key} = {value}" for key, value in keys)
+    )
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.17.1", "0.18.2", "0.19.2", "0.20.0", "0.21.0"])
+@pytest.mark.parametrize(
+    "version", ["0.16.0", "0.17.1", "0.18.2", "0.19.2", "0.20.0", "0.21.0"]
+)
 def test_releases_from_the_oldest_on_pass(site: Path, version: str) -> None:
     _install(site, version)
     releases.check_core()
     assert releases.core_version() == version
-    assert releases.is_newer_than_known(releases.installed_release()) == (version == "0.21.0")
+    assert releases.is_newer_than_known(releases.installed_release()) == (
+        version == "0.21.0"
+    )
 
 
 def test_the_commit_of_a_repository_around_the_environment_is_no_part_of_the_version(
@@ -46,7 +52,9 @@ def test_the_commit_of_a_repository_around_the_environment_is_no_part_of_the_ver
     assert releases.core_version() == "0.19.2"
 
 
-def test_each_release_has_the_reference_of_its_minor_and_newer_ones_the_newest() -> None:
+def test_each_release_has_the_reference_of_its_minor_and_newer_ones_the_newest() -> (
+    None
+):
     for release, reference in releases.REFERENCES.items():
         assert releases.reference(release) is reference
         assert releases.parse_release(reference.version) == release
@@ -65,7 +73,9 @@ def test_an_older_release_is_refused_in_one_line(site: Path) -> None:
 
 
 def test_none_at_all_says_what_to_install(site: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("pip install 'megatron-core>=0.16.0,<0.21'")):
+    with pytest.raises(
+        UserError, match=re.escape("pip install 'megatron-core>=0.16.0,<0.21'")
+    ):
         releases.check_core()
 
 
@@ -81,7 +91,9 @@ def test_the_range_is_that_of_the_packages_dependency() -> None:
     assert f'"megatron-core{releases.SUPPORTED}"' in text
 
 
-def test_commands_refuse_the_unrelated_package_before_it_is_imported(tmp_path: Path) -> None:
+def test_commands_refuse_the_unrelated_package_before_it_is_imported(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise RuntimeError('imported')")
     done = run_package("pretrain_gpt.py", PYTHONPATH=str(tmp_path))

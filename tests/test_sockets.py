@@ -14,7 +14,9 @@ def test_a_connection_is_found_by_its_ports_and_shut_down() -> None:
         client = socket.create_connection(("127.0.0.1", port))
         peer, _ = server.accept()
         opened = open_sockets() - before
-        assert [item.listening_port() for item in opened if item.listening_port()] == [port]
+        assert [item.listening_port() for item in opened if item.listening_port()] == [
+            port
+        ]
         ends = {item.tcp_ends(): item for item in opened if item.tcp_ends()}
         assert ends.keys() == {
             (port, client.getsockname()[1]),

@@ -21,7 +21,11 @@ class Item:
         self.nodeid, self._marks = nodeid, marks
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return getattr(pytest.mark, name)(self._marks[name]).mark if name in self._marks else None
+        return (
+            getattr(pytest.mark, name)(self._marks[name]).mark
+            if name in self._marks
+            else None
+        )
 
 
 @pytest.fixture
@@ -29,7 +33,11 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "durations.json"
     path.write_text(
         json.dumps(
-            {**{f"a::grid[{n}]": 1.0 for n in range(4)}, "a::matrix[1]": 6.0, "a::long": 4.5}
+            {
+                **{f"a::grid[{n}]": 1.0 for n in range(4)},
+                "a::matrix[1]": 6.0,
+                "a::long": 4.5,
+            }
         )
     )
     monkeypatch.setattr(tiers, "DURATIONS", path)
@@ -42,7 +50,10 @@ def left_out(*items: Item) -> list[str]:
 
 def test_cases_are_taken_in_order_while_they_fit(measured: Path) -> None:
     # The last one was never measured: it is quick, or new.
-    assert left_out(*(Item(f"a::grid[{n}]") for n in range(5))) == ["a::grid[2]", "a::grid[3]"]
+    assert left_out(*(Item(f"a::grid[{n}]") for n in range(5))) == [
+        "a::grid[2]",
+        "a::grid[3]",
+    ]
     assert left_out(*(Item(f"a::matrix[{n}]", short_s=6) for n in range(3))) == []
 
 
@@ -64,7 +75,9 @@ def test_measuring_renews_the_tests_that_ran(measured: Path) -> None:
     assert tiers.durations() == {"a::grid[2]": 2.0, "a::long": 4.5, "a::matrix[1]": 6.0}
 
 
-def test_measuring_the_short_tier_keeps_the_seconds_of_what_it_leaves_out(measured: Path) -> None:
+def test_measuring_the_short_tier_keeps_the_seconds_of_what_it_leaves_out(
+    measured: Path,
+) -> None:
     tiers.write({"a::grid[0]": 0.9, "a::grid[1]": 0.1}, short=True)
     grid = {"a::grid[0]": 0.9, "a::grid[2]": 1.0, "a::grid[3]": 1.0}
     assert tiers.durations() == {**grid, "a::long": 4.5, "a::matrix[1]": 6.0}
@@ -72,4 +85,6 @@ def test_measuring_the_short_tier_keeps_the_seconds_of_what_it_leaves_out(measur
 
 def test_the_line_says_where() -> None:
     line = tiers.summary({"devices": 1200, "runtime": 3}, 4000)
-    assert line.startswith("the short tier left out 1,203 of 4,000 cases (devices 1200, runtime 3)")
+    assert line.startswith(
+        "the short tier left out 1,203 of 4,000 cases (devices 1200, runtime 3)"
+    )

@@ -21,7 +21,9 @@ def _make_tree(path: Path, version: tuple[int, ...] | None = None) -> Path:
     (path / "pretrain_gpt.py").write_text("")
     (path / "megatron" / "core").mkdir()
     if version is None:
-        version = tuple(map(int, releases.reference().tag.partition("_v")[2].split(".")))
+        version = tuple(
+            map(int, releases.reference().tag.partition("_v")[2].split("."))
+        )
     major, minor, patch = version
     info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
     (path / "megatron" / "core" / "package_info.py").write_text(info)
@@ -29,8 +31,19 @@ def _make_tree(path: Path, version: tuple[int, ...] | None = None) -> Path:
 
 
 def _git(path: Path, *arguments: str) -> str:
-    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(path), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    command = [
+        "git",
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@t",
+        "-C",
+        str(path),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _commit_and_tag(tree: Path) -> str:
@@ -112,7 +125,9 @@ def test_the_status_names_edited_files_and_a_foreign_commit(tmp_path: Path) -> N
     assert "megatron/training/__init__.py is modified" in problems
 
 
-def test_fetch_verifies_the_commit_and_leaves_nothing_when_it_differs(tmp_path: Path) -> None:
+def test_fetch_verifies_the_commit_and_leaves_nothing_when_it_differs(
+    tmp_path: Path,
+) -> None:
     origin = _make_tree(tmp_path / "origin")
     commit = _commit_and_tag(origin)
     target = tmp_path / "fetched" / "tree"
@@ -134,7 +149,9 @@ def test_fetch_puts_the_pinned_commit_in_place_once(
     assert upstream.fetch(target, "file:///nowhere") == target
 
 
-def test_fetch_keeps_away_from_a_directory_that_is_something_else(tmp_path: Path) -> None:
+def test_fetch_keeps_away_from_a_directory_that_is_something_else(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="it is not a Megatron-LM tree"):
         upstream.fetch(tmp_path / "mine")
@@ -148,7 +165,9 @@ def test_fetch_explains_a_repository_that_is_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".fetch-*")) == []
 
 
-def test_fetch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_git_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="needs git"):
         upstream.fetch(tmp_path / "tree")
@@ -156,7 +175,10 @@ def test_fetch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_files_of_a_tag_may_have_another_patch_level(tmp_path: Path) -> None:
     major, minor = map(int, releases.reference().tag.partition("_v")[2].split(".")[:2])
-    assert upstream.tree_status(_make_tree(tmp_path / "right", (major, minor, 77)))[2] == []
+    assert (
+        upstream.tree_status(_make_tree(tmp_path / "right", (major, minor, 77)))[2]
+        == []
+    )
     other = _make_tree(tmp_path / "wrong", (major, minor + 1, 0))
     [problem] = upstream.tree_status(other)[2]
     assert problem.startswith(f"version is {major}.{minor + 1}.0, expected core_v")
@@ -181,13 +203,16 @@ def test_a_core_that_is_installed_from_its_tree_is_found_there(
     (tree / "megatron" / "core" / "__init__.py").touch()
     about = json.dumps({"url": tree.as_uri(), "dir_info": {"editable": editable}})
     distribution = SimpleNamespace(
-        locate_file=lambda name: tmp_path / "site-packages" / name, read_text=lambda _: about
+        locate_file=lambda name: tmp_path / "site-packages" / name,
+        read_text=lambda _: about,
     )
     monkeypatch.setattr(releases.metadata, "distribution", lambda _: distribution)
     monkeypatch.delitem(sys.modules, "megatron.core.package_info", raising=False)
     releases.installed_core.cache_clear()
     try:
-        assert releases.installed_core() == (tree / "megatron" / "core" if editable else None)
+        assert releases.installed_core() == (
+            tree / "megatron" / "core" if editable else None
+        )
         if editable:
             assert releases.core_version() == "0.19.7"
     finally:

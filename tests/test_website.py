@@ -29,7 +29,9 @@ pytest.importorskip("zensical", reason="the generator of the site is not install
 
 def build(repository: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(repository / "website/build.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 @pytest.fixture
@@ -38,7 +40,9 @@ def repository(tmp_path: Path) -> Path:
     copy = tmp_path / "repository"
     shutil.copytree(REPO / "website", copy / "website")
     shutil.copytree(REPO / "docs", copy / "docs")
-    shutil.copytree(REPO / "examples", copy / "examples", ignore=shutil.ignore_patterns("out"))
+    shutil.copytree(
+        REPO / "examples", copy / "examples", ignore=shutil.ignore_patterns("out")
+    )
     for path in (*REPO.glob("*.md"), REPO / "LICENSE", *REPO.glob("tests/*/README.md")):
         target = copy / path.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +52,9 @@ def repository(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=str(folder)
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -60,14 +66,22 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def test_every_page_has_its_place_on_the_site() -> None:
-    listed = re.findall(r": (\S+\.md)$", (REPO / "website/mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r": (\S+\.md)$", (REPO / "website/mkdocs.yml").read_text(), re.MULTILINE
+    )
     assert sorted(listed) == sorted(
-        ["explorer.md", "reference.md", *(path.relative_to(REPO).as_posix() for path in DOCUMENTS)]
+        [
+            "explorer.md",
+            "reference.md",
+            *(path.relative_to(REPO).as_posix() for path in DOCUMENTS),
+        ]
     )
 
 
 @pytest.mark.short_s(4)
-def test_the_site_builds_and_its_explorer_shows_what_plan_says(repository: Path) -> None:
+def test_the_site_builds_and_its_explorer_shows_what_plan_says(
+    repository: Path,
+) -> None:
     done = build(repository)
     assert done.returncode == 0, done.stdout + done.stderr
     site = repository / "build/website/site"
@@ -82,9 +96,16 @@ def test_the_site_builds_and_its_explorer_shows_what_plan_says(repository: Path)
             capture_output=True, text=True, timeout=120, check=True,
         ).stdout  # fmt: skip
     explorer = html.unescape(shown.split('id="explorer"', 1)[1].split("</noscript>")[0])
-    planned = json.loads(run_package("plan", "--pp", "4", "--microbatches", "8", "--json").stdout)
+    planned = json.loads(
+        run_package("plan", "--pp", "4", "--microbatches", "8", "--json").stdout
+    )
     names = [
-        " ".join([plan["schedule"], *(f"{k}={json.dumps(v)}" for k, v in plan["options"].items())])
+        " ".join(
+            [
+                plan["schedule"],
+                *(f"{k}={json.dumps(v)}" for k, v in plan["options"].items()),
+            ]
+        )
         for plan in planned
     ]
     drawn = re.findall(r'data-title="([^"]+)"', explorer)
@@ -94,7 +115,9 @@ def test_the_site_builds_and_its_explorer_shows_what_plan_says(repository: Path)
     assert "--pipeline-model-parallel-size 4 --enable-bitpipe-schedule" in explorer
 
 
-@pytest.mark.parametrize("broken", ["[a](docs/nothing.md)", "[a](docs/planning.md#nothing)"])
+@pytest.mark.parametrize(
+    "broken", ["[a](docs/nothing.md)", "[a](docs/planning.md#nothing)"]
+)
 def test_a_broken_link_ends_the_build(repository: Path, broken: str) -> None:
     with (repository / "README.md").open("a", encoding="utf-8") as file:
         file.write(f"\n{broken}\n")

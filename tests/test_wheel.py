@@ -61,7 +61,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick_start() -> list[str]:
     """The command that README gives to those who do not clone."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    block = text.split("pip install 'megatron-ext[upstream]'\n", 1)[1].split("```", 1)[0]
+    block = text.split("pip install 'megatron-ext[upstream]'\n", 1)[1].split("```", 1)[
+        0
+    ]
     return shlex.split(block.replace("\\\n", " "))
 
 
@@ -69,7 +71,9 @@ def quick_start() -> list[str]:
 def test_the_wheel_brings_one_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         folders = {name.split("/")[0] for name in files.namelist()}
-    assert {name for name in folders if not name.endswith(".dist-info")} == {"megatron_ext"}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {
+        "megatron_ext"
+    }
 
 
 @pytest.mark.slow
@@ -79,7 +83,17 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
     python = home / "bin" / "python"
     # Only then the packages of this environment, of which pip must not find this package's own.
     run(
-        [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], tmp_path
+        [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            str(wheel),
+        ],
+        tmp_path,
     )
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"  # Debian's Python has two
     site = Path(run([str(python), "-c", where], tmp_path).strip())
@@ -91,7 +105,9 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
 
     path = str(home / "bin")
     assert not [
-        name for name in ("cc", "c++", "g++", "gcc", "clang") if shutil.which(name, path=path)
+        name
+        for name in ("cc", "c++", "g++", "gcc", "clang")
+        if shutil.which(name, path=path)
     ]
     clean = {
         "PATH": path,
@@ -101,7 +117,8 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
         "TMPDIR": str(tmp_path),
     }
     code = (
-        "from megatron_ext.transport.native import require_native; print(require_native().__file__)"
+        "from megatron_ext.transport.native import require_native; "
+        "print(require_native().__file__)"
     )
     native = run([str(python), "-c", code], tmp_path, MEGATRON_EXT_DISABLE="1", **clean)
     assert native.startswith(str(site))
@@ -128,10 +145,19 @@ def test_the_version_is_that_of_the_tag(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "megatron_ext/__init__.py"):
         shutil.copy(REPOSITORY / name, clone / name)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["tag", "v7.8.9"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["commit", "-qm", "one"],
+        ["tag", "v7.8.9"],
+    ):
         run([*git, *words], clone)
     assert build_sdist(tmp_path / "of-a-tag", clone).name == "megatron_ext-7.8.9.tar.gz"
     run([*git, "commit", "-q", "--allow-empty", "-m", "two"], clone)
-    assert build_sdist(tmp_path / "after-it", clone).name.startswith("megatron_ext-7.8.10.dev1+g")
+    assert build_sdist(tmp_path / "after-it", clone).name.startswith(
+        "megatron_ext-7.8.10.dev1+g"
+    )
     shutil.rmtree(clone / ".git")
-    assert build_sdist(tmp_path / "without-git", clone).name == "megatron_ext-0.0.0.tar.gz"
+    assert (
+        build_sdist(tmp_path / "without-git", clone).name == "megatron_ext-0.0.0.tar.gz"
+    )

@@ -41,11 +41,17 @@ def write(measured: Mapping[str, float], *, short: bool) -> None:
         is_renewed = case in measured if short else _test(case) in tests
         if not is_renewed:
             known_times_s[case] = time_s
-    known_times_s |= {case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S}
-    DURATIONS.write_text(json.dumps(dict(sorted(known_times_s.items())), indent=0) + "\n")
+    known_times_s |= {
+        case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S
+    }
+    DURATIONS.write_text(
+        json.dumps(dict(sorted(known_times_s.items())), indent=0) + "\n"
+    )
 
 
-def left_out(items: Iterable[pytest.Item], short_s: float = SHORT_S) -> list[pytest.Item]:
+def left_out(
+    items: Iterable[pytest.Item], short_s: float = SHORT_S
+) -> list[pytest.Item]:
     """Return the tests that the short tier leaves out, in order; `short_s` is the default limit."""
     from tests.mutations.run_mutant import ALL_MUTANTS
 

@@ -45,7 +45,9 @@ def gather(target: Path) -> None:
     with (target / "explorer.css").open("a", encoding="utf-8") as style:
         for scheme, theme in SCHEMES.items():
             selector = f'[data-md-color-scheme="{scheme}"] #explorer'
-            style.write(f"{selector} {{ color-scheme: {theme}; {palette.variables(theme)} }}\n")
+            style.write(
+                f"{selector} {{ color-scheme: {theme}; {palette.variables(theme)} }}\n"
+            )
     data, pictures = _explorer()
     folder = target / "explorer"
     folder.mkdir()
@@ -85,7 +87,9 @@ def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
     """Return what `megatron-ext plan` says for a grid of sizes, and a picture of each schedule."""
     data: list[dict[str, object]] = []
     pictures = {}
-    for pp, factor, latency in itertools.product(RANKS, MICROBATCHES_PER_RANK, LATENCIES):
+    for pp, factor, latency in itertools.product(
+        RANKS, MICROBATCHES_PER_RANK, LATENCIES
+    ):
         timelines, _ = compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
         for timeline in timelines:
             name = f"{len(pictures)}.svg"

@@ -16,8 +16,12 @@ the same for the installed release, with `--all` also the names of torch that a 
 """
 
 sys.stdout.write(HEAD)
-sys.stdout.write("| patch | target | kind | releases | reason |\n|---|---|---|---|---|\n")
+sys.stdout.write(
+    "| patch | target | kind | releases | reason |\n|---|---|---|---|---|\n"
+)
 for row in megatron_ext.report():
     if not row.target.startswith("torch"):  # those depend on the device
-        cells = f"`{row.id}` | `{row.target}` | {row.kind} | {row.releases} | {row.reason}"
+        cells = (
+            f"`{row.id}` | `{row.target}` | {row.kind} | {row.releases} | {row.reason}"
+        )
         sys.stdout.write(f"| {cells} |\n")

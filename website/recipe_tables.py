@@ -25,7 +25,15 @@ of the log says so.
 """
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
-    for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe")
+    for name in (
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-v",
+        "v-half",
+        "dualpipe-v",
+        "bitpipe",
+    )
 }
 SCHEDULES["use-dpp"] = PipelineConfig(dynamic=DynamicOrder())
 SCHEDULES["disaggregation"] = PipelineConfig(disaggregation=Disaggregation())
@@ -37,7 +45,9 @@ SIZES = (
 )
 """Flags that all schedules accept on 64 GPUs, to which those of `FEATURES` are added."""
 _EXPERTS = "--num-experts 64 --moe-token-dispatcher-type alltoall"
-_FLEX = "--num-experts 64 --moe-token-dispatcher-type flex --expert-model-parallel-size 4"
+_FLEX = (
+    "--num-experts 64 --moe-token-dispatcher-type flex --expert-model-parallel-size 4"
+)
 _TENSOR = "--tensor-model-parallel-size 4 --sequence-parallel"
 FEATURES = {
     "tensor and sequence parallelism": _TENSOR,
@@ -123,7 +133,10 @@ def features() -> str:
         return preflight(shlex.split(SIZES + flags), config, world_size=64)
 
     plain = {name: look("", config) for name, config in SCHEDULES.items()}
-    lines = [f"| feature | {' | '.join(SCHEDULES)} |", "|---" * (len(SCHEDULES) + 1) + "|"]
+    lines = [
+        f"| feature | {' | '.join(SCHEDULES)} |",
+        "|---" * (len(SCHEDULES) + 1) + "|",
+    ]
     for feature, flags in FEATURES.items():
         cells = []
         for name, config in SCHEDULES.items():
@@ -144,10 +157,16 @@ def refused() -> str:
     """Return the page of all settings that schedules refuse or drop."""
     lines = []
     for group in sorted(RULES, key=list(_SCOPES).index):
-        lines += [f"\n## {_SCOPES[group]}\n", "| setting | why not | instead |", "|---|---|---|"]
+        lines += [
+            f"\n## {_SCOPES[group]}\n",
+            "| setting | why not | instead |",
+            "|---|---|---|",
+        ]
         for rule in RULES[group]:
             remedy = rule.remedy.replace("SUBJECT", "the schedule")
-            lines.append(f"| {reworded(f'{rule.flag} | {rule.reason} | {remedy}', in_flags)} |")
+            lines.append(
+                f"| {reworded(f'{rule.flag} | {rule.reason} | {remedy}', in_flags)} |"
+            )
     return HEAD + "\n".join(lines)
 
 

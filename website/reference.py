@@ -29,7 +29,11 @@ def page() -> str:
         parts += [f"## megatron-ext {name}", _sentence(command.description or line)]
         parts += [] if actions else [_table(command)]
         for action, (own, about) in actions.items():
-            parts += [f"### {name} {action}", _sentence(own.description or about), _table(own)]
+            parts += [
+                f"### {name} {action}",
+                _sentence(own.description or about),
+                _table(own),
+            ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -46,7 +50,9 @@ def _commands(
 
 def _table(parser: argparse.ArgumentParser) -> str:
     rows = list(_rows(parser))
-    return "\n".join(["| argument | default | |", "|---|---|---|", *rows]) if rows else ""
+    return (
+        "\n".join(["| argument | default | |", "|---|---|---|", *rows]) if rows else ""
+    )
 
 
 def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -54,13 +60,21 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         if action.help in (None, argparse.SUPPRESS) or action.dest == "help":
             continue
         is_switch = action.nargs == 0
-        values = action.metavar or ", ".join(map(str, action.choices or ())) or action.dest.upper()
+        values = (
+            action.metavar
+            or ", ".join(map(str, action.choices or ()))
+            or action.dest.upper()
+        )
         names = [*action.option_strings[:1], *([] if is_switch else [str(values)])]
         shown = " ".join(f"`{name.replace('|', ' or ')}`" for name in names)
         text = str(action.help) % {**vars(action), "prog": parser.prog}
-        given = "-" if is_switch or action.default in (None, []) else str(action.default)
+        given = (
+            "-" if is_switch or action.default in (None, []) else str(action.default)
+        )
         # Most help texts end with "(default: ...)", which may hold parentheses.
-        found = re.search(r"[ ,]*(?:\(default: (([^()]|\([^()]*\))*)\)|default: (\S+))\.?$", text)
+        found = re.search(
+            r"[ ,]*(?:\(default: (([^()]|\([^()]*\))*)\)|default: (\S+))\.?$", text
+        )
         if found and not is_switch:
             text, given = text[: found.start()], found[1] or found[3]
         yield f"| {shown} | {_escaped(given)} | {_escaped(text)} |"

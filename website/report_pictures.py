@@ -25,7 +25,9 @@ from tests.tools.trace import browser  # noqa: E402
 def main() -> None:
     """Train, report, photograph."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only-report", type=Path, metavar="DIR", help="of a run that is there")
+    parser.add_argument(
+        "--only-report", type=Path, metavar="DIR", help="of a run that is there"
+    )
     args = parser.parse_args()
     if not any(map(shutil.which, browser.NAMES)):
         parser.error(f"there is no browser: none of {', '.join(browser.NAMES)}")

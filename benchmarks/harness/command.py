@@ -31,7 +31,9 @@ def options(
     """
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     if figures:  # fail before measuring if the file cannot be written
-        parser.add_argument("--json", type=_writable, help="also write the figures to this file")
+        parser.add_argument(
+            "--json", type=_writable, help="also write the figures to this file"
+        )
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     if only:
@@ -64,7 +66,9 @@ def write_json(path: Path | None, content: Any) -> None:
     try:
         write_text(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise SystemExit(cannot_write(path, error, "make room, or give another --json")) from error
+        raise SystemExit(
+            cannot_write(path, error, "make room, or give another --json")
+        ) from error
 
 
 def chosen(
@@ -77,7 +81,9 @@ def chosen(
             selected.append(system)
     if not selected:
         names = "; ".join(system.name for system in systems)
-        parser.error(f"no system has {' or '.join(only)} in its name; there are: {names}")
+        parser.error(
+            f"no system has {' or '.join(only)} in its name; there are: {names}"
+        )
     return selected
 
 
@@ -92,7 +98,9 @@ def size(text: str) -> tuple[int, int]:
 
 def machine() -> str:
     """Return the versions, cores and current load, to print next to every figure."""
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    packages = ", ".join(
+        f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core")
+    )
     return (
         f"{packages}, Python {platform.python_version()}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f}"

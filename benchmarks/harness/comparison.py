@@ -42,7 +42,9 @@ class Compared:
         """
         (name, scenario), figures = key, self.figures[key]
         dynamic = self.systems[name]
-        own_systems = [system for system in self.systems.values() if isinstance(system, Own)]
+        own_systems = [
+            system for system in self.systems.values() if isinstance(system, Own)
+        ]
         if not (isinstance(dynamic, Own) and dynamic.config.dynamic):
             return None
         schedule = dynamic.config.schedule
@@ -98,7 +100,9 @@ def compare(
             if simulates:
                 figures_by_name = scenarios.expect(system, sizes, names)
             else:
-                figures_by_name = scenarios.measure(system, sizes, names, repetitions, **where)
+                figures_by_name = scenarios.measure(
+                    system, sizes, names, repetitions, **where
+                )
         except (ScheduleError, RanksFailed) as error:
             compared.failures[system.name] = str(error)
             continue
@@ -122,7 +126,9 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
 def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
     """Return the text of every column; see `Figures` and `speeds` for their meaning."""
     name, scenario = key
-    work_s = measured.sizes.work_s  # the undisturbed work of one rank: a step without a bubble
+    work_s = (
+        measured.sizes.work_s
+    )  # the undisturbed work of one rank: a step without a bubble
     speed, of_orders = measured.speeds(key) or (None, None)
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
@@ -159,7 +165,9 @@ def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> 
 
 def report_failures(comparisons: Iterable[Compared]) -> int:
     """Print which systems failed and why; return the exit code."""
-    failures = [failure for compared in comparisons for failure in compared.failures.items()]
+    failures = [
+        failure for compared in comparisons for failure in compared.failures.items()
+    ]
     for name, reason in failures:
         print(f"\n{name}: {reason}", file=sys.stderr)
     return 1 if failures else 0

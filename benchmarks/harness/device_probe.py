@@ -50,12 +50,16 @@ class DeviceProbe(Probe):
         """Wait until the device ends the step; return how often the host had waited before that."""
         waits = 0
         for (_, _, thread), count in host_waits.by_line().items():
-            if "megatron-ext" not in thread:  # a staged transport's threads are meant to wait
+            if (
+                "megatron-ext" not in thread
+            ):  # a staged transport's threads are meant to wait
                 waits += count
         devices.current().synchronize()
         return waits
 
-    def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def op(
+        self, kind: Kind, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
         """Enqueue the time of an op, and record the device's work in this context as that op."""
         return TimedOp(self, (stage, kind, microbatch))
 
@@ -69,7 +73,10 @@ class DeviceProbe(Probe):
 
     def take(self) -> tuple[list[Op], float]:
         """Return the ops and the peak since the last call; the device must have finished them."""
-        ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self.timed]
+        ops = [
+            Op(*name, self._at_s(begin), self._at_s(end))
+            for name, begin, end in self.timed
+        ]
         self.timed, peak, self.peak_live = [], self.peak_live, 0
         return ops, peak
 

@@ -121,7 +121,9 @@ class _Layer(torch.nn.Module):
             output = output + Passing.apply(from_weights, self._spending("W", part))
         return output
 
-    def _spending(self, kind: Kind, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _spending(
+        self, kind: Kind, part: Part
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that spends a gradient's time; weight gradients may be left to W."""
         place = self.place
         probe = self.probe
@@ -137,13 +139,17 @@ class _Layer(torch.nn.Module):
 class ExpertChunk(Chunk):
     """A chunk of layers with experts, which runs in one stream, or by a plan."""
 
-    def __init__(self, probe: Probe, config: Any, vp_stage: int | None, number: int) -> None:
+    def __init__(
+        self, probe: Probe, config: Any, vp_stage: int | None, number: int
+    ) -> None:
         super().__init__(probe, config, vp_stage, number)
         assert isinstance(probe, ExpertProbe)
         self.parts = [_Layer(probe) for _ in range(round(LAYERS * probe.times.share))]
         self.layers = torch.nn.ModuleList(self.parts)
 
-    def begin(self, data: Iterator[dict[str, torch.Tensor]], microbatch: int) -> torch.Tensor:
+    def begin(
+        self, data: Iterator[dict[str, torch.Tensor]], microbatch: int
+    ) -> torch.Tensor:
         """Return the input of the first layer."""
         for layer in self.parts:
             layer.place = (self.number, microbatch)
@@ -159,7 +165,9 @@ class ExpertChunk(Chunk):
                 x = layer.run(part, x)
         return x
 
-    def build_schedule_plan(self, data: Iterator[dict[str, torch.Tensor]]) -> _ChunkPlan:
+    def build_schedule_plan(
+        self, data: Iterator[dict[str, torch.Tensor]]
+    ) -> _ChunkPlan:
         """Return the plan that Megatron runs, in a pair or alone."""
         return _ChunkPlan(self, data)
 
@@ -176,7 +184,9 @@ class _Node(pipeline_utils.ScheduleNode):
 class _LayerPlan(plans.TransformerLayerSchedulePlan):
     """The parts of one layer, by Megatron's names."""
 
-    get_fp8_context = get_low_precision_context = staticmethod(nullcontext)  # by patch release
+    get_fp8_context = get_low_precision_context = staticmethod(
+        nullcontext
+    )  # by patch release
 
     def __init__(self, layer: _Layer, event: Any) -> None:
         streams = (pipeline_utils.get_comp_stream, pipeline_utils.get_comm_stream)
@@ -194,11 +204,17 @@ class _LayerPlan(plans.TransformerLayerSchedulePlan):
 class _ChunkPlan(plans.TransformerModelChunkSchedulePlan):
     """The layers of one chunk."""
 
-    def __init__(self, chunk: ExpertChunk, data: Iterator[dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, chunk: ExpertChunk, data: Iterator[dict[str, torch.Tensor]]
+    ) -> None:
         self._model_chunk_state = SimpleNamespace()
         self._event = torch.cuda.Event()
         begin = partial(chunk.begin, data, chunk.stage.probe.current[1])
-        self.pre_process = _Node(begin, pipeline_utils.get_comp_stream, self._event, name="begin")
+        self.pre_process = _Node(
+            begin, pipeline_utils.get_comp_stream, self._event, name="begin"
+        )
         self.post_process = None
         self.vp_stage = chunk.vp_stage
-        self._transformer_layers = [_LayerPlan(layer, self._event) for layer in chunk.parts]
+        self._transformer_layers = [
+            _LayerPlan(layer, self._event) for layer in chunk.parts
+        ]

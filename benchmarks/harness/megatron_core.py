@@ -73,11 +73,21 @@ def forward_step(
 ) -> tuple[Any, Any]:
     """Return the output of a chunk, or its plan, and the loss function."""
 
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        count = torch.full((), output.numel(), device=output.device)  # avoids a copy to it
-        return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
+    def loss(
+        output: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        count = torch.full(
+            (), output.numel(), device=output.device
+        )  # avoids a copy to it
+        return (
+            output.sum(),
+            count,
+            {"loss": torch.stack([output.detach().sum(), count])},
+        )
 
-    return chunk.build_schedule_plan(data) if return_schedule_plan else chunk(data), loss
+    return chunk.build_schedule_plan(data) if return_schedule_plan else chunk(
+        data
+    ), loss
 
 
 def set_up(
@@ -117,14 +127,18 @@ def set_up(
     return stages, {
         "forward_step_func": forward_step,
         "data_iterator": [batches(probe) for _ in stages],
-        "model": [probe.chunk(config, virtual and c, stage) for c, stage in enumerate(stages)],
+        "model": [
+            probe.chunk(config, virtual and c, stage) for c, stage in enumerate(stages)
+        ],
         "num_microbatches": num_microbatches,
         "seq_length": MESSAGE_SHAPE[0],
         "micro_batch_size": MESSAGE_SHAPE[1],
     }
 
 
-def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]) -> None:
+def _record_steps(
+    probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]
+) -> None:
     """Record every forward and backward step that this process runs, for the rest of its life."""
     run_forward = schedules.forward_step
     run_backward = schedules.backward_step
@@ -137,14 +151,19 @@ def _record_steps(probe: Probe, stages: tuple[int, ...], backward_kind: Callable
             first(output).benchmark_key = key
         return output, num_tokens
 
-    @functools.wraps(run_backward)  # keeps the parameters, by which releases are told apart
+    @functools.wraps(
+        run_backward
+    )  # keeps the parameters, by which releases are told apart
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
         with probe.op(kind, *first(output_tensor).benchmark_key):
             return run_backward(input_tensor, output_tensor, *args)
 
-    schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward
+    schedules.forward_step, schedules.backward_step = (
+        recorded_forward,
+        recorded_backward,
+    )
 
 
 def prepare(
@@ -162,7 +181,9 @@ def prepare(
     )  # fmt: skip
     # Set only after construction, because Megatron's check requires half precision, which only
     # kernels need.
-    keywords["model"][0].config.overlap_moe_expert_parallel_comm = schedule.endswith("experts")
+    keywords["model"][0].config.overlap_moe_expert_parallel_comm = schedule.endswith(
+        "experts"
+    )
     probe.record_plans()
     function = schedules.get_forward_backward_func()
     return lambda: function(**keywords)

@@ -127,7 +127,9 @@ class _Totals:
     gaps_s: list[float] = field(default_factory=list)
     hops_s: list[float] = field(default_factory=list)
 
-    def add(self, ranks: Sequence[Step], placement: Placement, draw: OpTimes) -> _Timing:
+    def add(
+        self, ranks: Sequence[Step], placement: Placement, draw: OpTimes
+    ) -> _Timing:
         """Add a step of all ranks, whose ops had the nominal times of a draw."""
         rows = [step.ops for step in ranks]
         order_s = replay(rows, placement, draw.of)
@@ -219,7 +221,9 @@ def replay(
                 progress = True
     for rank, row in enumerate(rows):
         if position[rank] < len(row):
-            raise ValueError(f"rank {rank} ran {row[position[rank]]} before what it needs")
+            raise ValueError(
+                f"rank {rank} ran {row[position[rank]]} before what it needs"
+            )
     return max(now)
 
 

@@ -66,7 +66,9 @@ class OpTimes:
     share: float
     """Size of one stage, as a fraction of a device share."""
     # Excluded from the hash, by which simulations are cached, because mappings cannot be hashed.
-    slices: Mapping[Kind, Sequence[float]] = field(default_factory=dict, kw_only=True, hash=False)
+    slices: Mapping[Kind, Sequence[float]] = field(
+        default_factory=dict, kw_only=True, hash=False
+    )
     """By kind: each slice's share of a micro-batch's time; empty: micro-batches are whole."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
@@ -166,7 +168,9 @@ class NoisyTimes(OpTimes):
             factor *= scenario.last_stage
         seconds = self.forward_s * self.share * factor
         if self.rank_of[stage] == middle and scenario.spikes:
-            hit = self._draw("spike", kind, stage, microbatch).random() < scenario.spikes
+            hit = (
+                self._draw("spike", kind, stage, microbatch).random() < scenario.spikes
+            )
             seconds += 2 * self.forward_s * hit
         return seconds
 
@@ -179,7 +183,9 @@ class NoisyTimes(OpTimes):
         middle = (max(self.rank_of) + 1) // 2
         seconds = 0.0
         if scenario.latency:
-            seconds = scenario.latency * self._factor(1.0, "link", kind, stage, microbatch)
+            seconds = scenario.latency * self._factor(
+                1.0, "link", kind, stage, microbatch
+            )
         if set(ends) == {middle - 1, middle}:
             seconds += scenario.slow_hop
         return seconds * self.forward_s

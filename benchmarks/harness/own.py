@@ -51,7 +51,9 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     probe.record_plans(split, pipeline.full)
     # As in GPT, only the first stage reads data.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
-    keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
+    keywords["data_iterator"] = [
+        data if stage == 0 else None for stage, data in iterators
+    ]
     return lambda: forward_backward(**keywords)
 
 
@@ -62,9 +64,13 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
     """
     run = split.run
 
-    def running(stage: int, microbatch: int, *, in_current_stream: bool = False) -> None:
+    def running(
+        stage: int, microbatch: int, *, in_current_stream: bool = False
+    ) -> None:
         with probe.op("W", stage, microbatch):
-            assert (stage, microbatch) in split.pending(), "the split left the stage's linear alone"
+            assert (stage, microbatch) in split.pending(), (
+                "the split left the stage's linear alone"
+            )
             run(stage, microbatch, in_current_stream=in_current_stream)
             probe.spend("W", stage, microbatch)
 

@@ -112,7 +112,9 @@ def measure(
         host_waits = probe.finish()
         end_s = time.perf_counter()
         cpu_s = time.process_time() - cpu_s
-        records.append(Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits))
+        records.append(
+            Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits)
+        )
     probe.meet()  # no rank may leave while others wait for its messages
     return records[sizes.warmup :]
 
@@ -120,7 +122,9 @@ def measure(
 def overhead_s(system: System, sizes: Sizes) -> float:
     """Return the processor time outside ops, per op, in a rank's best step; the largest."""
     by_rank = run(measure, system, sizes)
-    return max(min(step.runtime_s / len(step.ops) for step in steps) for steps in by_rank)
+    return max(
+        min(step.runtime_s / len(step.ops) for step in steps) for steps in by_rank
+    )
 
 
 def prepare(

@@ -36,7 +36,11 @@ def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
 
 
 def measure(
-    system: System, sizes: Sizes, names: Sequence[str], repetitions: int = 1, **where: Any
+    system: System,
+    sizes: Sizes,
+    names: Sequence[str],
+    repetitions: int = 1,
+    **where: Any,
 ) -> dict[str, Figures]:
     """Run a system in these scenarios, with `sizes.steps` draws of each.
 
@@ -65,11 +69,17 @@ def measure(
         for draws_of_name in draws.values():
             times += [*draws_of_name] * repetitions
         repeats = 2 * repetitions * len(together)  # late messages make steps longer
-        by_rank = ranks.run(ranks.measure, system, sizes, times, waits, repeats=repeats, **where)
+        by_rank = ranks.run(
+            ranks.measure, system, sizes, times, waits, repeats=repeats, **where
+        )
         count = repetitions * sizes.steps
         for index, name in enumerate(together):
-            steps = [records[index * count : (index + 1) * count] for records in by_rank]
-            figures_by_name[name] = evaluate(steps, system.placement(sizes.pp), draws[name])
+            steps = [
+                records[index * count : (index + 1) * count] for records in by_rank
+            ]
+            figures_by_name[name] = evaluate(
+                steps, system.placement(sizes.pp), draws[name]
+            )
     return figures_by_name
 
 
@@ -94,8 +104,14 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
-    draws = [_Drawn(times=times) for times in noisy(system, replace(sizes, forward_s=1.0), name)]
-    return [simulated(system, *size, costs).makespan / shortest(split, costs) for costs in draws]
+    draws = [
+        _Drawn(times=times)
+        for times in noisy(system, replace(sizes, forward_s=1.0), name)
+    ]
+    return [
+        simulated(system, *size, costs).makespan / shortest(split, costs)
+        for costs in draws
+    ]
 
 
 def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Timeline:
@@ -104,7 +120,9 @@ def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Time
     if pipeline.dynamic is None:
         return simulate(pipeline.full, costs)
     return simulate_dynamic(
-        pipeline.full, lambda rank: pipeline.policy(pipeline.num_microbatches, rank), costs
+        pipeline.full,
+        lambda rank: pipeline.policy(pipeline.num_microbatches, rank),
+        costs,
     )
 
 
@@ -136,7 +154,9 @@ def _factors(
         inside = 0 <= target < num_stages
         return _LATENCY + times.latency_s(kind, target, m) if inside else 0.0
 
-    places = [(stage, m) for stage in range(num_stages) for m in range(num_microbatches)]
+    places = [
+        (stage, m) for stage in range(num_stages) for m in range(num_microbatches)
+    ]
     actions: dict[Kind, list[float]] = {}
     for kind in KINDS:
         nominal = times.share * (2 if kind == "B" else 1)
@@ -175,7 +195,10 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
     jobs: dict[tuple[int, Kind, int], _Job] = {}
 
     def time(kind: Kind, stage: int, m: int) -> float:
-        return durations[kind][stage] * factors[kind][stage * schedule.num_microbatches + m]
+        return (
+            durations[kind][stage]
+            * factors[kind][stage * schedule.num_microbatches + m]
+        )
 
     def under_way(kind: Kind, stage: int, m: int) -> float:
         """Return the latency of an action's result; 0 at the ends of the pipeline."""
@@ -195,7 +218,9 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
             releases.append(release)
             release += time(kind, stage, m) + under_way(kind, stage, m)
         tail = 0.0
-        for (kind, stage), release in zip(reversed(chain), reversed(releases), strict=True):
+        for (kind, stage), release in zip(
+            reversed(chain), reversed(releases), strict=True
+        ):
             duration = time(kind, stage, m)
             tail += under_way(kind, stage, m)
             if kind == "I":

@@ -41,7 +41,9 @@ class _Appended(torch.autograd.Function):
         return torch.cat([slices[earlier] for earlier in range(number + 1)])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         lengths = [len(ctx.slices[number]) for number in range(ctx.number + 1)]
         *earlier_gradients, gradient = gradients[0].split(lengths)
         for number, earlier_gradient in enumerate(earlier_gradients):
@@ -115,9 +117,13 @@ def _run(way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor) -> flo
     return perf_counter() - begin_s
 
 
-def _figures(way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor) -> _Figures:
+def _figures(
+    way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor
+) -> _Figures:
     reads = way(parts)
-    storages = {read.untyped_storage().data_ptr(): read.untyped_storage() for read in reads}
+    storages = {
+        read.untyped_storage().data_ptr(): read.untyped_storage() for read in reads
+    }
     kept_bytes = sum(storage.nbytes() for storage in storages.values())
     del reads, storages
     with _Written() as written:
@@ -130,14 +136,28 @@ def compare_ways(length: int, numbers_of_slices: Sequence[int]) -> str:
     generator = torch.Generator().manual_seed(1)
     sample = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
     incoming = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
-    rows = [["slices", "written, buffer", "appended", "kept, buffer", "appended", "time ratio"]]
+    rows = [
+        [
+            "slices",
+            "written, buffer",
+            "appended",
+            "kept, buffer",
+            "appended",
+            "time ratio",
+        ]
+    ]
     for num_slices in numbers_of_slices:
         bounds = token_bounds(shares_of_equal_cost(num_slices, _ATTENTION), length)
-        parts = [sample[begin:end].clone().requires_grad_() for begin, end in pairwise(bounds)]
+        parts = [
+            sample[begin:end].clone().requires_grad_()
+            for begin, end in pairwise(bounds)
+        ]
         gradients = []
         for way in (_buffer, _append):
             _run(way, parts, incoming)
-            gradients.append(torch.cat([part.grad for part in parts if part.grad is not None]))
+            gradients.append(
+                torch.cat([part.grad for part in parts if part.grad is not None])
+            )
         assert gradients[0].equal(gradients[1])
         ratios = []
         for _ in range(_PAIRS):

@@ -105,7 +105,9 @@ class Probe:
         """End a step; return how often the host waited for its device during the step."""
         return 0
 
-    def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def op(
+        self, kind: Kind, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
         """Record the work inside this context as one op."""
         return _RecordedOp(self, kind, stage, microbatch)
 
@@ -138,7 +140,9 @@ class Probe:
         self._alive.append((StorageWeakRef(activation.untyped_storage()), share))
         self.peak_live = max(self.peak_live, sum(share for _, share in self._alive))
 
-    def chunk(self, config: TransformerConfig, vp_stage: int | None, number: int) -> Chunk:
+    def chunk(
+        self, config: TransformerConfig, vp_stage: int | None, number: int
+    ) -> Chunk:
         """Return the chunk of a stage."""
         return Chunk(self, config, vp_stage, number)
 
@@ -236,18 +240,28 @@ class EmulatedStage(torch.nn.Module):
         activation = x + self.z
         self.probe.keep(activation)
         # Run before the linear, hence after it in a backward, so that ops end with their sleep.
-        output: torch.Tensor = Passing.apply(activation, partial(self._input_gradient, op))
+        output: torch.Tensor = Passing.apply(
+            activation, partial(self._input_gradient, op)
+        )
         from_weights = weight_product(activation, self.weight)
-        output = output + Passing.apply(from_weights, partial(self._weight_gradient, op))
+        output = output + Passing.apply(
+            from_weights, partial(self._weight_gradient, op)
+        )
         self.probe.spend("F", *op)
         if self.probe.waits:
             stamp(output)
         return output
 
-    def _input_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
+    def _input_gradient(
+        self, op: tuple[int, int], gradient: torch.Tensor
+    ) -> torch.Tensor:
         """Spend the time of `A`'s backward."""
         times = self.probe.times
-        if self.probe.waits and isinstance(times, NoisyTimes) and op[0] < len(times.rank_of) - 1:
+        if (
+            self.probe.waits
+            and isinstance(times, NoisyTimes)
+            and op[0] < len(times.rank_of) - 1
+        ):
             self.probe.current = op
             self.probe.wait_for("B", gradient)
         self.probe.spend("I", *op)
@@ -256,7 +270,9 @@ class EmulatedStage(torch.nn.Module):
             stamp(gradient)
         return gradient
 
-    def _weight_gradient(self, op: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
+    def _weight_gradient(
+        self, op: tuple[int, int], gradient: torch.Tensor
+    ) -> torch.Tensor:
         """Spend the time of the linear's weight gradient, just before it, unless W does."""
         if not self.probe.splitting:
             self.probe.spend("W", *op)

@@ -11,8 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.active import Pipeline
-from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
-from megatron_ext.schedules import UNIT, Costs, Placement, Schedule, generate, registered
+from megatron_ext.config.pipeline_config import (
+    DynamicOrder,
+    PipelineConfig,
+    TransportName,
+)
+from megatron_ext.schedules import (
+    UNIT,
+    Costs,
+    Placement,
+    Schedule,
+    generate,
+    registered,
+)
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
@@ -50,7 +61,9 @@ class System(ABC):
         """Return the placement of the stages."""
 
     @abstractmethod
-    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Run:
         """Return a function that runs one step on this rank; the world is already initialised."""
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
@@ -95,9 +108,13 @@ class Peer(System):
     def placement(self, pp: int) -> Placement:
         return self.placement_of(pp)
 
-    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Run:
         module = importlib.import_module(f"{__package__}.{self.module}")
-        run: Run = module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
+        run: Run = module.prepare(
+            self.schedule, self.placement(pp), num_microbatches, probe
+        )
         return run
 
 
@@ -117,7 +134,9 @@ class Own(System):
 
     def pipeline(self, pp: int, num_microbatches: int) -> Pipeline:
         """Return the pipeline as training would create it."""
-        per_replica = num_microbatches // self.weight_copies  # each of two twins runs half
+        per_replica = (
+            num_microbatches // self.weight_copies
+        )  # each of two twins runs half
         pipeline_class = _SplitPipeline if self.splits else Pipeline
         return pipeline_class(self.config, pp, per_replica)
 
@@ -133,12 +152,18 @@ class Own(System):
                  slices=config.slices, **config.options)  # fmt: skip
 
     def placement(self, pp: int) -> Placement:
-        return self.pipeline(pp, 4 * pp).placement  # the same for every number of micro-batches
+        return self.pipeline(
+            pp, 4 * pp
+        ).placement  # the same for every number of micro-batches
 
-    def prepare(self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float) -> Run:
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Run:
         from . import own
 
-        patient = replace(self, config=replace(self.config, message_timeout_s=timeout_s))
+        patient = replace(
+            self, config=replace(self.config, message_timeout_s=timeout_s)
+        )
         return own.prepare(patient.pipeline(pp, num_microbatches), probe)
 
 
@@ -163,7 +188,10 @@ VARIANTS = _variants()
 ORDERS: dict[str, DynamicOrder | None] = {
     "static": None,
     "static, split": None,
-    **{f"hint +{extra}": DynamicOrder(policy="hint", extra_activations=extra) for extra in (0, 1)},
+    **{
+        f"hint +{extra}": DynamicOrder(policy="hint", extra_activations=extra)
+        for extra in (0, 1)
+    },
     "breadth-first": DynamicOrder(policy="breadth-first"),
     "depth-first": DynamicOrder(policy="depth-first"),
 }
@@ -188,7 +216,9 @@ def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> 
         **settings,
     }
     if settings.get("slices", 1) > 1:
-        settings["length_costs"] = LengthCost(1 - attention, attention / SEQUENCE_LENGTH)
+        settings["length_costs"] = LengthCost(
+            1 - attention, attention / SEQUENCE_LENGTH
+        )
     return Own(name, PipelineConfig(schedule=schedule, **settings), attention=attention)
 
 
@@ -230,7 +260,9 @@ def all_systems() -> list[System]:
     )
     for shown, transport, latency in wires:
         prefix = f"megatron_ext, {shown}: "
-        systems += [own(prefix + label, label, transport=transport) for label in VARIANTS]
+        systems += [
+            own(prefix + label, label, transport=transport) for label in VARIANTS
+        ]
         name = f"{prefix}bitpipe order=zb for latency {latency:g}"
         costs = Costs(latency=latency)
         systems.append(own(name, "bitpipe order=zb", transport=transport, costs=costs))
@@ -246,7 +278,13 @@ def device_systems() -> list[System]:
     orders = ("static, split", "hint +0", "hint +1")
     return [
         *(peer for peer in PEERS.values() if peer.module == "megatron_core"),
-        *(own(f"communicator: {label}", label, transport="torch") for label in VARIANTS),
+        *(
+            own(f"communicator: {label}", label, transport="torch")
+            for label in VARIANTS
+        ),
         *(own(f"ipc: {label}", label, device_path="ipc") for label in VARIANTS),
-        *(ordered(f"ipc: interleaved chunks=2, {order}", device_path="ipc") for order in orders),
+        *(
+            ordered(f"ipc: interleaved chunks=2, {order}", device_path="ipc")
+            for order in orders
+        ),
     ]

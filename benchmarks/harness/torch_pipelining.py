@@ -40,10 +40,14 @@ class _Stage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        with self._probe.op("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+        with self._probe.op(
+            "B" if full_backward else "I", self.stage_index, bwd_chunk_id
+        ):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+    def backward_weight_one_chunk(
+        self, bwd_chunk_id: int, last_backward: bool = False
+    ) -> None:
         with self._probe.op("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -61,7 +65,10 @@ def prepare(
     stages = [_Stage(probe, index, placement.num_stages) for index in stage_indices]
     single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
     runner = schedule_class(
-        stages[0] if single else stages, num_microbatches, loss_fn=_loss, scale_grads=False
+        stages[0] if single else stages,
+        num_microbatches,
+        loss_fn=_loss,
+        scale_grads=False,
     )
     sequence, *trailing_shape = MESSAGE_SHAPE
     data = torch.zeros(num_microbatches * sequence, *trailing_shape)

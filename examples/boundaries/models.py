@@ -25,10 +25,14 @@ class HyperConnections(Stage):
         return layers
 
     def forward(self, sample):
-        streams = [self.tokens(sample)] * self.STREAMS if self.is_first else self.received
+        streams = (
+            [self.tokens(sample)] * self.STREAMS if self.is_first else self.received
+        )
         for number in self.numbers:
             read, *write = self.layers[f"mix{number}"].weight
-            made, _ = self.layers[str(number)](mixed(read, streams), attention_mask=MASK)
+            made, _ = self.layers[str(number)](
+                mixed(read, streams), attention_mask=MASK
+            )
             streams = [mixed(weights, streams) + made for weights in write]
         return self.loss(sum(streams), sample) if self.is_last else streams
 
@@ -48,7 +52,10 @@ class AttentionOverBlocks(Stage):
         first = ["block-1"] if self.is_first else []
         last = f"block{config.num_layers - 1}"
         routes.declare(
-            self, publishes=sorted({*first, *own} - {last}), takes=before, boundary="fixed"
+            self,
+            publishes=sorted({*first, *own} - {last}),
+            takes=before,
+            boundary="fixed",
         )
 
     def build(self):
@@ -65,7 +72,9 @@ class AttentionOverBlocks(Stage):
         for number in self.numbers:
             before = torch.stack([routes.take(f"block{i}") for i in range(-1, number)])
             shares = self.layers[f"query{number}"](before).softmax(0)
-            hidden, _ = self.layers[str(number)]((shares * before).sum(0), attention_mask=MASK)
+            hidden, _ = self.layers[str(number)](
+                (shares * before).sum(0), attention_mask=MASK
+            )
             if number < self.config.num_layers - 1:
                 hidden = routes.publish(f"block{number}", hidden)
         # Nothing goes to the next stage but what it takes from routes.
@@ -84,7 +93,9 @@ class VisionLanguage(Stage):
         super().__init__(config, number, num_stages)
         routes.declare(
             self,
-            publishes=[f"features{i}" for i in range(self.LEVELS)] if self.is_first else [],
+            publishes=[f"features{i}" for i in range(self.LEVELS)]
+            if self.is_first
+            else [],
             takes=[f"features{i}" for i in self._injected],
             boundary="varies",
         )
@@ -93,13 +104,19 @@ class VisionLanguage(Stage):
     def _injected(self):
         """The layers of this stage that features are injected into."""
         every = max(1, self.config.num_layers // 4)
-        return [i // every for i in self.numbers if i % every == 0 and i // every < self.LEVELS]
+        return [
+            i // every
+            for i in self.numbers
+            if i % every == 0 and i // every < self.LEVELS
+        ]
 
     def build(self):
         layers = super().build()
         if self.is_first:
             for level in range(self.LEVELS):
-                layers[f"tower{level}"] = linear(self.config, *[self.config.hidden_size] * 2)
+                layers[f"tower{level}"] = linear(
+                    self.config, *[self.config.hidden_size] * 2
+                )
         return layers
 
     def forward(self, sample):
@@ -108,7 +125,9 @@ class VisionLanguage(Stage):
             image = self.part(sample["image"]) if sample["text"][0, 0] % 2 else None
             for level in range(self.LEVELS):
                 if image is not None:
-                    image = self.part(torch.tanh(project(self.layers[f"tower{level}"], image)))
+                    image = self.part(
+                        torch.tanh(project(self.layers[f"tower{level}"], image))
+                    )
                 routes.publish(f"features{level}", image)
         every = max(1, self.config.num_layers // 4)
         for number in self.numbers:
@@ -141,7 +160,9 @@ class EncoderDecoder(Stage):
         encoder = gpt_layer_specs.get_gpt_layer_local_spec()
         [decoder, *_] = t5_spec.get_t5_decoder_with_local_block_spec(1).layer_specs
         layers = {
-            str(i): transformer_layer(self.config, i, encoder if i < self.half else decoder)
+            str(i): transformer_layer(
+                self.config, i, encoder if i < self.half else decoder
+            )
             for i in self.numbers
         }
         if self.half in self.numbers:

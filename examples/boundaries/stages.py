@@ -50,7 +50,9 @@ class Stage(torch.nn.Module):
     @staticmethod
     def layers_of(number, num_stages, num_layers):
         """Return the numbers of a stage's layers."""
-        return range(number * num_layers // num_stages, (number + 1) * num_layers // num_stages)
+        return range(
+            number * num_layers // num_stages, (number + 1) * num_layers // num_stages
+        )
 
     @staticmethod
     def has_head(number, num_stages):
@@ -59,7 +61,10 @@ class Stage(torch.nn.Module):
 
     def build(self):
         """Return the layers of this stage, by name."""
-        return {str(number): transformer_layer(self.config, number) for number in self.numbers}
+        return {
+            str(number): transformer_layer(self.config, number)
+            for number in self.numbers
+        }
 
     def set_input_tensor(self, tensors):
         """Take what the stage before handed on; Megatron calls it."""
@@ -124,7 +129,9 @@ def fill(module):
             if weight.dim() > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 split = getattr(weight, "partition_dim", -1)
-                shape = [n * parts if i == split else n for i, n in enumerate(weight.shape)]
+                shape = [
+                    n * parts if i == split else n for i, n in enumerate(weight.shape)
+                ]
                 whole = torch.randn(shape, generator=generator) * 0.2
                 weight.copy_(whole if split < 0 else whole.chunk(parts, split)[part])
 

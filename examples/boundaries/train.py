@@ -16,7 +16,9 @@ import megatron_ext
 MICROBATCHES, LAYERS, STEPS = 8, 16, 3
 
 
-def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=1, **settings):
+def train(
+    model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=1, **settings
+):
     """Train, and return this rank's losses and the gradients of its last step, by name.
 
     `parallel` has further keywords for `TransformerConfig`: tensor and sequence parallelism. Of the
@@ -29,7 +31,12 @@ def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=
         megatron_ext.PipelineConfig(schedule=schedule, **{"device": "cpu", **settings}),
         pipeline_ranks=ranks, num_microbatches=MICROBATCHES, num_layers=LAYERS, seed=seed,
     )  # fmt: skip
-    from megatron.core import distributed, parallel_state, pipeline_parallel, tensor_parallel
+    from megatron.core import (
+        distributed,
+        parallel_state,
+        pipeline_parallel,
+        tensor_parallel,
+    )
     from megatron.core.transformer import TransformerConfig
     from models import MODELS
     from stages import BATCH, LENGTH, WIDTH, sample

@@ -46,9 +46,13 @@ def recipe(train_iters: int = 4) -> ConfigContainer:
             persist_layer_norm=False,
             bias_dropout_fusion=False,
         ),
-        train=TrainingConfig(train_iters=train_iters, global_batch_size=8, micro_batch_size=1),
+        train=TrainingConfig(
+            train_iters=train_iters, global_batch_size=8, micro_batch_size=1
+        ),
         validation=ValidationConfig(eval_iters=1, eval_interval=train_iters),
-        optimizer=OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-3, clip_grad=0.0),
+        optimizer=OptimizerConfig(
+            optimizer="adam", lr=1e-3, min_lr=1e-3, clip_grad=0.0
+        ),
         scheduler=SchedulerConfig(
             lr_decay_iters=train_iters,
             lr_warmup_iters=0,

@@ -48,7 +48,10 @@ def forward_step(samples, stage):
     """Run a stage on the next sample; on the last, Megatron calls the function for the loss."""
     number = next(samples)
     sample = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(number))
-    return stage(sample), lambda y: (y.square().mean(), (number, y.square().mean().item()))
+    return stage(sample), lambda y: (
+        y.square().mean(),
+        (number, y.square().mean().item()),
+    )
 
 
 torch.distributed.init_process_group("gloo")
@@ -66,7 +69,11 @@ chunks = [
     ) for stage in held
 ]  # fmt: skip
 for step in range(3):
-    mine = range(8 * step + parallel_state.get_data_parallel_rank(), 8 * (step + 1), build.replicas)
+    mine = range(
+        8 * step + parallel_state.get_data_parallel_rank(),
+        8 * (step + 1),
+        build.replicas,
+    )
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(

@@ -16,14 +16,21 @@ build = megatron_ext.configure(
     pipeline_ranks=4, num_microbatches=8, num_layers=8,
 )  # fmt: skip
 
-from megatron.core import distributed, parallel_state, pipeline_parallel, tensor_parallel  # noqa: E402
+from megatron.core import (  # noqa: E402
+    distributed,
+    parallel_state,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 def init(weight):
     """Give equal weights to equal shapes, however the model is cut."""
-    torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel()))
+    torch.nn.init.normal_(
+        weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel())
+    )
 
 
 def tokens(sample):
@@ -54,7 +61,11 @@ chunks = [
     for keywords in build.chunks(parallel_state.get_pipeline_model_parallel_rank())
 ]  # fmt: skip
 for step in range(3):
-    mine = range(8 * step + parallel_state.get_data_parallel_rank(), 8 * (step + 1), build.replicas)
+    mine = range(
+        8 * step + parallel_state.get_data_parallel_rank(),
+        8 * (step + 1),
+        build.replicas,
+    )
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(

@@ -64,9 +64,16 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
         )
     model = args.tokenizer_model
     # The library would ask a hub for a folder that is not there, for nearly a minute.
-    if model is None or ("/" in model and model.count("/") != 1 and not Path(model).exists()):
-        sys.exit(f"--tokenizer-model {model}: there is no such file or folder; name one")
-    libraries = {"HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece"}
+    if model is None or (
+        "/" in model and model.count("/") != 1 and not Path(model).exists()
+    ):
+        sys.exit(
+            f"--tokenizer-model {model}: there is no such file or folder; name one"
+        )
+    libraries = {
+        "HuggingFaceTokenizer": "huggingface",
+        "SentencePieceTokenizer": "sentencepiece",
+    }
     return MegatronTokenizer.from_pretrained(
         tokenizer_path=model, metadata_path={"library": libraries[args.tokenizer_type]}
     )
@@ -82,12 +89,22 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer-type",
         default="ByteLevelTokenizer",
-        choices=("ByteLevelTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
+        choices=(
+            "ByteLevelTokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+        ),
         help="the first needs no file: every byte is a token (default: %(default)s)",
     )
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="its folder, file or name")
-    parser.add_argument("--append-eod", action="store_true", help="end each document with a token")
-    parser.add_argument("--split-sentences", action="store_true", help="one sequence per sentence")
+    parser.add_argument(
+        "--tokenizer-model", metavar="PATH", help="its folder, file or name"
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with a token"
+    )
+    parser.add_argument(
+        "--split-sentences", action="store_true", help="one sequence per sentence"
+    )
     args = parser.parse_args()
 
     # torch, without a GPU but with nvcc, warns of a missing CUDA runtime, which nobody here needs.
@@ -108,15 +125,21 @@ def main() -> None:
             if args.split_sentences:
                 pieces = [piece.strip() for piece in _SENTENCE_END.split(text)]
             try:
-                sequences = [ids for piece in pieces if (ids := tokenizer.tokenize(piece))]
+                sequences = [
+                    ids for piece in pieces if (ids := tokenizer.tokenize(piece))
+                ]
             except UnicodeEncodeError:
-                sys.exit(f"{place}: the text holds half of a surrogate pair, which is no UTF-8")
+                sys.exit(
+                    f"{place}: the text holds half of a surrogate pair, which is no UTF-8"
+                )
             if not sequences:
                 continue
             if args.append_eod:
                 sequences[-1] = [*sequences[-1], tokenizer.eod]
             ids = [token for sequence in sequences for token in sequence]
-            builder.add_document(torch.tensor(ids), [len(sequence) for sequence in sequences])
+            builder.add_document(
+                torch.tensor(ids), [len(sequence) for sequence in sequences]
+            )
             count, tokens = count + 1, tokens + len(ids)
     if not count:
         sys.exit(f"{', '.join(map(str, args.inputs))}: no document has any text")

@@ -24,8 +24,14 @@ from torch import Tensor, nn
 
 VOCAB, HIDDEN, HEADS, LAYERS, SEQ, MICRO_BATCH, STEPS = 64, 32, 4, 8, 16, 2, 5
 TALK = {  # what each dimension sends: in short, and in full
-    "tp": ("AllReduce every forward", "AllReduce of activations and gradients, in every block"),
-    "pp": ("send/recv activations", "send/recv of activations and gradients, between stages"),
+    "tp": (
+        "AllReduce every forward",
+        "AllReduce of activations and gradients, in every block",
+    ),
+    "pp": (
+        "send/recv activations",
+        "send/recv of activations and gradients, between stages",
+    ),
     "dp": ("AllReduce after backward", "AllReduce of all gradients, once"),
 }
 
@@ -41,7 +47,9 @@ class Layout(NamedTuple):
 
     def groups(self, kind: str) -> list[list[int]]:
         """Return the groups of "tp", "pp" or "dp": ranks that differ in that coordinate only."""
-        ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        ranks = torch.arange(self.dp * self.pp * self.tp).view(
+            self.dp, self.pp, self.tp
+        )
         return ranks.movedim(("dp", "pp", "tp").index(kind), -1).flatten(0, 1).tolist()
 
     def describe(self, device: str) -> Iterator[str]:
@@ -51,7 +59,9 @@ class Layout(NamedTuple):
             if stage == 0:
                 yield f"DP replica {replica}:"
             places = [f"{device} {rank} (tp={tp})" for tp, rank in enumerate(ranks)]
-            yield f"  Stage {stage}: {', '.join(places)}" + "\n" * (stage == self.pp - 1)
+            yield f"  Stage {stage}: {', '.join(places)}" + "\n" * (
+                stage == self.pp - 1
+            )
         for kind, (use, _) in TALK.items():
             groups = [f"[{','.join(map(str, group))}]" for group in self.groups(kind)]
             yield f"{kind.upper()} groups:  {', '.join(groups)}   <- {use}"
@@ -67,10 +77,14 @@ class Group:
         groups, me = layout.groups(kind), dist.get_rank()
         self.ranks = next(ranks for ranks in groups if me in ranks)
         self.size, self.index = len(self.ranks), self.ranks.index(me)
-        if self.size > 1:  # all ranks open all groups of a kind together, as torch requires
+        if (
+            self.size > 1
+        ):  # all ranks open all groups of a kind together, as torch requires
             self.handle, _ = dist.new_subgroups_by_enumeration(groups)
         self.messages = self.bytes = 0
-        self.pending: list[tuple[Any, Tensor]] = []  # memory must stay until it has been sent
+        self.pending: list[
+            tuple[Any, Tensor]
+        ] = []  # memory must stay until it has been sent
 
     def _count(self, tensor: Tensor) -> None:
         self.messages += 1
@@ -113,7 +127,9 @@ class ColumnParallel(nn.Module):
         self.weight = nn.Parameter(whole.chunk(tp.size, dim=0)[tp.index].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.view_as(x)  # on the way back, the gradients of what all ranks share add up
+        x = x.view_as(
+            x
+        )  # on the way back, the gradients of what all ranks share add up
         x.register_hook(lambda gradient: self.tp.all_reduce(gradient.clone()))
         return F.linear(x, self.weight)
 
@@ -128,7 +144,9 @@ class RowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)
-        self.tp.all_reduce(y.detach())  # in place and unseen by autograd: gradients pass unchanged
+        self.tp.all_reduce(
+            y.detach()
+        )  # in place and unseen by autograd: gradients pass unchanged
         return y
 
 
@@ -141,7 +159,9 @@ class Block(nn.Module):
     def __init__(self, draw: torch.Generator, tp: Group) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
-        self.attend = ColumnParallel(matrix(3 * HIDDEN, HIDDEN, draw), tp)  # head by head
+        self.attend = ColumnParallel(
+            matrix(3 * HIDDEN, HIDDEN, draw), tp
+        )  # head by head
         self.project = RowParallel(matrix(HIDDEN, HIDDEN, draw), tp)
         self.up = ColumnParallel(matrix(4 * HIDDEN, HIDDEN, draw), tp)
         self.down = RowParallel(matrix(HIDDEN, 4 * HIDDEN, draw), tp)
@@ -149,7 +169,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq, hidden) to the same shape."""
         heads = self.attend(self.norms[0](x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))
-        query, key, value = heads.transpose(1, 2).unbind(3)  # (batch, own heads, seq, width)
+        query, key, value = heads.transpose(1, 2).unbind(
+            3
+        )  # (batch, own heads, seq, width)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
@@ -175,7 +197,9 @@ class Stage(nn.Module):
             self.positions = nn.Parameter(matrix(SEQ, HIDDEN, draw.manual_seed(2)))
         numbers = range(index * per_stage, (index + 1) * per_stage)
         # Seeded by its number, so that a block is the same wherever it lives.
-        self.blocks = nn.Sequential(*(Block(draw.manual_seed(10 + n), tp) for n in numbers))
+        self.blocks = nn.Sequential(
+            *(Block(draw.manual_seed(10 + n), tp) for n in numbers)
+        )
         if self.last:
             self.norm = nn.LayerNorm(HIDDEN)
             self.head = nn.Parameter(matrix(VOCAB, HIDDEN, draw.manual_seed(3)))
@@ -227,9 +251,13 @@ def table(name: str, pp: int, microbatches: int) -> list[list[Action]]:
 class Pipeline:
     """This rank's stages, and how it walks through its row of the table."""
 
-    def __init__(self, rows: list[list[Action]], tp: Group, pp: Group, device: str) -> None:
+    def __init__(
+        self, rows: list[list[Action]], tp: Group, pp: Group, device: str
+    ) -> None:
         self.row, self.pp, self.device = rows[pp.index], pp, device
-        self.rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+        self.rank_of = {
+            action.stage: rank for rank, row in enumerate(rows) for action in row
+        }
         if LAYERS % len(self.rank_of):
             stop(f"{LAYERS} layers do not divide into {len(self.rank_of)} stages")
         mine = sorted({action.stage for action in self.row})
@@ -253,9 +281,13 @@ class Pipeline:
         x = torch.empty(0) if stage.first else self._take(action).requires_grad_()
         output = stage(x, batch[action.microbatch])
         if stage.last:
-            output = output / len(batch)  # the loss of a step is the mean of its micro-batches
+            output = output / len(
+                batch
+            )  # the loss of a step is the mean of its micro-batches
         else:
-            self._give(output.detach(), Action(action.stage + 1, "F", action.microbatch))
+            self._give(
+                output.detach(), Action(action.stage + 1, "F", action.microbatch)
+            )
         self.kept[action.stage, action.microbatch] = x, output, None
         return output.item() if stage.last else 0.0
 
@@ -297,7 +329,9 @@ def sync_dp_gradients(parameters: list[nn.Parameter], dp: Group) -> None:
     """Average the gradients of all replicas: one flat AllReduce, once for each step."""
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     dp.all_reduce(flat).div_(dp.size)
-    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    for p, part in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
         p.grad = part.view_as(p)
 
 
@@ -307,7 +341,9 @@ def sample(number: int) -> Tensor:
     return torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=draw)
 
 
-def train(rows: list[list[Action]], count: int, groups: list[Group], device: str) -> list[float]:
+def train(
+    rows: list[list[Action]], count: int, groups: list[Group], device: str
+) -> list[float]:
     """Train on this rank's part of everything; return its share of the loss of each step."""
     tp, pp, dp = groups
     pipeline = Pipeline(rows, tp, pp, device)
@@ -332,9 +368,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel size")
-    parser.add_argument("--cpu", action="store_true", help="processes on this host, with gloo")
-    parser.add_argument("--schedule", default="gpipe", help="gpipe, or one of megatron_ext")
-    parser.add_argument("--microbatches", type=int, default=4, help="of each replica in a step")
+    parser.add_argument(
+        "--cpu", action="store_true", help="processes on this host, with gloo"
+    )
+    parser.add_argument(
+        "--schedule", default="gpipe", help="gpipe, or one of megatron_ext"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help="of each replica in a step"
+    )
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
         stop("torch finds no GPU; add --cpu")
@@ -347,7 +389,9 @@ def arguments() -> argparse.Namespace:
             f"{product}: torchrun --nproc_per_node={product}"
         )
     if HEADS % args.tp:
-        stop(f"--tp {args.tp} does not divide the {HEADS} attention heads; take 1, 2 or 4")
+        stop(
+            f"--tp {args.tp} does not divide the {HEADS} attention heads; take 1, 2 or 4"
+        )
     args.device = "cpu" if args.cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return args
 
@@ -381,13 +425,21 @@ def main() -> None:
     dist.init_process_group("gloo" if args.cpu else "nccl")
     groups = [Group(kind, layout) for kind in TALK]
     shares = torch.tensor(train(rows, count, groups, args.device), device=args.device)
-    dist.all_reduce(shares)  # each rank of a last stage has one, and so have its TP peers
+    dist.all_reduce(
+        shares
+    )  # each rank of a last stage has one, and so have its TP peers
     losses = (shares / args.tp).tolist()
-    lines = [*layout.describe("CPU" if args.cpu else "GPU"), *traffic(groups, args.device), ""]
+    lines = [
+        *layout.describe("CPU" if args.cpu else "GPU"),
+        *traffic(groups, args.device),
+        "",
+    ]
     if dist.get_rank() == 0:
         print("\n".join(lines))
         alone = [Group(kind, Layout(1, 1, 1)) for kind in TALK]
-        reference = train(gpipe(1, count * args.dp), count * args.dp, alone, args.device)
+        reference = train(
+            gpipe(1, count * args.dp), count * args.dp, alone, args.device
+        )
         for step, (loss, expected) in enumerate(zip(losses, reference, strict=True)):
             print(f"step {step}: loss {loss:.6f}, in a single process {expected:.6f}")
         gap = max(abs(a - b) for a, b in zip(losses, reference, strict=True))

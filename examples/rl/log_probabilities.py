@@ -18,7 +18,9 @@ RANKS, MICROBATCHES, LAYERS, LENGTH, VOCABULARY = 2, 4, 4, 16, 64
 
 def init(weight):
     """Give equal weights to equal shapes, however the model is cut."""
-    torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel()))
+    torch.nn.init.normal_(
+        weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel())
+    )
 
 
 def tokens(sample):
@@ -33,7 +35,12 @@ def log_probabilities(schedule, *, trains):
         megatron_ext.PipelineConfig(schedule=schedule, device="cpu"),
         pipeline_ranks=RANKS, num_microbatches=MICROBATCHES, num_layers=LAYERS,
     )  # fmt: skip
-    from megatron.core import distributed, parallel_state, pipeline_parallel, tensor_parallel
+    from megatron.core import (
+        distributed,
+        parallel_state,
+        pipeline_parallel,
+        tensor_parallel,
+    )
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 

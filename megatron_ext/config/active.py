@@ -29,7 +29,11 @@ from megatron_ext.schedules.table.transforms import (
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
+    from megatron_ext.config.pipeline_config import (
+        DynamicOrder,
+        PipelineConfig,
+        TransportName,
+    )
     from megatron_ext.config.roles import Job, Role
     from megatron_ext.observer import Observer
     from megatron_ext.schedules.search.policies import Policy
@@ -55,7 +59,9 @@ class Pipeline:
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fills: dict[int, bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """Whether every W in the table results from splitting a B."""
     _policies: dict[int, Callable[[int], Policy]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -112,7 +118,9 @@ class Pipeline:
     def static(self) -> Pipeline:
         """Return the same pipeline, running in the table's static order."""
         # Dropping `dynamic` would change the defaults that it implies, so set them explicitly.
-        config = replace(self.config, schedule=self.name, dynamic=None, transport=self.config.wire)
+        config = replace(
+            self.config, schedule=self.name, dynamic=None, transport=self.config.wire
+        )
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
@@ -133,7 +141,9 @@ class Pipeline:
                 deadlock.
         """
         if num_microbatches not in self._tables:
-            table = self._generated(num_microbatches, self.costs, slices=self.config.slices)
+            table = self._generated(
+                num_microbatches, self.costs, slices=self.config.slices
+            )
             # Validate generated tables too: a wrong table from a plug-in would hang the job during
             # a step.
             validate(table)
@@ -155,7 +165,9 @@ class Pipeline:
         """
         return self._generated(len(slice_sizes), costs, slice_sizes=slice_sizes)
 
-    def _generated(self, num_microbatches: int, costs: Costs, **slices: Any) -> Schedule:
+    def _generated(
+        self, num_microbatches: int, costs: Costs, **slices: Any
+    ) -> Schedule:
         """Generate a table, with the options of `generate` for its slices."""
         config = self.config
         table = generate(
@@ -173,13 +185,19 @@ class Pipeline:
                 f"--pipeline-slices {table.num_slices}"
             )
         if table.pairs and not config.pairs:  # from a file; run its pairs in sequence
-            table = replace(table, pairs=(), options={**table.options, "pairs": "apart"})
+            table = replace(
+                table, pairs=(), options={**table.options, "pairs": "apart"}
+            )
         if len(table.placement.twin_hops) % 2:
-            table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
+            table = replace(
+                table, placement=replace(table.placement, twin_hops=frozenset())
+            )
         if config.dynamic is not None and self.splits:
             # W may run anywhere only if it comes from this split: a table that already splits
             # places its W, and recomputed layers run W at once.
-            self._fills[num_microbatches] = not (table.splits_backward or config.weights_at_once)
+            self._fills[num_microbatches] = not (
+                table.splits_backward or config.weights_at_once
+            )
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
@@ -199,7 +217,9 @@ class Pipeline:
         """Return what creates each rank's policy for a table, which was generated for `costs`."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
-        extra_activations = self.margin_by_length if table.slice_sizes else dynamic.margin
+        extra_activations = (
+            self.margin_by_length if table.slice_sizes else dynamic.margin
+        )
         return policies(
             dynamic.policy,
             table,
@@ -367,7 +387,9 @@ def active() -> Active | None:
 def required() -> Active:
     """Return the active configuration, which must exist."""
     in_force = _PROCESS.configuration
-    assert in_force is not None, "no active configuration; call prepare or megatron_ext.configure"
+    assert in_force is not None, (
+        "no active configuration; call prepare or megatron_ext.configure"
+    )
     return in_force
 
 
@@ -483,8 +505,12 @@ def seed_of(*key: int | str) -> int:
     """Return a 63-bit seed derived from a key and from the run's seed, which must be set."""
     in_force = active()
     if in_force is None or in_force.seed is None:
-        raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
+        raise ScheduleError(
+            "random numbers by micro-batch need a seed; give --microbatch-rng"
+        )
     # Don't use `hash()`: Python randomizes string hashes per process, so each rank would get a
     # different seed.
-    digest = hashlib.blake2b(repr((in_force.seed, *key)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        repr((in_force.seed, *key)).encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -34,7 +34,9 @@ REFERENCE = choice.REFERENCE
 """The schedule with the fewest requirements: if any schedule can run, this one can."""
 
 
-def ranking(args: Namespace, config: PipelineConfig, device: DeviceKind | None) -> Ranking:
+def ranking(
+    args: Namespace, config: PipelineConfig, device: DeviceKind | None
+) -> Ranking:
     """Return the schedules a job may use, best first; arguments and errors as `question_of`."""
     return choice.rank(*question_of(args, config, device))
 
@@ -69,7 +71,9 @@ def question_of(
         ranks=pp,
         # Without a batch, use any number that fills the pipeline, as other checks do.
         num_microbatches=2 * pp if batches is None else batches.num_microbatches,
-        cut=lambda schedule, placement: _layers_by_stage(args, cut, schedule, placement),
+        cut=lambda schedule, placement: _layers_by_stage(
+            args, cut, schedule, placement
+        ),
         chunks=None if chunks == 1 else chunks,
         num_layers=cut.num_layers if _has_layers(cut) else None,
         costs=config.costs,
@@ -84,7 +88,9 @@ def question_of(
 def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
     """Return the configuration with a candidate's schedule."""
     costs = candidate.costs or config.costs
-    return replace(config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs)
+    return replace(
+        config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs
+    )
 
 
 def device_here() -> DeviceKind | None:
@@ -144,7 +150,9 @@ def _judge(
         measured = MeasuredCosts.read(folder)
         measured.check_sizes(vars(args), folder)
         return choice.ByTable(
-            training=training, measured=measured, reason=f"the times that {folder} has of a run"
+            training=training,
+            measured=measured,
+            reason=f"the times that {folder} has of a run",
         )
     try:
         return _forecast(args, cut, config, device, batches, training)
@@ -183,7 +191,9 @@ def _forecast(
     cp = sizes.context_parallel_size
     ep = sizes.expert_model_parallel_size
     if sizes.ranks // pp % ep:
-        raise ArgumentsError(f"{ep} expert-parallel ranks do not divide those of a stage")
+        raise ArgumentsError(
+            f"{ep} expert-parallel ranks do not divide those of a stage"
+        )
     job = Question(
         model=model,
         device=device or DEVICES["h100"],
@@ -191,7 +201,9 @@ def _forecast(
         global_batch=list(batches.counts)[-1],
         sequence=model.sequence,
         pair_rules=RULES["pairs"],
-        techniques=replace(techniques_of_arguments(args), overlaps_experts=training.pairs),
+        techniques=replace(
+            techniques_of_arguments(args), overlaps_experts=training.pairs
+        ),
         fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
         overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),

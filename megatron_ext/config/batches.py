@@ -64,7 +64,9 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     replicas = sizes.ranks // ranks_of_replica * twins
     micro_batch = sizes.micro_batch_size
     if not micro_batch:
-        raise ArgumentsError("--micro-batch-size is missing: give it a value of at least 1")
+        raise ArgumentsError(
+            "--micro-batch-size is missing: give it a value of at least 1"
+        )
     step = micro_batch * replicas
     requested = _global_batches(args, sizes, step)
     # With --decrease-batch-size-if-needed, Megatron rounds down.
@@ -84,12 +86,17 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     return Batches(micro_batch, replicas, twins, counts)
 
 
-def _check_evaluation(sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int) -> None:
+def _check_evaluation(
+    sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int
+) -> None:
     """Reject an evaluation whose batch does not divide among two mirrored pipelines."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
     # The training's sizes have already been checked, or Megatron rounds them down.
-    is_training_batch = (eval_batch, eval_step) == (global_batch, micro_batch * replicas)
+    is_training_batch = (eval_batch, eval_step) == (
+        global_batch,
+        micro_batch * replicas,
+    )
     if not is_training_batch and eval_batch % eval_step:
         raise ArgumentsError(
             f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, a "
@@ -152,7 +159,9 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     if not batches:
         _, last = by_threshold[-1]
         batches = [last]
-    fitting = " ".join(f"{at:.0f}:{_rounded_up(size, step)}" for at, size in by_threshold)
+    fitting = " ".join(
+        f"{at:.0f}:{_rounded_up(size, step)}" for at, size in by_threshold
+    )
     return _GlobalBatches(batches, f"--step-batch-size-schedule '{fitting}'")
 
 

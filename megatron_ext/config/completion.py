@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _UNPAIRED = ("fp4", "sft", "dataloader_inter_document_masking")
 
 
-def completed(settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig) -> PipelineConfig:
+def completed(
+    settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig
+) -> PipelineConfig:
     """Return a configuration, completed with the settings that depend on the job.
 
     Args:
@@ -38,7 +40,9 @@ def completed(settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig)
         config = replace(config, schedule=base_table(cut.chunks))
     if config.schedule is None:
         return config
-    config = replace(config, chunks=_chunks(cut, config), pairs=_has_pairs(settings, config))
+    config = replace(
+        config, chunks=_chunks(cut, config), pairs=_has_pairs(settings, config)
+    )
     return with_stash(config, settings)
 
 
@@ -120,7 +124,9 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 
-def _recomputed_layers(config: PipelineConfig, settings: Mapping[str, Any]) -> _WholeLayers:
+def _recomputed_layers(
+    config: PipelineConfig, settings: Mapping[str, Any]
+) -> _WholeLayers:
     """Return which layers Megatron recomputes as a whole under full granularity."""
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "block":

@@ -26,7 +26,10 @@ _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 # Arguments with a file or text that describes each layer.
-_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+_HETEROGENEOUS = (
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
 
 EVEN_CUT = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -76,7 +79,9 @@ class UserCut:
         """
         all_layers = None
         if "hybrid_layer_pattern" in settings:
-            all_layers = settings["hybrid_layer_pattern"] or settings.get("hybrid_override_pattern")
+            all_layers = settings["hybrid_layer_pattern"] or settings.get(
+                "hybrid_override_pattern"
+            )
         pattern = None
         if all_layers:
             pattern, _, _mtp_layers = all_layers.partition("/")
@@ -89,7 +94,9 @@ class UserCut:
             sizes=JobSizes.of(settings),
             pattern=pattern,
             is_hybrid=any(settings.get(dest) for dest in _HYBRID),
-            counts_embedding=bool(settings.get("account_for_embedding_in_pipeline_split")),
+            counts_embedding=bool(
+                settings.get("account_for_embedding_in_pipeline_split")
+            ),
             counts_loss=bool(settings.get("account_for_loss_in_pipeline_split")),
             layer_description=layer_description,
         )
@@ -109,7 +116,9 @@ class UserCut:
             _LAYERS: sizes.num_layers_per_virtual_pipeline_stage,
             PATTERN: segments,
         }
-        chosen = [CutFlag(flag, value) for flag, value in values.items() if value is not None]
+        chosen = [
+            CutFlag(flag, value) for flag, value in values.items() if value is not None
+        ]
         if len(chosen) > 1:
             raise ArgumentsError(
                 f"{chosen[0].flag} and {chosen[1].flag} exclude each other; leave one of them out"
@@ -195,7 +204,10 @@ class UserCut:
     def end_layers(self) -> tuple[int | None, int | None]:
         """Layers of the first and the last rank; None: as many as on the ranks between."""
         sizes = self.sizes
-        return sizes.decoder_first_pipeline_num_layers, sizes.decoder_last_pipeline_num_layers
+        return (
+            sizes.decoder_first_pipeline_num_layers,
+            sizes.decoder_last_pipeline_num_layers,
+        )
 
     def layers_by_stage(self, placement: Placement) -> list[int] | None:
         """Return the layers per stage if these flags make Megatron build exactly these stages.

@@ -94,7 +94,9 @@ def prepare(
     return preflight.arguments
 
 
-def put_in_force(preflight: Preflight, requested: PipelineConfig | None, seed: int | None) -> None:
+def put_in_force(
+    preflight: Preflight, requested: PipelineConfig | None, seed: int | None
+) -> None:
     """Activate a checked configuration."""
     config = preflight.config or requested
     assert config is not None
@@ -119,7 +121,9 @@ def check(args: Namespace) -> None:
     """
     in_force = required()
     if in_force.config.variable_seq_lengths:
-        args.variable_seq_lengths = True  # not a Megatron flag, and its validation clears it
+        args.variable_seq_lengths = (
+            True  # not a Megatron flag, and its validation clears it
+        )
     if in_force.pipeline is not None:
         _check_pipeline(args, in_force.pipeline)
     if getattr(args, "rank", 0) == 0:
@@ -221,7 +225,9 @@ def running(pipeline: Pipeline) -> str:
             )
     waiting = ""
     if config.waiting_weights and not any(schedule.pairs):
-        waiting = "; no W waits for idle time, because so few micro-batches run no pairs"
+        waiting = (
+            "; no W waits for idle time, because so few micro-batches run no pairs"
+        )
     elif config.waiting_weights:
         waiting = (
             f"; up to {config.waiting_weights} more W of a rank wait for idle time, at the latest "

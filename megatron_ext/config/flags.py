@@ -8,7 +8,15 @@ import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    get_origin,
+    get_type_hints,
+)
 
 from megatron_ext.config.pipeline_config import (
     Disaggregation,
@@ -37,7 +45,9 @@ DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags that Megatron-LM has dropped, each with the reason why it is no longer needed. They are
 accepted with a notice and have no effect."""
 
-REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"}
+REMOVED = {
+    "--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"
+}
 """Flags of the previous release that are now rejected, each with the remedy; kept for one
 release."""
 
@@ -55,7 +65,9 @@ def _option_entries() -> str:
 
 
 _OPTIONS = _option_entries()
-_IGNORED = "\n".join(f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items())
+_IGNORED = "\n".join(
+    f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items()
+)
 # Help texts by flag. After the flag comes the field that it sets (`part.field` for a field of a
 # part) and the name of its value in the help. The field's type determines the accepted values; a
 # flag without a field is a switch.
@@ -203,7 +215,9 @@ def _row(key: str, text: str) -> _Row:
     # A flag without a field, such as a former spelling, has no annotation.
     default_kind = str if metavar else bool
     kind, *_ = kinds_of(get_type_hints(owner).get(name, default_kind))
-    choices = typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
+    choices = (
+        typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
+    )
     options: dict[str, Any] = {"help": text}
     if choices is not None:
         options["choices"] = choices
@@ -323,7 +337,9 @@ def split_words(text: str, source: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ArgumentsError(f"{source} is {text!r}: {error}; close the quotation") from None
+        raise ArgumentsError(
+            f"{source} is {text!r}: {error}; close the quotation"
+        ) from None
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
@@ -447,7 +463,9 @@ def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
             if value is None:
                 continue
             if generator.name != schedule:
-                chosen = "none was chosen" if schedule is None else f"{schedule} was chosen"
+                chosen = (
+                    "none was chosen" if schedule is None else f"{schedule} was chosen"
+                )
                 raise ArgumentsError(
                     f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
                     f"--pipeline-schedule {generator.name}"

@@ -166,7 +166,11 @@ def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
     if not megatron_names:
         return []
     known_names = (
-        megatron_names | _NAMES | flags.DESTINATIONS | _OF_TRAINING | _MEGATRON_DEFAULTS.keys()
+        megatron_names
+        | _NAMES
+        | flags.DESTINATIONS
+        | _OF_TRAINING
+        | _MEGATRON_DEFAULTS.keys()
     )
     unknown_names = []
     for name in sorted(user_args.keys() - known_names):
@@ -185,7 +189,11 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
     """
     for name, value in user_args.items():
         # Attributes that this package keeps in a running job's arguments are not settings.
-        if isinstance(value, Mapping) and not name.startswith("megatron_ext") and _READ & {*value}:
+        if (
+            isinstance(value, Mapping)
+            and not name.startswith("megatron_ext")
+            and _READ & {*value}
+        ):
             raise ArgumentsError(
                 f"{name} holds settings, which are not read; give each by its name"
             )
@@ -327,7 +335,9 @@ def _choose(
         answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
         # Ranks with other devices may have found a schedule, and all ranks compare their choices.
         if answer.accepted:
-            answer.choice = Choice(f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis)
+            answer.choice = Choice(
+                f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis
+            )
         return answer
     first.candidates = accepted
     first.choice = Choice(accepted[0].flags, ranking.basis)
@@ -336,7 +346,12 @@ def _choose(
 
 
 def _add_pipeline(
-    answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
+    answer: Preflight,
+    args: Namespace,
+    cut: UserCut,
+    config: PipelineConfig,
+    *,
+    in_job: bool,
 ) -> Schedule | None:
     """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
 
@@ -431,7 +446,9 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
         )
     # Megatron would also run without this package, so use its stage count as is.
     chunks = cut.chunks
-    return replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
+    return replace(
+        config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None
+    )
 
 
 def _has_batch(args: Namespace) -> bool:
@@ -441,7 +458,9 @@ def _has_batch(args: Namespace) -> bool:
     return bool(global_batch and getattr(args, "micro_batch_size", None))
 
 
-def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool) -> None:
+def _make_tables(
+    pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool
+) -> None:
     """Generate the table for each batch size of a run, and reject the first one that has none.
 
     All tables are generated up front, because a ramp-up's batch size without a table would
@@ -471,7 +490,12 @@ def _make_tables(pipeline: Pipeline, batches: Batches, subject: str, *, fills_gr
 
 
 def _add_stages(
-    answer: Preflight, args: Namespace, cut: UserCut, config: PipelineConfig, *, in_job: bool
+    answer: Preflight,
+    args: Namespace,
+    cut: UserCut,
+    config: PipelineConfig,
+    *,
+    in_job: bool,
 ) -> None:
     """Add the arguments that make Megatron build the stages of the schedule or of both roles."""
     with answer.collecting("num_layers"):
@@ -489,9 +513,13 @@ def _add_stages(
         if in_job or has_layers:
             built = stages.stage_arguments(args, cut, placement, subject)
             answer.arguments = built.values
-            answer.changes = [reworded(change, flags.in_flags) for change in built.changes]
+            answer.changes = [
+                reworded(change, flags.in_flags) for change in built.changes
+            ]
         elif answer.pipeline is not None:
-            answer.notices.append("the cut into stages is not checked: there is no --num-layers")
+            answer.notices.append(
+                "the cut into stages is not checked: there is no --num-layers"
+            )
 
 
 def _check_settings(
@@ -531,7 +559,9 @@ def _check_settings(
     return args
 
 
-def _check_slice_tokens(answer: Preflight, args: Namespace, config: PipelineConfig) -> None:
+def _check_slice_tokens(
+    answer: Preflight, args: Namespace, config: PipelineConfig
+) -> None:
     """Reject slices by length that tensor-parallel ranks cannot divide."""
     tokens = config.slice_tokens
     if tokens is None or not getattr(args, "sequence_parallel", False):

@@ -267,7 +267,9 @@ def _all_texts() -> dict[str, str]:
 RULES = {group: read_rules(text) for group, text in _all_texts().items()}
 """Rules about Megatron's settings, by feature, field or kind of table."""
 
-DROPPED_BY_ROLES = RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
+DROPPED_BY_ROLES = (
+    RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
+)
 """Settings that disaggregation replaces or ignores."""
 
 
@@ -308,7 +310,11 @@ def rules_of(
         ("slices", "slices", config.slices > 1),
         ("slice_tokens", "slices", config.slice_tokens is not None),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
-        ("variable_seq_lengths", "stock_lengths", config.variable_seq_lengths and is_stock),
+        (
+            "variable_seq_lengths",
+            "stock_lengths",
+            config.variable_seq_lengths and is_stock,
+        ),
         ("disaggregation", "roles", has_roles),
         ("disaggregation", "schedule", has_roles),
         ("schedule", "schedule", not is_stock),
@@ -373,7 +379,9 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
         _imply_lengths(answer, args)
     if getattr(args, "use_distributed_optimizer", None):
         _imply_optimizer_format(answer, config, args)
-    if config.schedule is not None and getattr(args, "microbatch_group_size_per_vp_stage", None):
+    if config.schedule is not None and getattr(
+        args, "microbatch_group_size_per_vp_stage", None
+    ):
         answer.notices.append(
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
             "micro-batches is part of the schedule"
@@ -385,7 +393,9 @@ def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> 
     """Make Megatron build its layers for pairs, or without them."""
     if config.pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = True
-    elif config.schedule is not None and getattr(args, "overlap_moe_expert_parallel_comm", None):
+    elif config.schedule is not None and getattr(
+        args, "overlap_moe_expert_parallel_comm", None
+    ):
         answer.arguments["overlap_moe_expert_parallel_comm"] = False
         answer.notices.append(
             "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
@@ -417,7 +427,9 @@ def _imply_lengths(answer: Preflight, args: Namespace) -> None:
         answer.arguments |= {"moe_token_dispatcher_type": "alltoall"}
 
 
-def _imply_optimizer_format(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
+def _imply_optimizer_format(
+    answer: Preflight, config: PipelineConfig, args: Namespace
+) -> None:
     """Save the distributed optimizer's state in a format that other schedules can load."""
     has_schedule = config.schedule is not None
     if getattr(args, "ckpt_format", None) == "torch":
@@ -475,7 +487,9 @@ def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str,
     return off
 
 
-def suit_layers(answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool) -> None:
+def suit_layers(
+    answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool
+) -> None:
     """Put the pipeline into a form that Transformer Engine's layers can run, or reject it."""
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
@@ -617,7 +631,10 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
             "computed in I, because Transformer Engine computes them together with those of the "
             "biases; --disable-bias-linear without --add-qkv-bias moves them to W"
         )
-    if settings.get("moe_single_grouped_weight") and not config.gradient_accumulation_fusion:
+    if (
+        settings.get("moe_single_grouped_weight")
+        and not config.gradient_accumulation_fusion
+    ):
         yield (
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
             "hands them on before W could fill them; leave --moe-single-grouped-weight or "

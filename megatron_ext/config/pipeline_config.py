@@ -116,10 +116,13 @@ class Tracing:
             object.__setattr__(self, "directory", Path(self.directory))
         check_types(self)
         if self.interval < 1:
-            raise ConfigurationError("{interval:{c.interval}} must be at least 1", c=self)
+            raise ConfigurationError(
+                "{interval:{c.interval}} must be at least 1", c=self
+            )
         if not 1 <= self.num_iterations <= self.interval:
             raise ConfigurationError(
-                "{iterations:{c.iterations}} must be between 1 and {interval:{c.interval}}", c=self
+                "{iterations:{c.iterations}} must be between 1 and {interval:{c.interval}}",
+                c=self,
             )
 
     @property
@@ -267,7 +270,9 @@ class PipelineConfig:
         """The transport, with its default filled in."""
         if self.transport is not None:
             return self.transport
-        return "torch" if self.dynamic is None and self.disaggregation is None else "auto"
+        return (
+            "torch" if self.dynamic is None and self.disaggregation is None else "auto"
+        )
 
     @property
     def cuts_sequences(self) -> bool:
@@ -306,7 +311,9 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     if not 0 < c.message_timeout_s < inf:
         return "{message_timeout_s:{c.message_timeout_s}} must be a positive number of seconds"
     if c.hang_timeout_s is not None and not 0 < c.hang_timeout_s < inf:
-        return "{hang_timeout_s:{c.hang_timeout_s}} must be a positive number of seconds"
+        return (
+            "{hang_timeout_s:{c.hang_timeout_s}} must be a positive number of seconds"
+        )
     return None
 
 
@@ -314,7 +321,8 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
     """Return why micro-batches cannot be cut into these slices."""
     if not 1 <= c.slices <= MAX_SLICES:
         return (
-            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES}; use {{slices:4}} or 8"
+            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES}; "
+            "use {slices:4} or 8"
         )
     if c.slices == 1:
         return None
@@ -454,7 +462,9 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     if c.is_automatic:
         return _mistake_of_auto(c)
     if c.schedule and c.generator is None and (c.chunks is not None or c.options):
-        return "{schedule:{c.schedule}}: the file fixes chunks and options; leave them out"
+        return (
+            "{schedule:{c.schedule}}: the file fixes chunks and options; leave them out"
+        )
     if c.generator is not None and not c.generator.listed:
         return (
             "{schedule:{c.schedule}} needs processes of two roles; use {disaggregation} instead, "
@@ -530,7 +540,9 @@ def check_types(settings: object) -> None:
                 )
             fitting.append(_WORDS.get(origin) or f"a {kind.__name__} object")
         raise ConfigurationError(
-            "{value} must be {kinds}", value=f"{name} {value!r}", kinds=" or ".join(fitting)
+            "{value} must be {kinds}",
+            value=f"{name} {value!r}",
+            kinds=" or ".join(fitting),
         )
 
 
@@ -554,7 +566,9 @@ def is_of_type(value: object, hint: Any) -> bool:
     if origin is Literal:
         return value in parts
     if origin is tuple:  # of any length
-        return isinstance(value, tuple) and all(is_of_type(item, parts[0]) for item in value)
+        return isinstance(value, tuple) and all(
+            is_of_type(item, parts[0]) for item in value
+        )
     if origin is Mapping:
         key_hint, value_hint = parts
         if not isinstance(value, Mapping):

@@ -52,7 +52,9 @@ _IMPOSSIBLE = read_rules("""
 """)
 
 
-def missing_flags(args: Namespace, defaults: Mapping[str, Any] | None) -> Iterator[Refusal]:
+def missing_flags(
+    args: Namespace, defaults: Mapping[str, Any] | None
+) -> Iterator[Refusal]:
     """Yield a refusal for each missing required flag, and for each size that fails an assertion.
 
     Args:

@@ -102,7 +102,9 @@ class RankMap:
         return [place._replace(role=role)]
 
 
-def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
+def rank_map(
+    world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1
+) -> RankMap:
     """Return the rank map of a job with `world_size` processes and these parallel sizes.
 
     Raises:
@@ -213,7 +215,9 @@ class Job:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table of one replica, covering both roles, for a number of micro-batches."""
-        return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
+        return generate(
+            "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
+        )
 
     def peers(self, position: int) -> list[int]:
         """Return the global ranks at a row of the table that exchange tensors with this process.
@@ -255,7 +259,9 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         args.rank,
         activations=disaggregation.activations,
         timeout_s=config.message_timeout_s,
-        sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
+        sequence_parallel=bool(
+            args.sequence_parallel and args.tensor_model_parallel_size > 1
+        ),
         message_bytes=message_bytes,
         gathers_late=_gathers_late(args),
         ends_by_itself=bool(exit_settings),
@@ -277,7 +283,10 @@ def _recomputes_routers(args: Namespace) -> bool:
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
     """Return the arguments, by name, with which Megatron treats one role's processes as a job."""
-    arguments: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
+    arguments: dict[str, Any] = {
+        "rank": job.role_rank,
+        "world_size": job.ranks.role_size(job.role),
+    }
     if getattr(args, "rerun_mode", None) == "validate_results":
         # Backward ranks would rerun a step with an unexpected loss and wait for forwards that never
         # come. With this disabled, such a loss ends the job at once.
@@ -319,9 +328,12 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
             "sequence_parallel": False,
             "tp_comm_overlap": False,  # Megatron requires sequence parallelism with it
             # Pad the vocabulary to the same size as on the backward ranks, which hold shards.
-            "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
+            "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
+            * job.ranks.tp,
         }
-    return arguments | {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+    return arguments | {
+        dest: value for dest, value in settings.items() if hasattr(args, dest)
+    }
 
 
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
@@ -340,7 +352,9 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
 
 def profiles_with_torch(args: Namespace) -> bool:
     """Return whether torch's profiler is on, which writes next to TensorBoard's files."""
-    return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
+    return all(
+        getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler")
+    )
 
 
 def _gathers_late(args: Namespace) -> bool:
@@ -356,4 +370,6 @@ def _gathers_late(args: Namespace) -> bool:
         spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
         if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
             return False  # experts have fewer, or other, replicas than the rest
-    return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
+    return bool(
+        args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False)
+    )

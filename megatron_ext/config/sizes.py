@@ -106,7 +106,11 @@ class _Rule:
         """Return whether a size may have a value."""
         if self.kind is not int:
             return isinstance(value, self.kind)
-        return isinstance(value, int) and not isinstance(value, bool) and value >= self.minimum
+        return (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value >= self.minimum
+        )
 
 
 def _rule_of(name: str, annotation: str) -> _Rule:

@@ -52,7 +52,9 @@ def stage_arguments(
     # A table fixes the number of stages. If the user's cut gives that number, it is kept. Otherwise
     # it only tells how much the ends compute besides their layers, and the layers are spread
     # evenly.
-    makes_stages = placement.name in _DEALT and cut.layers_by_stage(placement) is not None
+    makes_stages = (
+        placement.name in _DEALT and cut.layers_by_stage(placement) is not None
+    )
     if makes_stages and not is_auto:
         if chosen is None and chunks > 1:
             built.values["num_virtual_stages_per_pipeline_rank"] = chunks
@@ -128,7 +130,9 @@ def _cut_pattern(
         return
     letters = iter(cut.pattern.replace("|", ""))
     weights = cut.end_weights(placement.num_ranks)
-    counts = spread(num_layers, num_stages, weights.first, weights.last, placement.rank_of)
+    counts = spread(
+        num_layers, num_stages, weights.first, weights.last, placement.rank_of
+    )
     segments = ["".join(islice(letters, count)) for count in counts]
     user_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
     # Multi-token prediction follows the first "/", and stays.
@@ -203,7 +207,9 @@ def layout_string(
         stages = parse_layout(layout)
         # MTP before the last stage sends tensors of another shape, which a fold does not announce.
         has_early_mtp = any("m" in stage for stage in stages[:-1])
-        if len(stages) == num_stages and (placement.name in _DEALT or not has_early_mtp):
+        if len(stages) == num_stages and (
+            placement.name in _DEALT or not has_early_mtp
+        ):
             return layout
     if last is None:
         last = mtp

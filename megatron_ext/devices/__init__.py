@@ -72,7 +72,9 @@ def select(name: str) -> Device:
         DeviceError: The name is unknown, or the backend cannot run here; the message says why.
     """
     if name == "auto":
-        return next(device for device in map(named, CHOICES[1:]) if device.missing() is None)
+        return next(
+            device for device in map(named, CHOICES[1:]) if device.missing() is None
+        )
     device = named(name)
     reason = device.missing()
     if reason is not None:
@@ -138,7 +140,9 @@ def named(name: str) -> Device:
     for backend in (CudaDevice, MusaDevice, CpuDevice):
         if backend.name == name:
             return backend()
-    raise DeviceError(f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}")
+    raise DeviceError(
+        f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}"
+    )
 
 
 def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
@@ -166,12 +170,17 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
         # backend.
         if dest == "distributed_backend":
             _LOG.warning(
-                "--distributed-backend %s: %s is used, %s", requested_value, needed, reason
+                "--distributed-backend %s: %s is used, %s",
+                requested_value,
+                needed,
+                reason,
             )
             corrections[dest] = needed
             continue
         flag = f"--{dest.replace('_', '-')}"
-        errors.append(f"{flag} is {requested_value!r}, {device.name} needs {needed!r}: {reason}")
+        errors.append(
+            f"{flag} is {requested_value!r}, {device.name} needs {needed!r}: {reason}"
+        )
     errors.extend(device.argument_errors(args))
     if errors:
         raise ArgumentsError("\n".join(errors))
@@ -206,7 +215,9 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 """Environment variables that limit a process to the listed devices."""
 
 
-def count_devices(directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:
+def count_devices(
+    directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
+) -> int:
     """Return the number of accelerators that the environment allows, or else the drivers show.
 
     It does not import torch, so that commands that only plan stay fast.
@@ -219,7 +230,9 @@ def count_devices(directory: Path = Path("/dev"), environ: Mapping[str, str] = o
         if variable in environ:
             numbers = environ[variable].split(",")
             # Users hide all devices with an empty value or -1; Slurm uses NoDevFiles.
-            counts.append(sum(number not in ("", "-1", "NoDevFiles") for number in numbers))
+            counts.append(
+                sum(number not in ("", "-1", "NoDevFiles") for number in numbers)
+            )
     if counts:
         return max(counts)
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")

@@ -29,7 +29,9 @@ class Copied(NamedTuple):
         Raises:
             RuntimeError: The device failed, in these copies or in earlier work.
         """
-        with self.runtime.device(self.device):  # a new thread starts on the first device
+        with self.runtime.device(
+            self.device
+        ):  # a new thread starts on the first device
             for mark in self.marks:
                 mark.synchronize()
 
@@ -116,7 +118,9 @@ class Copies:
                 f"{num_bytes} bytes of host memory cannot be registered with {self._device} "
                 f"(error {code} of its driver)"
             )
-        _log.warning("%s: messages are copied to the device while their rank waits", problem)
+        _log.warning(
+            "%s: messages are copied to the device while their rank waits", problem
+        )
         return False
 
     def unpin(self, address: int) -> None:

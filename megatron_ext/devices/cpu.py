@@ -49,12 +49,18 @@ class CpuDevice(Device):
             "1",
             "upstream refuses tensor parallelism without it on the generation that we report",
         ),
-        "TORCHDYNAMO_DISABLE": ("1", "compiling small host kernels takes longer than running them"),
+        "TORCHDYNAMO_DISABLE": (
+            "1",
+            "compiling small host kernels takes longer than running them",
+        ),
     }
     argument_defaults: Mapping[str, tuple[object, str]] = {
         "transformer_impl": ("local", "Transformer Engine has no CPU kernels"),
         "apply_rope_fusion": (False, "the fused rotary embedding is a CUDA kernel"),
-        "gradient_accumulation_fusion": (False, "fused gradient accumulation is a CUDA kernel"),
+        "gradient_accumulation_fusion": (
+            False,
+            "fused gradient accumulation is a CUDA kernel",
+        ),
         "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
         "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
         "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
@@ -88,7 +94,10 @@ class CpuDevice(Device):
         """Check for gloo; every torch build has everything else that this backend needs."""
         import torch
 
-        if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        if (
+            not torch.distributed.is_available()
+            or not torch.distributed.is_gloo_available()
+        ):
             return f"torch {torch.__version__} was built without gloo; install a stock build"
         return None
 
@@ -137,7 +146,9 @@ class CpuDevice(Device):
 
 
 _ANSWERS = "answers for the host in place of a GPU"
-_NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
+_NO_ACCELERATOR = (
+    "the host is not an accelerator, though a CUDA build of torch reports one"
+)
 
 # Name in `torch.cuda` -> name of the same function in `torch.accelerator`.
 _OF_ACCELERATOR = {
@@ -216,7 +227,10 @@ def _namespaces() -> Iterator[Redirect]:
         "max_memory_allocated": answering(host.peak_rss_bytes),
         "max_memory_reserved": answering(host.peak_rss_bytes),
         "mem_get_info": answering(
-            lambda: (host.total_memory_bytes() - host.rss_bytes(), host.total_memory_bytes())
+            lambda: (
+                host.total_memory_bytes() - host.rss_bytes(),
+                host.total_memory_bytes(),
+            )
         ),
         "memory_allocated": answering(host.rss_bytes),
         "memory_reserved": answering(host.rss_bytes),
@@ -229,12 +243,16 @@ def _namespaces() -> Iterator[Redirect]:
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
-        if hasattr(torch.cuda, name):  # some names are newer than the oldest supported torch
+        if hasattr(
+            torch.cuda, name
+        ):  # some names are newer than the oldest supported torch
             yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ANSWERS)
     yield from nvtx_redirects()
-    yield Redirect("torch:Tensor.record_stream", nothing, "has nothing to do on the host")
+    yield Redirect(
+        "torch:Tensor.record_stream", nothing, "has nothing to do on the host"
+    )
 
     # A CUDA build of torch names CUDA here even without a GPU, because it trusts
     # `torch.cuda.is_available`, which we have redirected.
@@ -251,7 +269,9 @@ def _namespaces() -> Iterator[Redirect]:
     # torch.cuda.
     for name, accelerator_name in _OF_ACCELERATOR.items():
         if hasattr(torch.accelerator, accelerator_name):
-            yield Redirect(f"torch.accelerator:{accelerator_name}", answers[name], _ANSWERS)
+            yield Redirect(
+                f"torch.accelerator:{accelerator_name}", answers[name], _ANSWERS
+            )
 
 
 def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
@@ -294,7 +314,9 @@ class GlooConnections:
                 ports.append(port)
 
     @contextmanager
-    def opened_to_peers(self, store: Any, rank: int, size: int, ports: list[int]) -> Iterator[None]:
+    def opened_to_peers(
+        self, store: Any, rank: int, size: int, ports: list[int]
+    ) -> Iterator[None]:
         """Remember the connections of a group whose ranks listen at some ports and connect.
 
         The body is collective over the group's ranks, which exchange their ports in its store.
@@ -308,7 +330,9 @@ class GlooConnections:
             ports_of_peers.update(int(port) for port in text.split(",") if port)
         for opened in open_sockets() - before:
             ends = opened.tcp_ends()
-            if ends is not None and (ends.own_port in ports or ends.peer_port in ports_of_peers):
+            if ends is not None and (
+                ends.own_port in ports or ends.peer_port in ports_of_peers
+            ):
                 self._sockets.add(opened)
 
     def shut_down(self) -> int:
@@ -319,7 +343,10 @@ class GlooConnections:
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_into_tensor(
-        output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if output_tensor.dim() != input_tensor.dim():
             output_tensor = output_tensor.view(-1)
@@ -337,9 +364,13 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 # several chunks have several such gathers in flight. A single worker runs collectives in call
 # order, which is the same on all ranks anyway.
 def _one_worker(
-    original: Callable[..., None], *, followed: Callable[[], GlooConnections | None] = lambda: None
+    original: Callable[..., None],
+    *,
+    followed: Callable[[], GlooConnections | None] = lambda: None,
 ) -> Callable[..., None]:
-    def default_options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
+    def default_options(
+        timeout: timedelta | None = None, enable_reconfigure: bool = False
+    ) -> Any:
         """Return torch's default options, but with one thread.
 
         `enable_reconfigure` exists since torch 2.15.
@@ -362,9 +393,16 @@ def _one_worker(
         return options
 
     def initialize(
-        group: ProcessGroupGloo, store: Any, rank: int, size: int, *last: Any, **named: Any
+        group: ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        *last: Any,
+        **named: Any,
     ) -> None:
-        has_options = "options" in named or (last and not isinstance(last[0], timedelta))
+        has_options = "options" in named or (
+            last and not isinstance(last[0], timedelta)
+        )
         if has_options:
             original(group, store, rank, size, *last, **named)
             return

@@ -40,7 +40,8 @@ class CudaDevice(Device):
         # ROCm builds of torch also use the names of CUDA.
         if torch.version.cuda is None and torch.version.hip is None:
             return (
-                f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+                f"torch {torch.__version__} was built without CUDA; "
+                "install a CUDA build of torch"
             )
         if not torch.cuda.is_available():
             return "torch sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -69,7 +70,9 @@ def why_idle() -> str | None:
     """Return why a CUDA build of torch sees no GPU, in torch's words; None for other builds."""
     import torch
 
-    if (torch.version.cuda is None and torch.version.hip is None) or torch.cuda.is_available():
+    if (
+        torch.version.cuda is None and torch.version.hip is None
+    ) or torch.cuda.is_available():
         return None
     # Only initialisation gives the reason; `is_available` just returns False.
     try:

@@ -39,20 +39,32 @@ _ENVIRONMENT = {
         "upstream refuses tensor parallelism without it below compute capability 10",
     ),
     "MCCL_PROTOS": ("2", "the protocol that Moore Threads trains Megatron models with"),
-    "MCCL_CHECK_POINTERS": ("0", "checking every pointer of every collective costs time"),
+    "MCCL_CHECK_POINTERS": (
+        "0",
+        "checking every pointer of every collective costs time",
+    ),
     "MUSA_KERNEL_TIMEOUT": ("3200000", "waiting for a peer is not a hung kernel"),
 }
 
 _DEFAULTS: dict[str, tuple[object, str]] = {
     "distributed_backend": ("mccl", "NCCL moves the memory of NVIDIA GPUs only"),
-    "gradient_accumulation_fusion": (False, "fused gradient accumulation is a CUDA kernel of Apex"),
+    "gradient_accumulation_fusion": (
+        False,
+        "fused gradient accumulation is a CUDA kernel of Apex",
+    ),
     "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
 }
 
 _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
     "transformer_impl": ("local", "Transformer Engine for MUSA is not installed"),
-    "apply_rope_fusion": (False, "the fused rotary embedding is a Transformer Engine kernel"),
-    "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel of Apex"),
+    "apply_rope_fusion": (
+        False,
+        "the fused rotary embedding is a Transformer Engine kernel",
+    ),
+    "no_persist_layer_norm": (
+        True,
+        "the persistent layer norm is a CUDA kernel of Apex",
+    ),
 }
 
 _NCCL_ONLY = read_rules("""
@@ -76,8 +88,14 @@ class MusaDevice(Device):
     def __init__(self) -> None:
         self.environment = dict(_ENVIRONMENT)
         has_te = find_spec("transformer_engine") is not None
-        self.argument_defaults = _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
-        self.lacks = CUDA_ONLY + _NCCL_ONLY + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
+        self.argument_defaults = (
+            _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
+        )
+        self.lacks = (
+            CUDA_ONLY
+            + _NCCL_ONLY
+            + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
+        )
         if find_spec("triton") is None:
             self.lacks += TRITON_ONLY
             self.environment["TORCHDYNAMO_DISABLE"] = (
@@ -156,7 +174,9 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
         if callable(value):
             yield Redirect(f"torch.cuda:{name}", same(name, value), _SAME)
     for name in torch.cuda.random.__all__:
-        yield Redirect(f"torch.cuda.random:{name}", same(name, getattr(musa, name)), _SAME)
+        yield Redirect(
+            f"torch.cuda.random:{name}", same(name, getattr(musa, name)), _SAME
+        )
     for name in ("GradScaler", "autocast", "custom_bwd", "custom_fwd"):
         yield Redirect(f"torch.cuda.amp:{name}", to(getattr(musa.amp, name)), _SAME)
     yield Redirect(

@@ -79,7 +79,9 @@ class Sharing:
         self._device = device
         try:
             loaded = ctypes.CDLL(library)
-            self._functions = {name: getattr(loaded, device.type + name) for name in _CALLS}
+            self._functions = {
+                name: getattr(loaded, device.type + name) for name in _CALLS
+            }
             self._error_text = getattr(loaded, f"{device.type}GetErrorString")
         except (OSError, AttributeError) as error:
             raise DeviceError(
@@ -109,7 +111,9 @@ class Sharing:
         if index.value == own_index:
             return None
         if not self._runtime.can_device_access_peer(own_index, index.value):
-            return f"the driver says that device {self.name} cannot access device {name}"
+            return (
+                f"the driver says that device {self.name} cannot access device {name}"
+            )
         return None
 
     def make(self, num_bytes: int) -> SharedBuffer:
@@ -123,7 +127,9 @@ class Sharing:
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
-        except RuntimeError:  # torch's allocator may cache the memory that is missing here
+        except (
+            RuntimeError
+        ):  # torch's allocator may cache the memory that is missing here
             self._runtime.empty_cache()
             self._call("Malloc", *arguments)
         try:
@@ -156,7 +162,9 @@ class Sharing:
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
         """Open the reader's event by the handle that its `open` created, for `is_read`."""
         with self._runtime.device(self._device):
-            buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
+            buffer.used_there = self._runtime.Event.from_ipc_handle(
+                self._device, handle
+            )
 
     def is_read(self, buffer: SharedBuffer) -> bool:
         """Return whether the reader of this process's buffer has copied the last message out."""
@@ -216,7 +224,9 @@ class Sharing:
         self, num_bytes: int, handle: bytes, address: ctypes.c_void_p, used: Any
     ) -> SharedBuffer:
         place = address.value or 0
-        storage: Any = torch._C._construct_storage_from_data_pointer(place, self._device, num_bytes)
+        storage: Any = torch._C._construct_storage_from_data_pointer(
+            place, self._device, num_bytes
+        )
         return SharedBuffer(num_bytes, handle, place, storage, used)
 
     def _event(self) -> Any:
@@ -231,10 +241,14 @@ class Sharing:
             if code != 0:
                 # Otherwise torch would report it after its next kernel
                 self._functions["GetLastError"]()
-                raise RuntimeError(f"{self._error_text(code).decode()} (error {code} of {name})")
+                raise RuntimeError(
+                    f"{self._error_text(code).decode()} (error {code} of {name})"
+                )
 
 
-def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _tensor(
+    buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Return a contiguous tensor on the first bytes of a buffer."""
     empty = torch.empty(0, dtype=dtype, device=buffer.storage.device)
     return empty.set_(buffer.storage, 0, shape)  # type: ignore[call-overload, no-any-return]

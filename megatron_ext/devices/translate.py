@@ -120,7 +120,9 @@ def translated_class(base: type, translate: Translator) -> type:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
-    return Spelled(base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__})
+    return Spelled(
+        base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__}
+    )
 
 
 def tensor_redirects(kind: str) -> Iterator[Redirect]:
@@ -151,7 +153,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
     # one call (about 0.2 us) instead of a wrapt proxy.
     factory = functools.partial(_translated_factory, translate, pinning)
     for target in sorted(targets):
-        yield Redirect(target, factory, "creates tensors on the device that upstream spells")
+        yield Redirect(
+            target, factory, "creates tensors on the device that upstream spells"
+        )
 
     def moving(original: Callable[..., Any]) -> Callable[..., Any]:
         not_a_device = torch.dtype
@@ -167,7 +171,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
 
         return move
 
-    yield Redirect("torch:Tensor.to", moving, "moves tensors to the device that upstream spells")
+    yield Redirect(
+        "torch:Tensor.to", moving, "moves tensors to the device that upstream spells"
+    )
 
     def cuda(
         self: Any,
@@ -178,11 +184,15 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         target = translate("cuda" if device is None else device)
         return self.to(target, non_blocking=non_blocking, memory_format=memory_format)
 
-    yield Redirect("torch:Tensor.cuda", to(cuda), "tensor.cuda() means the device in use")
+    yield Redirect(
+        "torch:Tensor.cuda", to(cuda), "tensor.cuda() means the device in use"
+    )
 
     yield Redirect(
         "torch:load",
-        functools.partial(translated_argument, translate=translate, name="map_location"),
+        functools.partial(
+            translated_argument, translate=translate, name="map_location"
+        ),
         "loads tensors to the device that upstream spells",
     )
     if not pinning:
@@ -231,7 +241,9 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
         return property(is_cuda)
 
-    if kind != "cpu":  # the host is not an accelerator, and no tensor misreports its device
+    if (
+        kind != "cpu"
+    ):  # the host is not an accelerator, and no tensor misreports its device
         yield Redirect(
             "torch:Tensor.is_cuda",
             being_cuda,
@@ -279,7 +291,9 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
 def collective_redirects(backend: str) -> Iterator[Redirect]:
     """List the redirects that open process groups with `backend` instead of NCCL."""
 
-    def opening(original: Callable[..., Any], default: str | None) -> Callable[..., Any]:
+    def opening(
+        original: Callable[..., Any], default: str | None
+    ) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)

@@ -52,10 +52,16 @@ class RoleEnds:
         kind = transfer.message.kind
         if kind == "C":
             return [Form(None, torch.uint8)]
-        if self.num_layers is None or kind == "B" or not self._goes_to_backward_rank(transfer):
+        if (
+            self.num_layers is None
+            or kind == "B"
+            or not self._goes_to_backward_rank(transfer)
+        ):
             return [Form(self.shape, self.dtype)]
         shipped = Form(self._shipped_shape(self.num_layers), self.dtype)
-        if active.draws_by_microbatch() and self.num_layers:  # a stage may have no layers
+        if (
+            active.draws_by_microbatch() and self.num_layers
+        ):  # a stage may have no layers
             return [shipped, Form(None, torch.uint8, 1)]
         return [shipped]
 
@@ -122,7 +128,12 @@ class ForwardCompute(StageCompute):
         """Do nothing: only the transport keeps outputs."""
 
     def _shipped(
-        self, inputs: Tensors, output: torch.Tensor | None, saved: Saved, *, is_last: bool
+        self,
+        inputs: Tensors,
+        output: torch.Tensor | None,
+        saved: Saved,
+        *,
+        is_last: bool,
     ) -> Tensors:
         """Return the stage's input and its layers' outputs, as far as backward ranks need them.
 
@@ -176,7 +187,9 @@ class BackwardCompute(StageCompute):
             outputs = packed[1:]
         replay = Replay(outputs.unbind(), *states)
         roles = roles_in_force()
-        roles.replay = replay  # read by Megatron's checkpoint, see `patches/disaggregation.py`
+        roles.replay = (
+            replay  # read by Megatron's checkpoint, see `patches/disaggregation.py`
+        )
         try:
             super().run(action, stage_inputs)
         finally:

@@ -34,7 +34,9 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
     Raises:
         ScheduleError: The model does not have exactly one block of transformer layers.
     """
-    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    blocks = [
+        module for module in chunk.modules() if isinstance(module, TransformerBlock)
+    ]
     if len(blocks) != 1:
         raise ScheduleError(
             f"--fbd-activations ship needs a model with one block of transformer layers, this "
@@ -44,7 +46,9 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 
 @contextmanager
-def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Iterator[Saved]:
+def saving(
+    layers: Iterable[torch.nn.Module], *, with_generators: bool
+) -> Iterator[Saved]:
     """Keep the outputs of layers that run inside the `with` block."""
     saved = Saved([], [])
 
@@ -62,7 +66,9 @@ def saving(layers: Iterable[torch.nn.Module], *, with_generators: bool) -> Itera
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(after).remove)
-            if with_generators:  # with dropout, the backward rank must draw the same masks
+            if (
+                with_generators
+            ):  # with dropout, the backward rank must draw the same masks
                 hooks.callback(layer.register_forward_pre_hook(before).remove)
         yield saved
 
@@ -76,7 +82,9 @@ class Replay:
     """
 
     def __init__(
-        self, outputs: Iterable[torch.Tensor], generators: Iterable[torch.Tensor] | None = None
+        self,
+        outputs: Iterable[torch.Tensor],
+        generators: Iterable[torch.Tensor] | None = None,
     ) -> None:
         self.num_replayed = 0
         """Number of layers replayed so far."""
@@ -91,7 +99,9 @@ class Replay:
         """Return a replacement for a layer's function that computes only in its backward."""
         self.num_replayed += 1
         output = next(self._outputs, None)
-        if output is None:  # the last layer's output, which is not read if another stage follows
+        if (
+            output is None
+        ):  # the last layer's output, which is not read if another stage follows
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
             _set_generators(next(self._generators))

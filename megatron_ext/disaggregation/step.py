@@ -18,12 +18,26 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
-from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
+from megatron_ext.disaggregation.role_compute import (
+    BackwardCompute,
+    ForwardCompute,
+    RoleEnds,
+)
 from megatron_ext.disaggregation.ship import layers_of
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
-from megatron_ext.disaggregation.worlds import RoleRuntime, beat, hand_over, roles_in_force
+from megatron_ext.disaggregation.worlds import (
+    RoleRuntime,
+    beat,
+    hand_over,
+    roles_in_force,
+)
 from megatron_ext.errors import ScheduleError, TransportError, reason_for_peers
-from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, log_ignored_input
+from megatron_ext.runtime.compute import (
+    Call,
+    MicrobatchData,
+    StageCompute,
+    log_ignored_input,
+)
 from megatron_ext.runtime.connect import open_native, through_host
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.feature import features
@@ -72,9 +86,16 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         with _explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
-            if shape is not None and shape[-1] != config.hidden_size and groups.pp.size() > 1:
+            if (
+                shape is not None
+                and shape[-1] != config.hidden_size
+                and groups.pp.size() > 1
+            ):
                 # Megatron's own messages then have the width of several residual streams.
-                call["adjust_tensor_shapes_fn"] = lambda _received, _sent: ([shape], [shape])
+                call["adjust_tensor_shapes_fn"] = lambda _received, _sent: (
+                    [shape],
+                    [shape],
+                )
             return stock(**call)
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
@@ -92,7 +113,9 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     return [report for _, report in sorted(compute.reports.items())]
 
 
-def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
+def _run(
+    runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]
+) -> StageCompute:
     """Run this process's row of the table once."""
     job = runtime.job
     layers = runtime.layers
@@ -125,14 +148,18 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     else:
         compute = BackwardCompute(step, table, handed_on=[shape], layers=layers)
         force = bool(call.get("force_all_reduce"))
-        sync = TrainingSync(config, chunks, table, compute.splits, force_all_reduce=force)
+        sync = TrainingSync(
+            config, chunks, table, compute.splits, force_all_reduce=force
+        )
     observers = active.required().observers
     for observer in observers:
         observer.begin_step(compute)
     with sync:
         Executor(
             table=table,
-            program=make_program(table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)),
+            program=make_program(
+                table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)
+            ),
             order=Order(table),
             compute=compute,
             sync=sync,
@@ -232,13 +259,16 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
         ranks.num_ranks,
         sorted(neighbours),
         wire=config.wire,
-        slots=job.window + 2,  # a message may stay in its slot while computation uses it
+        slots=job.window
+        + 2,  # a message may stay in its slot while computation uses it
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         device=device,
     )
     # Go through host memory: the configuration rejects `device_path` ipc here.
-    return observed(through_host(host, device, job.timeout_s), active.required().observers)
+    return observed(
+        through_host(host, device, job.timeout_s), active.required().observers
+    )
 
 
 @contextmanager
@@ -283,7 +313,9 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     progress: dict[str, Any] = hand_over(
         "progress of the checkpoint", own_progress, to="forward", pause=time.sleep
     )
-    consumed = progress.get("consumed_train_samples", counters["consumed_train_samples"])
+    consumed = progress.get(
+        "consumed_train_samples", counters["consumed_train_samples"]
+    )
     update_num_microbatches(consumed_samples=consumed, verbose=False)
     return progress
 
@@ -302,10 +334,14 @@ def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Ten
     runtime = _ready(chunks)
     runtime.weights.transfer()
     losses = hand_over(_LOSSES, {}, to="backward", pause=runtime.wire.poll)
-    return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in losses.items()}
+    return {
+        key: torch.tensor(loss, dtype=torch.float32) for key, loss in losses.items()
+    }
 
 
-def send_evaluation(chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]) -> None:
+def send_evaluation(
+    chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
+) -> None:
     """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log."""
     values = {key: loss.tolist() for key, loss in losses.items()}
     hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 _BUCKET_BYTES = 32 << 20
-_MAKE_OWN_BUFFERS = ("megatron.core.models.common.embeddings.", "megatron.core.transformer.moe.")
+_MAKE_OWN_BUFFERS = (
+    "megatron.core.models.common.embeddings.",
+    "megatron.core.transformer.moe.",
+)
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
@@ -68,7 +71,9 @@ class _Bucket:
 
     def flat(self) -> torch.Tensor:
         """Return a copy of all weights, one after the other."""
-        return torch.cat([slot.weight.parameter.detach().reshape(-1) for slot in self.slots])
+        return torch.cat(
+            [slot.weight.parameter.detach().reshape(-1) for slot in self.slots]
+        )
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
@@ -80,7 +85,9 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
         num_shards = 1
         if is_merged and getattr(parameter, "tensor_model_parallel", False):
             num_shards = job.ranks.tp
-        yield _Weight(name, parameter, num_shards, gated=has_gates and ".linear_fc1." in name)
+        yield _Weight(
+            name, parameter, num_shards, gated=has_gates and ".linear_fc1." in name
+        )
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
@@ -171,7 +178,9 @@ class _BufferForm(NamedTuple):
 class _Side:
     """One end of the transfers; holds the wrapped model."""
 
-    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+    ) -> None:
         self._job = job
         self._wire = wire
         self._chunks = chunks
@@ -183,7 +192,9 @@ class _Side:
 class WeightSender(_Side):
     """The sending side, on a backward rank."""
 
-    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+    ) -> None:
         super().__init__(job, wire, chunks)
         if job.shares_weights:
             layout = _layout(chunks)
@@ -228,7 +239,9 @@ class WeightSender(_Side):
             self._wire.begin([], 1)
             self._isend(torch.cat(contents).cpu(), self._twins, _message(self._job, 0))
 
-    def _isend(self, tensor: torch.Tensor, targets: Iterable[int], message: Message) -> None:
+    def _isend(
+        self, tensor: torch.Tensor, targets: Iterable[int], message: Message
+    ) -> None:
         for target in targets:
             self._wire.isend(tensor, target, message)
 
@@ -250,7 +263,11 @@ class WeightSender(_Side):
     def _whole_flats(self) -> Iterator[torch.Tensor]:
         """Yield the other buckets, on the host: frozen weights, or all if none are sharded."""
         if not self._job.shares_weights:
-            ddps = [chunk for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
+            ddps = [
+                chunk
+                for chunk in self._chunks
+                if isinstance(chunk, DistributedDataParallel)
+            ]
             for ddp in ddps:
                 if ddp.ddp_config.overlap_param_gather:
                     ddp.start_param_sync(force_sync=True)
@@ -268,7 +285,9 @@ class WeightSender(_Side):
             if parameter.untyped_storage().data_ptr() == storage:
                 continue
             [model] = unwrap_model(list(self._chunks))
-            name = next(name for name, weight in model.named_parameters() if weight is parameter)
+            name = next(
+                name for name, weight in model.named_parameters() if weight is parameter
+            )
             raise ScheduleError(
                 f"{name}.data was replaced, but Megatron gathers weights in a buffer, and forward "
                 f"ranks get what the buffer holds; write into the weight ({name}.data.copy_(...)), "
@@ -279,7 +298,9 @@ class WeightSender(_Side):
 class WeightReceiver(_Side):
     """The receiving side, on a forward rank."""
 
-    def __init__(self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+    ) -> None:
         super().__init__(job, wire, chunks)
         weights = list(_weights(job, chunks))
         self._shared: list[_Bucket] = []
@@ -306,15 +327,21 @@ class WeightReceiver(_Side):
         expected = []
         for number, bucket in enumerate(self._shared + self._unshared, start=1):
             for source in self._sources_of(number):
-                expected.append(Expected(source, _message(self._job, number), None, bucket.dtype))
+                expected.append(
+                    Expected(source, _message(self._job, number), None, bucket.dtype)
+                )
         self._wire.begin(expected, len(self._shared) + len(self._unshared))
         num_shards = len(self._twins)
         for number, bucket in enumerate(self._shared + self._unshared, start=1):
             sources = self._sources_of(number)
-            shards = [self._recv(source, _message(self._job, number)) for source in sources]
+            shards = [
+                self._recv(source, _message(self._job, number)) for source in sources
+            ]
             if len(sources) > num_shards:
                 # Sources are ordered by replica: join the parts of each tensor-parallel rank.
-                shards = [torch.cat(shards[shard::num_shards]) for shard in range(num_shards)]
+                shards = [
+                    torch.cat(shards[shard::num_shards]) for shard in range(num_shards)
+                ]
             _unpack(bucket, shards)
 
     def _sources_of(self, number: int) -> list[int]:
@@ -357,10 +384,14 @@ class WeightReceiver(_Side):
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end
 
-    def _recv_alone(self, sources: Sequence[int], *, header: bool) -> list[torch.Tensor]:
+    def _recv_alone(
+        self, sources: Sequence[int], *, header: bool
+    ) -> list[torch.Tensor]:
         """Receive the only message, in bytes, of a step of the wire from each source."""
         message = _message(self._job, 0, header=header)
-        self._wire.begin([Expected(source, message, None, torch.uint8) for source in sources], 1)
+        self._wire.begin(
+            [Expected(source, message, None, torch.uint8) for source in sources], 1
+        )
         return [self._recv(source, message) for source in sources]
 
     def _recv(self, source: int, message: Message) -> torch.Tensor:

@@ -86,14 +86,18 @@ def join(backend: str) -> None:
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     # Use the launcher's own rendezvous, so that a role needs no address besides MASTER_ADDR.
-    everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
+    everyone = rendezvous(
+        "env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout
+    )
     store, _, _ = next(iter(everyone))
     # Otherwise a process that waits for a key would give up after torch's default of 5 minutes.
     store.set_timeout(timeout)
     # torchrun keeps the store when it restarts the ranks, so leave out values of the previous
     # attempt. If nodes of a c10d rendezvous count restarts differently, they wait for each other
     # until the time-out.
-    store = PrefixStore("/".join(("megatron_ext/run", *active.required().environment.run)), store)
+    store = PrefixStore(
+        "/".join(("megatron_ext/run", *active.required().environment.run)), store
+    )
     active.required().roles = Roles(store)
     # Use a prefix for each role, because both use the same names for groups and keys.
     dist.init_process_group(
@@ -129,7 +133,9 @@ def ending_both_roles() -> Iterator[None]:
     try:
         yield
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        code = (
+            ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        )
         roles_in_force().store.set(_ENDED, json.dumps([_job().name_of(None), code]))
         raise
 
@@ -139,11 +145,15 @@ def _end_with_other_role(store: Store) -> None:
     if not store.check([_ENDED]):
         return
     name, code = json.loads(store.get(_ENDED))
-    _LOG.warning("%s ended the training with exit code %d; so do forward ranks", name, code)
+    _LOG.warning(
+        "%s ended the training with exit code %d; so do forward ranks", name, code
+    )
     raise SystemExit(code)
 
 
-def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
+def hand_over(
+    subject: str, value: Any, *, to: str, pause: Callable[[float], object]
+) -> Any:
     """Send a small value from the last process of one role to all processes of the other.
 
     Both roles must make the same calls for each subject, in the same order.
@@ -178,7 +188,9 @@ def hand_over(subject: str, value: Any, *, to: str, pause: Callable[[float], obj
     # often: forward ranks wait here in each step of a job that ends by itself.
     beats = store.add(_BEATS, 0)
     pause_s = _FIRST_PAUSE_S
-    until = time.monotonic() + job.timeout_s  # a pause may end early, when a poll is woken
+    until = (
+        time.monotonic() + job.timeout_s
+    )  # a pause may end early, when a poll is woken
     while not store.check([key]):
         # Before the wire is open, nothing else notices that the other role has ended.
         _end_with_other_role(store)

@@ -27,7 +27,13 @@ from megatron_ext.config.flags import (
     requested_flags,
 )
 from megatron_ext.config.sizes import layout_text
-from megatron_ext.errors import ArgumentsError, DataError, ScheduleError, in_python, reworded
+from megatron_ext.errors import (
+    ArgumentsError,
+    DataError,
+    ScheduleError,
+    in_python,
+    reworded,
+)
 from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.patches.registry import REGISTRY
@@ -110,7 +116,9 @@ class Settings:
         args.data_parallel_size = getattr(container, "data_parallel_size", None)
         # The rules identify packed sequences by Megatron's flag.
         dataset = getattr(container, "dataset", None)
-        args.sft = any(getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES)
+        args.sft = any(
+            getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES
+        )
         args.world_size, args.rank = world_size, rank
         return args
 
@@ -129,7 +137,9 @@ class Settings:
                 continue
             value = getattr(place.owner, place.field)
             # Save only the first value, which is the user's.
-            self._saved_values.setdefault((id(place.owner), place.field), (place, value))
+            self._saved_values.setdefault(
+                (id(place.owner), place.field), (place, value)
+            )
 
     def restore(self) -> None:
         """Restore all saved values."""
@@ -210,7 +220,9 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         active.clear_configuration()
         # Leave Bridge's configuration as the user made it.
         settings.restore()
-        if requested is not None:  # the program may retry with another Bridge configuration
+        if (
+            requested is not None
+        ):  # the program may retry with another Bridge configuration
             entrances.await_host(requested)
         if not isinstance(error, ArgumentsError | ScheduleError):
             raise
@@ -336,7 +348,9 @@ def _refuse_decentralized(container: Any) -> None:
         remedy += ", or take zb-h1"
     elif pipeline.config.draws_by_microbatch:
         reason = "dynamic or microbatch_rng seeds random numbers"
-    elif pipeline.config.cuts_sequences and getattr(container.model, "mtp_num_layers", None):
+    elif pipeline.config.cuts_sequences and getattr(
+        container.model, "mtp_num_layers", None
+    ):
         reason = "slices of multi-token prediction sum their losses"
     else:
         return
@@ -348,7 +362,9 @@ def _refuse_decentralized(container: Any) -> None:
 def _is_requested() -> bool:
     """Return whether a schedule was requested, by flags or from Python."""
     in_force = active.active()
-    return bool(requested_flags()) or (in_force is not None and in_force.requested is not None)
+    return bool(requested_flags()) or (
+        in_force is not None and in_force.requested is not None
+    )
 
 
 @PATCHES.row(
@@ -377,7 +393,9 @@ def _tie(chunks: list[Any]) -> list[Any]:
 
 def _hooks(model: Any) -> list[Any]:
     """Return the list of hooks that run after a model is wrapped."""
-    name = "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
+    name = (
+        "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
+    )
     hooks: list[Any] = vars(model).setdefault(name, [])
     return hooks
 
@@ -409,7 +427,9 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @PATCHES.row(
-    "bridge.train_step", f"{_TRAINING}.train:train_step", when=lambda: active.active() is not None
+    "bridge.train_step",
+    f"{_TRAINING}.train:train_step",
+    when=lambda: active.active() is not None,
 )
 def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Schedules need the iteration, and the last rank logs, but the first may have the losses."""

@@ -73,11 +73,15 @@ def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
 
 @PATCHES.row("bridge.conversion_tasks", f"{_MODEL_BRIDGE}.build_conversion_tasks")
 @PATCHES.row("bridge.quantized_tasks", f"{_MODEL_BRIDGE}.build_export_fp8_tasks")
-def _convert_first_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+def _convert_first_copies(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> list[Any]:
     """Bridge converts the last copy of a rank, which is neither the one that it fills others from
     when it imports nor one that it exports.
     """
-    later_copies = {id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))}
+    later_copies = {
+        id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))
+    }
     tasks: list[Any] = call(*args, **kwargs)
     for index, task in enumerate(tasks):
         if task is None:  # Bridge has no Hugging Face name for the weight
@@ -94,7 +98,9 @@ def _convert_first_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs
     return tasks
 
 
-@PATCHES.row("bridge.streamed_weights", f"{_MODEL_BRIDGE}.stream_weights_hf_to_megatron")
+@PATCHES.row(
+    "bridge.streamed_weights", f"{_MODEL_BRIDGE}.stream_weights_hf_to_megatron"
+)
 def _stream_to_all_copies(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
@@ -103,12 +109,17 @@ def _stream_to_all_copies(
     for streamed in call(*args, **kwargs):
         yield streamed
         for copy in later_copies:
-            if copy.name == streamed.param_name and copy.first_chunk_index == streamed.vp_stage:
+            if (
+                copy.name == streamed.param_name
+                and copy.first_chunk_index == streamed.vp_stage
+            ):
                 yield streamed._replace(vp_stage=copy.chunk_index)
 
 
 @PATCHES.row(
-    "bridge.shared_embeddings", f"{_MODEL_BRIDGE}._broadcast_shared_embeddings", kind="replace"
+    "bridge.shared_embeddings",
+    f"{_MODEL_BRIDGE}._broadcast_shared_embeddings",
+    kind="replace",
 )
 def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Bridge fills the copy of a tied embedding from another rank after it has loaded weights of
@@ -119,7 +130,9 @@ def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = _chunks(call, args, kwargs)
-    tie_embeddings(chunks)  # the output layer's copy has another name than the embedding
+    tie_embeddings(
+        chunks
+    )  # the output layer's copy has another name than the embedding
     with torch.no_grad():
         for copy in _later_copies(chunks):
             copy.weight.copy_(copy.first_weight)

@@ -178,16 +178,22 @@ def _check_sizes(**arguments: object) -> bool:
     for name, value in sizes.items():
         if name == "layout":
             if not isinstance(value, str):
-                raise ArgumentsError(f"layout {value!r} must be a string in Megatron's notation")
+                raise ArgumentsError(
+                    f"layout {value!r} must be a string in Megatron's notation"
+                )
             continue
         minimum = 0 if name in ("mtp_num_layers", "seed") else 1
         # Python treats True as 1.
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {minimum}")
+            raise ArgumentsError(
+                f"{name} {value!r} must be a whole number of at least {minimum}"
+            )
     required_sizes = ("pipeline_ranks", "num_microbatches", "num_layers")
     missing = [name for name in required_sizes if name not in sizes]
     if missing and sizes:
-        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+        raise ArgumentsError(
+            f"configure needs all sizes; give {', '.join(missing)} too"
+        )
     return bool(sizes)
 
 
@@ -215,7 +221,9 @@ def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
         )
 
 
-def _put_in_force(config: PipelineConfig, sizes: _Sizes, seed: int | None) -> ModelBuild:
+def _put_in_force(
+    config: PipelineConfig, sizes: _Sizes, seed: int | None
+) -> ModelBuild:
     """Check a configuration against the sizes, put it in force, and return the model's settings."""
     requested = config
     arguments = _megatron_arguments(config, sizes)
@@ -276,7 +284,9 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
     )
 
 
-def _stock_pipeline(config: PipelineConfig, sizes: _Sizes, arguments: Namespace) -> Pipeline:
+def _stock_pipeline(
+    config: PipelineConfig, sizes: _Sizes, arguments: Namespace
+) -> Pipeline:
     """Return the pipeline that Megatron's own schedule runs."""
     # A layout may have several stages per rank; a single rank holds all of them as one.
     num_chunks = 1

@@ -38,7 +38,9 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     device = devices.current()
     for action in parser._actions:
         convert = action.type
-        if callable(convert) and getattr(convert, "__module__", "").startswith("megatron."):
+        if callable(convert) and getattr(convert, "__module__", "").startswith(
+            "megatron."
+        ):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
     backend = action_of.get("distributed_backend")
@@ -84,7 +86,9 @@ class _Converter:
 
 
 @PATCHES.row("arguments.flags", f"{_MODULE}:add_megatron_arguments")
-def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> ArgumentParser:
+def _add_flags(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> ArgumentParser:
     """Megatron lacks the flags of megatron_ext and the defaults of the device in use."""
     return prepare_parser(call(*args, **kwargs))
 
@@ -108,7 +112,11 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
     settings = args[0] if args else kwargs["args"]
     in_force = active.active()
-    if in_force is not None and in_force.requested is not None and in_force.host is None:
+    if (
+        in_force is not None
+        and in_force.requested is not None
+        and in_force.host is None
+    ):
         raise ArgumentsError(
             "megatron_ext.configure was called, but flags choose the schedule of a program with "
             "Megatron's command line; give them, or deconfigure first"
@@ -117,15 +125,22 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     # Run before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it
     # under other sizes, and the values that upstream derives from them must follow.
     script_defaults = None
-    if is_pretraining(sys.argv[0]):  # upstream's tools also validate arguments, but train nothing
+    if is_pretraining(
+        sys.argv[0]
+    ):  # upstream's tools also validate arguments, but train nothing
         script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
     entrances.prepare(settings, script_defaults=script_defaults)
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
-        raise ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}") from error
+        raise ArgumentsError(
+            f"Megatron-LM refused the arguments: {message_of(error)}"
+        ) from error
     entrances.check(validated)
-    if getattr(validated, "ext_list_patches", False) and getattr(validated, "rank", 0) == 0:
+    if (
+        getattr(validated, "ext_list_patches", False)
+        and getattr(validated, "rank", 0) == 0
+    ):
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)
     return validated

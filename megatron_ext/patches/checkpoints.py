@@ -31,7 +31,9 @@ def _torch_adam() -> bool:
     f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
     until=(0, 20),
 )
-def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _keep_padding_of_buckets(
+    call: Call, instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron gathers states without the padding between buckets but reads them at offsets that
     include it: after a padded bucket (tied embeddings have their own), it saves parameters with
     parts of their neighbours.
@@ -75,7 +77,9 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 @PATCHES.row(
-    "optimizer.load_own_steps", f"{_MODULE}:DistributedOptimizer.load_state_dict", when=_torch_adam
+    "optimizer.load_own_steps",
+    f"{_MODULE}:DistributedOptimizer.load_state_dict",
+    when=_torch_adam,
 )
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron copies into leaves that require gradients (RuntimeError) and puts one step

@@ -23,7 +23,9 @@ _on_forward_rank = partial(active.has_role, "forward")
 _on_backward_rank = partial(active.has_role, "backward")
 
 
-@PATCHES.row("disaggregation.processes", "megatron.training.initialize:_initialize_distributed")
+@PATCHES.row(
+    "disaggregation.processes", "megatron.training.initialize:_initialize_distributed"
+)
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron treats all processes as one job, but forward and backward ranks are two jobs."""
     # Upstream then sees that torch.distributed is already initialised, and uses it as it is.
@@ -37,7 +39,8 @@ def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row(
-    "disaggregation.schedule", "megatron.core.pipeline_parallel.schedules:get_forward_backward_func"
+    "disaggregation.schedule",
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
 )
 def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs the forwards and backwards of a stage on the same rank."""
@@ -66,7 +69,9 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     return call(**{**arguments, provider: frozen})
 
 
-@PATCHES.row("disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank)
+@PATCHES.row(
+    "disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank
+)
 def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron divides by the processes of one role, but the devices of both roles do the work."""
     job = active.job()
@@ -96,7 +101,10 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 @PATCHES.row(
-    "disaggregation.forward_step", f"{_TRAINING}:train_step", kind="replace", when=_on_forward_rank
+    "disaggregation.forward_step",
+    f"{_TRAINING}:train_step",
+    kind="replace",
+    when=_on_forward_rank,
 )
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron updates weights and averages losses, but forward ranks have neither gradients nor
@@ -139,7 +147,10 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row(
-    "disaggregation.evaluation", f"{_TRAINING}:evaluate", kind="replace", when=_on_backward_rank
+    "disaggregation.evaluation",
+    f"{_TRAINING}:evaluate",
+    kind="replace",
+    when=_on_backward_rank,
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron evaluates on every rank, but forward ranks alone are enough."""
@@ -150,7 +161,9 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     # Count the samples as Megatron's evaluation does; the next checkpoint stores the count.
     rounds = arguments.get("eval_iters") or settings.eval_iters
     # Since 0.18, evaluations may have a separate batch size.
-    batch = getattr(settings, "eval_global_batch_size", None) or settings.global_batch_size
+    batch = (
+        getattr(settings, "eval_global_batch_size", None) or settings.global_batch_size
+    )
     settings.consumed_valid_samples += rounds * batch
     return receive_evaluation(arguments["model"]), None, False
 
@@ -181,7 +194,9 @@ def _roles_here() -> Any:
     "megatron.core.tensor_parallel.random:checkpoint",
     of=lambda: None if (roles := _roles_here()) is None else roles.replay,
 )
-def _replay_layer(replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _replay_layer(
+    replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
     function, distribute, hidden_states, *further_inputs = args
     computed_later = replay.instead_of(function, hidden_states)
@@ -227,7 +242,9 @@ def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
 for _name in ("print_rank_0", "print_rank_last"):
     _id = f"disaggregation.{_name}"
     _silence(_id, f"megatron.training.utils:{_name}", until=(0, 18))(_silent)
-    _silence(_id, f"megatron.training.utils.common_utils:{_name}", since=(0, 18))(_silent)
+    _silence(_id, f"megatron.training.utils.common_utils:{_name}", since=(0, 18))(
+        _silent
+    )
 
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")

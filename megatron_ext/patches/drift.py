@@ -30,7 +30,9 @@ _LOG = logging.getLogger(__name__)
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
 # Parts of syntax that have no effect at run time, or that only some Pythons have.
-_IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
+_IGNORED = frozenset(
+    {"annotation", "ctx", "kind", "returns", "type_comment", "type_params"}
+)
 
 
 def policy() -> Literal["error", "warn", "ignore"]:
@@ -71,7 +73,9 @@ def missing_module(target: str) -> UpstreamMismatch | None:
     return missing(target, f"{package} has no such module")
 
 
-def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
+def log(
+    mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
+) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
     # torch.distributed does not know ranks yet, so use the launcher's variable.
     if os.environ.get("RANK", "0") != "0":
@@ -80,7 +84,9 @@ def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
         _LOG.warning(
             "MEGATRON_EXT_DRIFT=warn: Megatron %s is not what patches in use were written for: %s",
             releases.core_version(),
-            "; ".join(f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches),
+            "; ".join(
+                f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches
+            ),
         )
     elif releases.is_newer_than_known(release):
         _LOG.warning(
@@ -114,7 +120,9 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
     if actual["sha256"] in (expected["sha256"], *expected.get("reviewed", ())):
         return None
     if actual["signature"] != expected["signature"]:
-        return _mismatch(target, f"signature {expected['signature']}", actual["signature"])
+        return _mismatch(
+            target, f"signature {expected['signature']}", actual["signature"]
+        )
     return _mismatch(
         target,
         f"source {expected['sha256'][:12]}",
@@ -125,7 +133,10 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
     # Force the installation: pip keeps a version within the range even if its files were edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
-    if target.startswith(("megatron.legacy.", "megatron.training.")) and tree.find_tree():
+    if (
+        target.startswith(("megatron.legacy.", "megatron.training."))
+        and tree.find_tree()
+    ):
         remedy = tree.how_to_get()
     if not found.startswith(_NOTHING):
         remedy += "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn"
@@ -175,7 +186,9 @@ def _meaning(node: Any) -> Any:
     # This way, comments, docstrings, layout and annotations do not matter. The text of `ast.dump`
     # and `ast.unparse` differs between Pythons.
     if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty string
-        node.values = [value for value in node.values if getattr(value, "value", None) != ""]
+        node.values = [
+            value for value in node.values if getattr(value, "value", None) != ""
+        ]
     if isinstance(node, ast.AST):
         fields = []
         for name, value in ast.iter_fields(node):
@@ -184,7 +197,9 @@ def _meaning(node: Any) -> Any:
                 fields.append((name, meaning))
         return type(node).__name__, *fields
     if isinstance(node, list):
-        return tuple(_meaning(item) for item in node if not _is_constant_statement(item))
+        return tuple(
+            _meaning(item) for item in node if not _is_constant_statement(item)
+        )
     return node
 
 

@@ -51,7 +51,9 @@ def _acted(*patch_ids: str) -> bool:
     return not REGISTRY.acted.isdisjoint(patch_ids)
 
 
-def _missing(feature: str, effect: str, observation: str, patch_id: str) -> EffectMissing:
+def _missing(
+    feature: str, effect: str, observation: str, patch_id: str
+) -> EffectMissing:
     installed_version = releases.core_version() or "(none)"
     tested_version = releases.reference().version
     return EffectMissing(
@@ -157,7 +159,9 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
 
 
 @PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)
-def logged(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def logged(
+    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # Check once: features without effect before the first line will not have one later.
     in_force.is_log_checked = True

@@ -28,7 +28,9 @@ PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 
 
 @PATCHES.row(
-    "placement.layers", f"{_LAYOUT}:PipelineParallelLayerLayout.from_str", of=active.pipeline
+    "placement.layers",
+    f"{_LAYOUT}:PipelineParallelLayerLayout.from_str",
+    of=active.pipeline,
 )
 def _place_layers(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
@@ -66,14 +68,20 @@ def _place_segment(
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
     # Upstream deals segments out round-robin, so pass them in the order that gives this rank its
     # own.
-    dealt = [segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk]
+    dealt = [
+        segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk
+    ]
     layers, _ = call("|".join(dealt), *further_args, **kwargs)
     stage = stages_of[placed["pp_group"].rank()][placed["vp_stage"]]
     return layers, sum(map(len, segments[:stage]))
 
 
-@PATCHES.row("placement.is_pp_last_stage", f"{_STAGES}:is_pp_last_stage", kind="replace")
-@PATCHES.row("placement.get_pp_last_rank", f"{_STAGES}:get_pp_last_rank", kind="replace")
+@PATCHES.row(
+    "placement.is_pp_last_stage", f"{_STAGES}:is_pp_last_stage", kind="replace"
+)
+@PATCHES.row(
+    "placement.get_pp_last_rank", f"{_STAGES}:get_pp_last_rank", kind="replace"
+)
 @PATCHES.row(
     "placement.get_pipeline_model_parallel_last_rank",
     f"{_STATE}:get_pipeline_model_parallel_last_rank",
@@ -86,14 +94,20 @@ def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
 
 
-@PATCHES.row("placement.is_pipeline_last_stage", f"{_STATE}:is_pipeline_last_stage", kind="replace")
+@PATCHES.row(
+    "placement.is_pipeline_last_stage",
+    f"{_STATE}:is_pipeline_last_stage",
+    kind="replace",
+)
 def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Megatron assumes that the last rank holds the last stage."""
     arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
     if not arguments.get("ignore_virtual", True) and chunks is not None:
-        assert arguments.get("vp_stage") is not None, "ranks hold several chunks: give vp_stage"
+        assert arguments.get("vp_stage") is not None, (
+            "ranks hold several chunks: give vp_stage"
+        )
         if arguments["vp_stage"] != chunks - 1:
             return False
     return bool(state.get_pipeline_model_parallel_rank() == 0)
@@ -110,12 +124,19 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
         return ranks[:1]
 
     return call(
-        *args, **{**kwargs, "get_embedding_ranks": first, "get_position_embedding_ranks": first}
+        *args,
+        **{
+            **kwargs,
+            "get_embedding_ranks": first,
+            "get_position_embedding_ranks": first,
+        },
     )
 
 
 @PATCHES.row(
-    "placement.tied_gradients", f"{_GRADS}:_allreduce_word_embedding_grads", kind="replace"
+    "placement.tied_gradients",
+    f"{_GRADS}:_allreduce_word_embedding_grads",
+    kind="replace",
 )
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron adds up the gradients of tied embeddings between ranks, but both are on one rank."""
@@ -129,7 +150,9 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     f"{_GRADS}:_allreduce_word_embedding_grads",
     when=lambda: active.active() is not None,
 )
-def _skip_without_embeddings(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _skip_without_embeddings(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> None:
     """Megatron asks each model whether its embedding is tied, but a custom module cannot answer."""
     from megatron_ext.runtime.folded import language_model
 
@@ -177,7 +200,9 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 
 
 @PATCHES.row("placement.optimizer_state", f"{_CHECKPOINTING}:generate_state_dict")
-def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def check_optimizer_state(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron checks the parallel sizes only, and would load optimizer state of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
@@ -212,7 +237,9 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "megatron.core.dist_checkpointing.tensor_aware_state_dict:"
     "MCoreTensorAwareStateDict.to_state_dict",
 )
-@PATCHES.row("placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load")
+@PATCHES.row(
+    "placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load"
+)
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron gives both copies of an embedding one tensor; used as a moment, two weights would
     update it.
@@ -241,7 +268,9 @@ def _stages(args: Any) -> str:
     chosen = active.pipeline()
     if chosen is None or not chosen.is_folded:
         return ""
-    cut = args.pipeline_model_parallel_layout or getattr(args, "hybrid_layer_pattern", None)
+    cut = args.pipeline_model_parallel_layout or getattr(
+        args, "hybrid_layer_pattern", None
+    )
     ranks = ", ".join(
         f"{rank}: {' and '.join(map(str, stages))}"
         for rank, stages in enumerate(chosen.placement.stages_of)
@@ -258,17 +287,27 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if settings.ckpt_format == "torch":
         # Megatron compares the version with numbers, so without this package loading fails here. It
         # would ignore any other entry, and train other layers.
-        state["checkpoint_version"] = f"{state['checkpoint_version']} {_stages(settings)}"
+        state["checkpoint_version"] = (
+            f"{state['checkpoint_version']} {_stages(settings)}"
+        )
     return state
 
 
-@PATCHES.row("placement.checkpoint_format", f"{_CHECKPOINTING}:_load_base_checkpoint", when=always)
+@PATCHES.row(
+    "placement.checkpoint_format",
+    f"{_CHECKPOINTING}:_load_base_checkpoint",
+    when=always,
+)
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads formats that identify layers by rank, and would load the wrong layers."""
     loaded = call(*args, **kwargs)
     state, name, _, kind = loaded  # each rank has its own file two folders below
     if kind is None or kind.name != "LEGACY":
-        return loaded if not active.is_folded() else check_format(lambda: loaded, None, (), {})
+        return (
+            loaded
+            if not active.is_folded()
+            else check_format(lambda: loaded, None, (), {})
+        )
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)
@@ -278,7 +317,9 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
     stages, megatrons = _stages(settings), "those of Megatron"
-    num_saved_chunks = sum(re.fullmatch(r"model\d*", entry) is not None for entry in state)
+    num_saved_chunks = sum(
+        re.fullmatch(r"model\d*", entry) is not None for entry in state
+    )
     num_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
     # If a chunk is not in the file, Megatron silently trains it from random weights.
     lacks = num_saved_chunks not in (0, num_chunks) and active.pipeline() is not None
@@ -293,9 +334,17 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return loaded
 
 
-@PATCHES.row("placement.batch", "megatron.training.utils:get_batch_on_this_tp_rank", until=(0, 18))
-@PATCHES.row("placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18))
-def _with_fields_of_both_ends(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row(
+    "placement.batch",
+    "megatron.training.utils:get_batch_on_this_tp_rank",
+    until=(0, 18),
+)
+@PATCHES.row(
+    "placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18)
+)
+def _with_fields_of_both_ends(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron sends only the fields of the first stage to a rank that holds both ends."""
     # Megatron decides by rank and ignores the chunk: a rank with the first stage gets its fields,
     # otherwise those of the last stage. Stages with MTP get both, so claim to be one.

@@ -19,7 +19,9 @@ from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 
-_TREE_PACKAGES = {f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")}
+_TREE_PACKAGES = {
+    f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
+}
 _TREE_SCRIPTS = {
     "gpt_builders",
     "hybrid_builders",
@@ -39,7 +41,10 @@ class _Finder(MetaPathFinder):
         """Package -> callback, which is called once."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
         # Run no callback if the package does not exist: code may only check for an optional

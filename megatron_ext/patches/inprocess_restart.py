@@ -125,10 +125,14 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
 )
 def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """NVRx selects the CUDA device in the thread that resets Megatron; the host has none."""
-    from nvidia_resiliency_ext.inprocess.exception import TimeoutError as FinalizeTimeout
+    from nvidia_resiliency_ext.inprocess.exception import (
+        TimeoutError as FinalizeTimeout,
+    )
 
     (state,) = by_name(_call, args, kwargs).values()
-    thread = Thread(target=instance.fn, args=instance.args, kwargs=instance.kwargs, daemon=True)
+    thread = Thread(
+        target=instance.fn, args=instance.args, kwargs=instance.kwargs, daemon=True
+    )
     thread.start()
     thread.join(instance.timeout.total_seconds())
     if thread.is_alive():

@@ -67,7 +67,9 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
             lines.append(f"      {row.target}")
             lines.append(f"      {row.reason}")
         if redirects_by_status:
-            counts = [f"{count} {status}" for status, count in redirects_by_status.items()]
+            counts = [
+                f"{count} {status}" for status, count in redirects_by_status.items()
+            ]
             lines.append(
                 f"  {redirects_by_status.total()} names of torch redirected ({'; '.join(counts)}); "
                 "--all lists them"
@@ -84,9 +86,13 @@ def problems(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         difference = _difference(row)
         if difference:
-            lines.append(f"{row.id}: {row.target} differs from the release: {difference}")
+            lines.append(
+                f"{row.id}: {row.target} differs from the release: {difference}"
+            )
         elif not row.intact:
-            lines.append(f"{row.id}: {row.target} was overwritten by other code after patching")
+            lines.append(
+                f"{row.id}: {row.target} was overwritten by other code after patching"
+            )
     return lines
 
 

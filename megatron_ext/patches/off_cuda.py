@@ -25,7 +25,11 @@ def _is_other(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("CPU RNG state changed")
 
 
-@PATCHES.row("tensor_parallel.rng_notice", f"{_RANDOM}:CudaRNGStatesTracker.__init__", when=on_cpu)
+@PATCHES.row(
+    "tensor_parallel.rng_notice",
+    f"{_RANDOM}:CudaRNGStatesTracker.__init__",
+    when=on_cpu,
+)
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron reports each use of the device's generator, here the host's, as a change."""
     logger = logging.getLogger(_RANDOM)
@@ -36,7 +40,9 @@ def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 @PATCHES.row(
-    "parallel_state.destroy_groups", f"{_PARALLEL_STATE}:destroy_model_parallel", when=off_cuda
+    "parallel_state.destroy_groups",
+    f"{_PARALLEL_STATE}:destroy_model_parallel",
+    when=off_cuda,
 )
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron drops groups without destroying them, and gloo's threads stall later
@@ -67,7 +73,8 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 @PATCHES.row(
-    "moe.tensor_to_host", "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"
+    "moe.tensor_to_host",
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
 )
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron honours as_numpy for CUDA tensors only, so the all-to-all dispatcher raises
@@ -100,7 +107,9 @@ def _empty_statistics(_original: Any) -> Any:
     return torch.zeros(2, dtype=torch.float64)
 
 
-@PATCHES.row("training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers")
+@PATCHES.row(
+    "training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers"
+)
 def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The wheel contains the compiled helpers but no Makefile, and a failed make ends the
     process.

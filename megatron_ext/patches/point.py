@@ -33,7 +33,9 @@ _ANY: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
 MISSING = object()
 """Represents a missing attribute, because None is a regular value."""
 
-State = Literal["pending", "installed", "skipped", "absent", "refused", "off", "other release"]
+State = Literal[
+    "pending", "installed", "skipped", "absent", "refused", "off", "other release"
+]
 """The state of a patch. absent: the target is missing, and no feature in use needs it."""
 
 
@@ -224,7 +226,11 @@ class Site:
         """Whether every copy of the patched value comes from this target, so that identity finds
         it.
         """
-        return callable(self.installed) and self.original is not MISSING and not self.is_shared
+        return (
+            callable(self.installed)
+            and self.original is not MISSING
+            and not self.is_shared
+        )
 
     def intact(self) -> bool:
         """Return whether the target still is the installed value, possibly wrapped further by
@@ -248,7 +254,9 @@ class Site:
     def restore(self) -> None:
         """Restore the original, unless other code has replaced the attribute since."""
         if isinstance(self.installed, PatchPoint):
-            wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
+            wrapt.unwrap_object(
+                self.parent, self.attribute, self.installed, missing_ok=True
+            )
         elif self.intact():
             if self.defined is MISSING:
                 delattr(self.parent, self.attribute)
@@ -284,7 +292,10 @@ def bound_objects() -> set[int]:
 
 
 def rebind(
-    pairs: Iterable[tuple[Any, Any]], untouched: Container[str], *, in_classes: bool = False
+    pairs: Iterable[tuple[Any, Any]],
+    untouched: Container[str],
+    *,
+    in_classes: bool = False,
 ) -> list[Copy]:
     """Replace objects by others wherever a loaded module binds them to any name.
 
@@ -313,7 +324,11 @@ def rebind(
                 names[name] = new
             # Don't use isinstance: it reads the class of instances, and some respond with a
             # warning.
-            if in_classes and issubclass(type(value), type) and value.__module__ == module_name:
+            if (
+                in_classes
+                and issubclass(type(value), type)
+                and value.__module__ == module_name
+            ):
                 _rebind_in_class(value, pair_of)
     return rebound
 

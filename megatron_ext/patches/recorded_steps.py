@@ -14,7 +14,11 @@ PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 @PATCHES.row("steps.log", f"{_TRAINING}:training_log")
 def _log(
-    record: step_records.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    record: step_records.StepRecord,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron logs rounded losses, which hide small differences between runs."""
     step = by_name(call, args, kwargs)
@@ -25,7 +29,11 @@ def _log(
 
 @PATCHES.row("steps.exit", f"{_TRAINING}:checkpoint_and_decide_exit")
 def _end(
-    record: step_records.StepRecord, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    record: step_records.StepRecord,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> bool:
     """Megatron counts --exit-interval over resumed runs, but `compare` trains a number of steps
     from any.

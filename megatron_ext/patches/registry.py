@@ -64,7 +64,9 @@ class Registry:
         """Changes other than patches that `deactivate` reverts: import hooks, the environment."""
         self._release_override = release
         self._sites: dict[str, Site] = {}
-        self._ids: dict[str, list[Patch]] = {}  # all rows, including those for other releases
+        self._ids: dict[
+            str, list[Patch]
+        ] = {}  # all rows, including those for other releases
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
@@ -95,7 +97,9 @@ class Registry:
                 continue
             for registered in same_id:
                 if patch.since < registered.until and registered.since < patch.until:
-                    raise ValueError(f"patch id {patch.id} is taken by {registered.target}")
+                    raise ValueError(
+                        f"patch id {patch.id} is taken by {registered.target}"
+                    )
             if patch.is_for(self.release):
                 self._add_to_site(patch)
                 modules.add(patch.module)
@@ -165,7 +169,9 @@ class Registry:
         if late and replaced:
             self._repair_copies(replaced, modules)
 
-    def _repair_copies(self, replaced: list[tuple[Any, Any]], modules: set[str]) -> None:
+    def _repair_copies(
+        self, replaced: list[tuple[Any, Any]], modules: set[str]
+    ) -> None:
         """Rebind the copies that loaded modules have made of replaced names.
 
         Args:
@@ -183,7 +189,9 @@ class Registry:
             _LOG.warning(
                 "%s imported before megatron_ext: %d copied names mended; copies in closures, "
                 "partials and default arguments cannot be. Put `import megatron_ext` first.",
-                "1 module was" if len(late_modules) == 1 else f"{len(late_modules)} modules were",
+                "1 module was"
+                if len(late_modules) == 1
+                else f"{len(late_modules)} modules were",
                 len(rebound),
             )
 
@@ -198,7 +206,9 @@ class Registry:
                 if prefix:
                     site.parent = wrapt.resolve_path(module, prefix)[2]
             else:
-                site.parent, site.attribute, site.original = wrapt.resolve_path(module, patch.path)
+                site.parent, site.attribute, site.original = wrapt.resolve_path(
+                    module, patch.path
+                )
         except AttributeError as error:
             site.mismatch = drift.missing(site.target, str(error))
             return False
@@ -216,13 +226,19 @@ class Registry:
         wrapped = site.original if site.defined is MISSING else site.defined
         # References that an undo cannot reach (default arguments, closures, partials) must behave
         # like the original too, so a point checks at each call whether the registry is active.
-        site.put(PatchPoint(wrapped, partial(self._dispatch, site), enabled=lambda: self.active))
+        site.put(
+            PatchPoint(
+                wrapped, partial(self._dispatch, site), enabled=lambda: self.active
+            )
+        )
         return True
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
         installed_sites = [site for site in sites if site.is_installed]
         # Keep the values too: once an object is gone, its id may be reused.
-        patched_values = {id(site.installed): site.installed for site in installed_sites}
+        patched_values = {
+            id(site.installed): site.installed for site in installed_sites
+        }
         replaced = []
         for site in installed_sites:
             if site.can_be_found:
@@ -232,7 +248,9 @@ class Registry:
         for copy in self._rebound_copies:
             if id(copy.new) not in patched_values:
                 remaining_copies.append(copy)
-            elif copy.names.get(copy.name) is copy.new:  # otherwise other code has rebound it since
+            elif (
+                copy.names.get(copy.name) is copy.new
+            ):  # otherwise other code has rebound it since
                 copy.names[copy.name] = copy.old
         self._rebound_copies = remaining_copies
         # Restore copies that other code has made since, too, unless a value replaces several
@@ -257,7 +275,9 @@ class Registry:
         Raises:
             UpstreamMismatch: The target is not the one that an acting patch was written for.
         """
-        acting = [(patch, fn) for patch in site.patches if (fn := patch.acting()) is not None]
+        acting = [
+            (patch, fn) for patch in site.patches if (fn := patch.acting()) is not None
+        ]
         if not acting:
             return wrapped(*args, **kwargs)
         if drift.refuses(site.mismatch):

@@ -61,7 +61,9 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row(
-    "schedules.forward_backward", f"{_SCHEDULES}:get_forward_backward_func", kind="replace"
+    "schedules.forward_backward",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    kind="replace",
 )
 def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
@@ -131,7 +133,9 @@ def _check_built(
     when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
     order=20,  # inside schedules.model_config, which reads the true settings
 )
-def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _check_without_overlap(
+    call: Call, instance: Any, args: Args, kwargs: Kwargs
+) -> None:
     """Megatron checks the rules of its interleaved schedule's overlap, but pairs have other
     limits.
     """
@@ -174,7 +178,9 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return call(*args, **kwargs)
 
 
-@PATCHES.row("schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch)
+@PATCHES.row(
+    "schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch
+)
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not pass the iteration to schedules, which need it to seed micro-batches."""
     active.begin_iteration(kwargs["iteration"])
@@ -254,7 +260,10 @@ def _count_tokens_once(
 
 
 @PATCHES.row(
-    "schedules.packing", f"{_PACKING}:wrap_data_iterator", of=active.pipeline, since=(0, 20)
+    "schedules.packing",
+    f"{_PACKING}:wrap_data_iterator",
+    of=active.pipeline,
+    since=(0, 20),
 )
 @PATCHES.row(
     "schedules.packed_batch",
@@ -284,7 +293,9 @@ def _check_packing(
     return call(*args, **kwargs)
 
 
-@PATCHES.row("pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core")
+@PATCHES.row(
+    "pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core"
+)
 def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a hang."""
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
@@ -311,7 +322,9 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     schedule = call(*args, **kwargs)
 
     def step(**keywords: Any) -> Any:
-        if active.transport_only() is None:  # a program may keep this function after deconfigure
+        if (
+            active.transport_only() is None
+        ):  # a program may keep this function after deconfigure
             return schedule(**keywords)
         return in_force().stock.step(schedule, keywords)
 
@@ -324,7 +337,9 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_carries_messages,
     feature="transport",
 )
-def _send_over_transport(_call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> Any:
+def _send_over_transport(
+    _call: Call, _instance: Any, _args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron sends over torch.distributed only, not over --pipeline-transport; and its own
     schedule, which a program may have fetched before configure, would run in place of ours.
     """
@@ -361,7 +376,10 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     """Megatron rejects hyper-connections with several stages, because its messages have
     hidden_size; ours have the shape of the stage's output, n streams wide.
     """
-    if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
+    if (
+        not instance.enable_mhc_connections
+        or instance.pipeline_model_parallel_size == 1
+    ):
         call(*args, **kwargs)
         return
     # Create a copy with one stage, whose __post_init__ runs the checks of hyper-connections.
@@ -378,7 +396,9 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     recomputed_modules = instance.recompute_modules
     instance.enable_mhc_connections = False
     if recomputed_modules is not None:
-        instance.recompute_modules = [name for name in recomputed_modules if name != "mhc"]
+        instance.recompute_modules = [
+            name for name in recomputed_modules if name != "mhc"
+        ]
     try:
         call(*args, **kwargs)
     finally:
@@ -412,7 +432,9 @@ def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
     return manager.cur_forward_chunk()  # None in evaluations
 
 
-@PATCHES.row("schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop")
+@PATCHES.row(
+    "schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop"
+)
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads a saved tensor before its copy has ended if groups are nested (attn_norm
     around qkv_linear) or a backward follows its own forward in the first step.
@@ -420,7 +442,9 @@ def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     import torch
 
     tag = args[0]
-    if not isinstance(tag, torch.Tensor):  # since 0.19, a tensor that stayed is its own tag
+    if not isinstance(
+        tag, torch.Tensor
+    ):  # since 0.19, a tensor that stayed is its own tag
         group_number, *_ = tag
         group = handler.offload_groups[group_number - 1]
         stream = torch.cuda.current_stream()

@@ -47,7 +47,9 @@ def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
 @PATCHES.row(
     "split_backward.config",
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    when=lambda: (found := active.pipeline()) is not None and found.full.splits_backward,
+    when=lambda: (
+        (found := active.pipeline()) is not None and found.full.splits_backward
+    ),
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron's constructor rejects deferred weight gradients, for which TE's layers are built."""

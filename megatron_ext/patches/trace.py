@@ -60,7 +60,10 @@ def _observed_stock() -> active.Active | None:
 
 
 @PATCHES.row(
-    "trace.steps", f"{_SCHEDULES}:get_forward_backward_func", when=_may_be_observed, order=-10
+    "trace.steps",
+    f"{_SCHEDULES}:get_forward_backward_func",
+    when=_may_be_observed,
+    order=-10,
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not report the start of training steps to --trace and --hang-timeout."""
@@ -73,7 +76,9 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         in_force = active.active()
         if in_force is None:
             return schedule(*args, **kwargs)
-        subscribe(in_force)  # here, because the groups exist and the runtime does not yet
+        subscribe(
+            in_force
+        )  # here, because the groups exist and the runtime does not yet
         observers = in_force.observers
         if kwargs.get("forward_only"):
             # An evaluation belongs to no step; end the previous step, because only an optimizer
@@ -131,7 +136,9 @@ def _observe_collective(name: str, patch: str, target: str, reason: str) -> None
     """Add a row that reports calls of a target to observers as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
-    def run(in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run(
+        in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    ) -> Any:
         for observer in in_force.observers:
             observer.begin_collective(name)
         try:

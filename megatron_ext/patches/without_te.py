@@ -111,7 +111,9 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     padded_sums = getattr(packed, f"{name}_padded")
     starts: list[int] = sums if padded_sums is None else padded_sums.tolist()
     lengths = [after - before for before, after in pairwise(sums)]
-    spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    spans = [
+        (start, start + length) for start, length in zip(starts, lengths, strict=False)
+    ]
     edges = [0, *chain.from_iterable(spans), num_tokens]
     if len(starts) != len(sums) or edges != sorted(edges):
         raise UserError(
@@ -127,12 +129,16 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Multi-latent attention passes k_channels and v_channels, which only TE accepts: TypeError."""
     kwargs = dict(kwargs)
-    kwargs.pop("k_channels", None)  # it equals the query's width and follows from the tensors
+    kwargs.pop(
+        "k_channels", None
+    )  # it equals the query's width and follows from the tensors
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
     # This value sets the width of the output, which upstream derives from `kv_channels`.
     if v_channels is not None:
-        instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
+        instance.hidden_size_per_partition = (
+            v_channels * instance.num_attention_heads_per_partition
+        )
 
 
 @PATCHES.row(
@@ -140,7 +146,9 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     when=always,
 )
-def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _norm_with_sequence_parallel(
+    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """The torch norm, the only one without TE and Apex, rejects sequence parallelism."""
     # A norm acts on each token, so it can run on a split sequence; only the gradients of its
     # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
@@ -201,7 +209,11 @@ PATCHES.row(
     creates=True,
     until=(0, 17),
 )(to(None))
-for _name, _value in (("HAVE_TE", False), ("TELinear", None), ("TEColumnParallelLinear", None)):
+for _name, _value in (
+    ("HAVE_TE", False),
+    ("TELinear", None),
+    ("TEColumnParallelLinear", None),
+):
     PATCHES.row(
         f"attention.mla_{_name.lower()}",
         f"megatron.core.transformer.multi_latent_attention:{_name}",

@@ -100,12 +100,16 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
 
 def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
     """Return whether no stage keeps less at the fuller moment."""
-    return all(load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True))
+    return all(
+        load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True)
+    )
 
 
 def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
     """Return the moment with the largest sum, and the one whose emptiest stage keeps the most."""
-    fullest_at_all_stages = max(moments, key=lambda moment: (min(moment[::2]), sum(moment)))
+    fullest_at_all_stages = max(
+        moments, key=lambda moment: (min(moment[::2]), sum(moment))
+    )
     return {max(moments, key=sum), fullest_at_all_stages}
 
 
@@ -202,7 +206,9 @@ class CutBound:
         if len(kinds) == 1:
             [layer] = kinds
             return layer
-        fastest = min((beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work)
+        fastest = min(
+            (beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work
+        )
         smallest = Part._make(min(sizes) for sizes in zip(*kinds, strict=True))
         return smallest._replace(
             forward=fastest.forward,
@@ -234,7 +240,8 @@ class CutBound:
         first_stage = row[0].stage
         last_stage, last_kind, *_ = row[-1]
         return (
-            self._forwards_before_s[first_stage] + self._backwards_before_s[last_kind][last_stage]
+            self._forwards_before_s[first_stage]
+            + self._backwards_before_s[last_kind][last_stage]
         )
 
     @cached_property
@@ -284,7 +291,9 @@ class _Ladder:
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
         # Layers pair one to one, which determines the length of a pair only if all layers are
         # alike.
-        is_alike = len(stages) <= 2 and all(cut.kinds[stage] == {layer} for stage in stages)
+        is_alike = len(stages) <= 2 and all(
+            cut.kinds[stage] == {layer} for stage in stages
+        )
         self._counts_pairs = is_alike and bool(self._num_pairs)
         # Indexed by stage and number of extra layers; extended on demand.
         self._row_s: list[list[float]] = [[] for _ in stages]
@@ -354,7 +363,9 @@ class _Ladder:
             if not self._counts_pairs:
                 # Assume that a pair hides all that it can, whatever the length of the partner.
                 for (forward, backward), num_pairs in self._num_pairs.items():
-                    paired_s = forward_s * (forward == position) + input_s * (backward == position)
+                    paired_s = forward_s * (forward == position) + input_s * (
+                        backward == position
+                    )
                     row_s -= num_pairs * hidden_share * paired_s
             self._row_s[position].append(row_s)
             self._passes[position].append(_Passes(forward_s, input_s, hidden_share))
@@ -362,7 +373,9 @@ class _Ladder:
     def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
         """Return the seconds of exchange that pairs hide with these numbers of extra layers."""
         passes = []
-        for stage_passes, num_extra in zip(self._passes, num_extra_by_stage, strict=True):
+        for stage_passes, num_extra in zip(
+            self._passes, num_extra_by_stage, strict=True
+        ):
             passes.append(stage_passes[num_extra])
         hidden_s = 0.0
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
@@ -372,5 +385,7 @@ class _Ladder:
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
             paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))
-            hidden_s += num_pairs * backward.hidden_share * backward.input_s * paired_share
+            hidden_s += (
+                num_pairs * backward.hidden_share * backward.input_s * paired_share
+            )
         return hidden_s

@@ -33,10 +33,16 @@ class Passes(NamedTuple):
 
 @lru_cache(maxsize=100_000)
 def computation(
-    model: ModelSizes, kind: Any, sharding: Sharding, device: DeviceKind, mode: frozenset[str]
+    model: ModelSizes,
+    kind: Any,
+    sharding: Sharding,
+    device: DeviceKind,
+    mode: frozenset[str],
 ) -> Part:
     """Return the cost of a part by formula, with links that take no time."""
-    instant_links = replace(device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0)
+    instant_links = replace(
+        device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
+    )
     return layer_costs.part_of(model, kind, sharding, instant_links, mode)
 
 
@@ -53,7 +59,9 @@ def part_of(
 
     Multi-token prediction uses the measurements of its layers' kind.
     """
-    part = layer_costs.part_of(model, kind, sharding, device, mode, holds_embedding=holds_embedding)
+    part = layer_costs.part_of(
+        model, kind, sharding, device, mode, holds_embedding=holds_embedding
+    )
     measured_kind = model.mtp_kind if kind == "mtp" else kind
     factors = dict(device.measured).get(measured_kind)
     if factors is None:
@@ -66,7 +74,9 @@ def part_of(
     recomputed_s = computed.input - plain.input
     return part._replace(
         forward=part.forward + (forward_factor - 1) * computed.forward,
-        input=part.input + (input_factor - 1) * plain.input + (forward_factor - 1) * recomputed_s,
+        input=part.input
+        + (input_factor - 1) * plain.input
+        + (forward_factor - 1) * recomputed_s,
         weight=part.weight + (weight_factor - 1) * plain.weight,
     )
 
@@ -80,12 +90,18 @@ def parts_of(
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
     """Return all layers, the extra part of the first stage, and that of the last one."""
-    part_by_kind = {kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)}
+    part_by_kind = {
+        kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)
+    }
     layers = [part_by_kind[kind] for kind in model.kinds]
     first = part_of(model, "embedding", sharding, device)
     ends = [part_of(model, "loss", sharding, device, holds_embedding=holds_embedding)]
     if model.mtp_layers:
-        ends.append(part_of(model, "mtp", sharding, device, mode, holds_embedding=holds_embedding))
+        ends.append(
+            part_of(
+                model, "mtp", sharding, device, mode, holds_embedding=holds_embedding
+            )
+        )
     return layers, first, layer_costs.total(ends)
 
 

@@ -102,7 +102,9 @@ class Training:
 
         A table searched for the given costs is not always better than one for equal costs.
         """
-        if self.costs is not None or not get(schedule).searches(self.ranks, self.num_microbatches):
+        if self.costs is not None or not get(schedule).searches(
+            self.ranks, self.num_microbatches
+        ):
             return (None,)
         if schedule in _THRIFTY:
             return (costs.in_forwards(),)
@@ -112,7 +114,9 @@ class Training:
         """Return the activations that the worst rank keeps, in Ma (`schedules/table/memory.py`)."""
         return max(activation_peaks(table, self.stash_ratio))
 
-    def layers_by_stage(self, schedule: str, chunks: int | None) -> Sequence[int] | None:
+    def layers_by_stage(
+        self, schedule: str, chunks: int | None
+    ) -> Sequence[int] | None:
         """Return the layers of each stage under a schedule.
 
         None if the number of layers is unknown.
@@ -228,13 +232,17 @@ def rank(training: Training, judge: Judge) -> Ranking:
             candidate = _tried(judge, name, chunks, left_out)
             if candidate is not None:
                 candidates.append(candidate)
-    fitting = {candidate.schedule for candidate in candidates if candidate.memory <= limit}
+    fitting = {
+        candidate.schedule for candidate in candidates if candidate.memory <= limit
+    }
     for name in thrifty:
         if _THRIFTY[name] not in fitting:
             candidate = _tried(judge, name, None, left_out)
             if candidate is not None:
                 candidates.append(candidate)
-    judged = [replace(candidate, fits=candidate.memory <= limit) for candidate in candidates]
+    judged = [
+        replace(candidate, fits=candidate.memory <= limit) for candidate in candidates
+    ]
     return Ranking(candidates=_ordered(judged), basis=judge.basis(), left_out=left_out)
 
 
@@ -279,11 +287,15 @@ def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
         ordered.append(best)
         waiting.remove(best)
     too_large = [candidate for candidate in candidates if not candidate.fits]
-    return ordered + sorted(too_large, key=lambda candidate: (candidate.memory, candidate.step))
+    return ordered + sorted(
+        too_large, key=lambda candidate: (candidate.memory, candidate.step)
+    )
 
 
 def _weights_are_held_twice(schedule: str) -> ScheduleError:
-    return ScheduleError(f"{schedule} holds each weight twice, and it is not known that both fit")
+    return ScheduleError(
+        f"{schedule} holds each weight twice, and it is not known that both fit"
+    )
 
 
 def _activations_of(reference: Candidate | None) -> float:
@@ -328,7 +340,11 @@ class ByForecast:
         return _ordered(candidates)[0]
 
     def _candidate(
-        self, schedule: str, chunks: int | None, counts: Sequence[int], made_for: Costs | None
+        self,
+        schedule: str,
+        chunks: int | None,
+        counts: Sequence[int],
+        made_for: Costs | None,
     ) -> Candidate:
         training = self.training
         table_costs = made_for or training.costs or UNIT
@@ -357,7 +373,13 @@ class ByForecast:
         num_chunks = chunks or get(schedule).num_chunks
         at_once = self.training.weights_at_once
         plan = forecast(
-            roomy, self.sizes, schedule, num_chunks, counts, costs=costs, at_once=at_once
+            roomy,
+            self.sizes,
+            schedule,
+            num_chunks,
+            counts,
+            costs=costs,
+            at_once=at_once,
         )
         if plan is None:
             # Generating the table raises an error that names the rule; the forecast only returns
@@ -379,7 +401,8 @@ class ByForecast:
         if self.has_memory:
             limit_gib = device.memory_gib - device.reserve_gib
             return (
-                f"by forecast for {self.job.num_devices} x {device.name} with {limit_gib:.1f} GiB"
+                f"by forecast for {self.job.num_devices} x {device.name} "
+                f"with {limit_gib:.1f} GiB"
             )
         return (
             f"by forecast with the times of {device.name}, for the device is not known, and at "
@@ -457,7 +480,9 @@ class ByTable:
     def _unit(self) -> str:
         if self.measured is not None:
             return "s"
-        return "forwards" if self.training.costs is None else "times the unit of the costs"
+        return (
+            "forwards" if self.training.costs is None else "times the unit of the costs"
+        )
 
     def limit(self, reference: Candidate | None) -> float:
         """Return the activations that a rank may keep."""

@@ -95,11 +95,15 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
 
     A call may take any time; Ctrl-C or the death of a process ends the wait.
     """
-    forked: dict[Any, Caller] = {c.pipe: c for c in busy if isinstance(c, _ForkedCaller)}
+    forked: dict[Any, Caller] = {
+        c.pipe: c for c in busy if isinstance(c, _ForkedCaller)
+    }
     return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
 
 
-def _serve(caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]) -> None:
+def _serve(
+    caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]
+) -> None:
     # Ctrl-C reaches all processes; the parent ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

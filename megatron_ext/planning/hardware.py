@@ -101,7 +101,9 @@ class DeviceKind:
     """Additional time of a collective for each rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
     """Parts of a model and the factors on the costs of their passes (`calibration.py`)."""
-    seconds: dict[str, list[float]] = field(default_factory=dict, hash=False, compare=False)
+    seconds: dict[str, list[float]] = field(
+        default_factory=dict, hash=False, compare=False
+    )
     """The measured times behind the factors."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     """The source of each number."""
@@ -149,9 +151,19 @@ _MAY_BE_ZERO = (
 )
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
-_COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX)
+_COMMON = dict.fromkeys(
+    ("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX
+)
 _FITTED = (
-    *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes", "activation", "network"),
+    *(
+        "memory",
+        "all_to_all",
+        "gemm_grouped",
+        "gemm_fused",
+        "scan_bytes",
+        "activation",
+        "network",
+    ),
     *("exposed", "split_launches", "biases", "biases_fused", "overlap", "pair_overlap"),
     *("attention_forward", "attention_backward"),
 )
@@ -204,7 +216,9 @@ _BLACKWELL: dict[str, Any] = {
     "memory_bytes": 8000 * _GB,
     "link_bytes": 900 * _GB,
     "sources": _COMMON
-    | dict.fromkeys(_GEMM, _HALF + "; shares of a precision differ by one factor for each device")
+    | dict.fromkeys(
+        _GEMM, _HALF + "; shares of a precision differ by one factor for each device"
+    )
     | dict.fromkeys(_PEAKS, "NVIDIA, data sheet of DGX or NVL72, without sparsity")
     | {
         "processors": "multiprocessors of a B200",
@@ -245,7 +259,10 @@ def _blackwell(
     for share, value in zip(_GEMM, gemm_shares, strict=True):
         settings[share] = value
     return DeviceKind(
-        name=name, memory_gib=memory_gib, network_bytes=network_gb_per_s * _GB, **settings
+        name=name,
+        memory_gib=memory_gib,
+        network_bytes=network_gb_per_s * _GB,
+        **settings,
     )
 
 
@@ -320,7 +337,8 @@ DEVICES = {
             gemm=0.60,
             sources=_OTHERS
             | dict.fromkeys(
-                _PEAKS, "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it"
+                _PEAKS,
+                "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it",
             )
             | {
                 "memory_gib": "80 GB less what other devices of that size do not show",
@@ -369,14 +387,18 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
-        raise ArgumentsError(f"--devices {text!r} is not a number and a kind; use, say, 64xh100")
+        raise ArgumentsError(
+            f"--devices {text!r} is not a number and a kind; use, say, 64xh100"
+        )
     num_devices = int(match[1])
     name = match[2]
     if name.lower() in DEVICES:
         return num_devices, DEVICES[name.lower()]
     if not name.endswith(".json"):
         kinds = ", ".join(DEVICES)
-        raise ArgumentsError(f"--devices: {name} is unknown; use {kinds}, or a file: 64xmine.json")
+        raise ArgumentsError(
+            f"--devices: {name} is unknown; use {kinds}, or a file: 64xmine.json"
+        )
     return num_devices, _read_device(Path(name))
 
 
@@ -402,7 +424,14 @@ def _read_device(path: Path) -> DeviceKind:
             content = inherited | content | {"sources": all_sources}
         device = DeviceKind(**content)
         _check_numbers(device)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         names = ", ".join(device_field.name for device_field in fields(DeviceKind))
         reason = getattr(error, "strerror", None) or error
         raise ArgumentsError(

@@ -26,7 +26,8 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         "num-layers": num_layers,
         "hidden-size": config["hidden_size"],
         # Llama 4 has a separate size for layers without experts.
-        "ffn-hidden-size": config.get("intermediate_size_mlp") or config["intermediate_size"],
+        "ffn-hidden-size": config.get("intermediate_size_mlp")
+        or config["intermediate_size"],
         "num-attention-heads": config["num_attention_heads"],
         "padded-vocab-size": config["vocab_size"],
         "max-position-embeddings": config.get("max_position_embeddings", 4096),
@@ -55,7 +56,9 @@ def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
     """
     size = config[name]
     if not isinstance(size, int) or not 1 <= size <= limit:
-        raise ValueError(f"{name} is {str(size)[:40]!r}, not a whole number from 1 to {limit}")
+        raise ValueError(
+            f"{name} is {str(size)[:40]!r}, not a whole number from 1 to {limit}"
+        )
     return size
 
 
@@ -111,8 +114,13 @@ def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
     skips = config.get("sliding_window_pattern", period)
     layer_types = config.get("layer_types")
     if layer_types:
-        skips = str([int(layer_type == "sliding_attention") for layer_type in layer_types])
-    return {"window-size": f"{config['sliding_window']},0", "window-attn-skip-freq": skips}
+        skips = str(
+            [int(layer_type == "sliding_attention") for layer_type in layer_types]
+        )
+    return {
+        "window-size": f"{config['sliding_window']},0",
+        "window-attn-skip-freq": skips,
+    }
 
 
 def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -128,25 +136,32 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")
     shared_width = _first_of(
-        config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        config,
+        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
     return {
         "num-experts": num_experts,
         "moe-router-topk": config["num_experts_per_tok"],
         "moe-ffn-hidden-size": width,
-        "moe-shared-expert-intermediate-size": shared_width or num_shared * width or None,
+        "moe-shared-expert-intermediate-size": shared_width
+        or num_shared * width
+        or None,
         "moe-layer-freq": str(_expert_marks(config, num_layers)),
     }
 
 
 def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
     """Return 1 for each layer with experts, 0 for each layer without."""
-    period = _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
+    period = (
+        _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
+    )
     first = config.get("first_k_dense_replace") or 0
     dense_layers = config.get("mlp_only_layers") or ()
     marks = []
     for layer in range(num_layers):
-        has_experts = (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
+        has_experts = (
+            (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
+        )
         marks.append(int(has_experts))
     return marks
 

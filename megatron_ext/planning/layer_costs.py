@@ -135,10 +135,14 @@ def beside(part: Part, overlap: float) -> Part:
     """Return a part whose exchange of tokens is hidden by computation as far as the device can."""
     computed_s = part.forward + part.input or 1.0  # a part may take no time
     shown_share = 1 - overlap * part.exchange / computed_s
-    return part._replace(forward=shown_share * part.forward, input=shown_share * part.input)
+    return part._replace(
+        forward=shown_share * part.forward, input=shown_share * part.input
+    )
 
 
-def gather_s(device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+def gather_s(
+    device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1
+) -> float:
     """Return the seconds of a gather or scatter over ranks that are a stride apart.
 
     `num_bytes` is the size of the whole tensor, of which each rank has an equal part.
@@ -170,7 +174,9 @@ def all_to_all_s(
         return 0.0
     ranks_in_node = min(num_ranks, device.node_size)
     node_s = num_bytes * (ranks_in_node - 1) / num_ranks / device.link_bytes
-    network_s = num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
+    network_s = (
+        num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
+    )
     if copies_sent_once:
         node_s *= _distinct_share(1 / num_ranks, copies_sent_once)
         network_s *= _distinct_share(ranks_in_node / num_ranks, copies_sent_once)
@@ -217,7 +223,9 @@ def recompute_flags(mode: frozenset[str]) -> str:
 class _Ledger:
     """Adds up the kernels of a part, by the module that would recompute them."""
 
-    def __init__(self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool) -> None:
+    def __init__(
+        self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool
+    ) -> None:
         self.device, self.sharding = device, sharding
         self.precision: Precision = "bf16"
         if in_low_precision:
@@ -240,7 +248,13 @@ class _Ledger:
         """Whether the host reads the number of tokens of each expert from the device."""
 
     def linear(
-        self, module: str, rows: float, inputs: float, outputs: float, *, gathers: bool = False
+        self,
+        module: str,
+        rows: float,
+        inputs: float,
+        outputs: float,
+        *,
+        gathers: bool = False,
     ) -> None:
         """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients.
 
@@ -261,7 +275,9 @@ class _Ledger:
         if gathers and self.sharding.techniques.is_local:
             input_parts = self.sharding.tensor
         if module != "router":  # it has a separate product, and no gradient that waits
-            self.waiting_bytes += self.operand_bytes * rows * (inputs / input_parts + outputs)
+            self.waiting_bytes += (
+                self.operand_bytes * rows * (inputs / input_parts + outputs)
+            )
         self.launch(module, _PRODUCT_KERNELS[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
@@ -305,13 +321,17 @@ class _Ledger:
         all_rows = rows * count
         weights = inputs * outputs * count
 
-        def product_s(height: float, width: float, depth: float, traffic_bytes: float) -> float:
+        def product_s(
+            height: float, width: float, depth: float, traffic_bytes: float
+        ) -> float:
             """Return the seconds of products [height, depth] x [depth, width]."""
             # Before it computes, a tile loads for as long as it takes to read `tile_bytes`, and the
             # last wave of tiles takes as long as a full one.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
-            wave_factor = math.ceil(tiles / device.processors) * device.processors / tiles
+            wave_factor = (
+                math.ceil(tiles / device.processors) * device.processors / tiles
+            )
             operations_s = 2 * rows * inputs * outputs * count / product_rate
             return max(
                 operations_s * load_factor * wave_factor,
@@ -321,20 +341,28 @@ class _Ledger:
 
         self.operations += 2 * rows * weights
         # The forward reads its input and the weights, and writes its output in bf16.
-        traffic_bytes = all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
+        traffic_bytes = (
+            all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
+        )
         self.forward_s[module] += product_s(rows, outputs, inputs, traffic_bytes)
         self.forward_s[module] += cast_bytes * all_rows * inputs / self.memory_rate
         # The input gradient reads the output's gradient and the weights, and is written in bf16.
-        traffic_bytes = all_rows * (2 * inputs + operand_bytes * outputs) + operand_bytes * weights
+        traffic_bytes = (
+            all_rows * (2 * inputs + operand_bytes * outputs) + operand_bytes * weights
+        )
         self.input_s += product_s(rows, inputs, outputs, traffic_bytes)
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
         # The weight gradient reads the input and the output's gradient.
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        if techniques.fuses_gradients:  # the kernel reads and writes the sum in Megatron's buffer
+        if (
+            techniques.fuses_gradients
+        ):  # the kernel reads and writes the sum in Megatron's buffer
             traffic_bytes += 2 * techniques.gradient_bytes * weights
         else:  # the kernel writes a tensor in bf16
             traffic_bytes += 2 * weights
-        self.weight_s += product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
+        self.weight_s += (
+            product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
+        )
         # One copy is plain, for the forward, and one transposed, for the input gradient.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
@@ -342,7 +370,9 @@ class _Ledger:
             self.dummy_bytes += 2 * inputs * outputs
         else:
             # A kernel reads the tensor in bf16, and reads and writes the sum in Megatron's buffer.
-            self.weight_s += 2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
+            self.weight_s += (
+                2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
+            )
 
     def elementwise(
         self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
@@ -464,7 +494,9 @@ def part_of(
     if kind == "mtp":
         layer = part_of(model, model.mtp_kind, sharding, device, mode)
         loss = part_of(model, "loss", sharding, device)
-        return books.multi_token_prediction(layer, loss, holds_embedding=holds_embedding)
+        return books.multi_token_prediction(
+            layer, loss, holds_embedding=holds_embedding
+        )
     return books.layer(kind, mode)
 
 
@@ -473,15 +505,24 @@ def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
-    active_expert_params = all_parts.expert_params * model.top_k / max(model.num_experts, 1)
-    return all_parts.params + all_parts.expert_params, all_parts.params + active_expert_params
+    active_expert_params = (
+        all_parts.expert_params * model.top_k / max(model.num_experts, 1)
+    )
+    return (
+        all_parts.params + all_parts.expert_params,
+        all_parts.params + active_expert_params,
+    )
 
 
 class _Books:
     """Writes one part of a model into a ledger."""
 
     def __init__(
-        self, model: ModelSizes, sharding: Sharding, device: DeviceKind, kind: Kind | LayerKind
+        self,
+        model: ModelSizes,
+        sharding: Sharding,
+        device: DeviceKind,
+        kind: Kind | LayerKind,
     ) -> None:
         self.model, self.sharding, self.device = model, sharding, device
         self.tensor = sharding.tensor
@@ -498,7 +539,9 @@ class _Books:
         # Transformer Engine quantizes the input of a product before it gathers it (its function
         # `gather_along_first_dim`), and scatters sums in bf16.
         activation_size = self.tokens * self.hidden
-        gather = gather_s(device, self.ledger.operand_bytes * activation_size, self.tensor)
+        gather = gather_s(
+            device, self.ledger.operand_bytes * activation_size, self.tensor
+        )
         scatter = gather_s(device, 2 * activation_size, self.tensor)
         self.exchange_s = (gather + scatter) / 2
         """Seconds of a gather or scatter among tensor-parallel ranks."""
@@ -511,7 +554,9 @@ class _Books:
         elements = self.activation_elements
         # A gradient as large as the table is cleared, and added to Megatron's buffer, whether fused
         # or not.
-        gradient_bytes = 2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
+        gradient_bytes = (
+            2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
+        )
         ledger.elementwise("base", 4 * elements, 10 * elements + gradient_bytes)
         ledger.wait("base", self.exchange_s, self.exchange_s)
         ledger.params = self.table_params + self.model.learned_positions * self.hidden
@@ -523,7 +568,11 @@ class _Books:
         model = self.model
         elements = self.activation_elements
         ledger.linear(
-            "base", self.tokens, self.hidden, model.vocabulary / self.tensor, gathers=True
+            "base",
+            self.tokens,
+            self.hidden,
+            model.vocabulary / self.tensor,
+            gathers=True,
         )
         logits = self.tokens * model.vocabulary / self.tensor
         # Bytes of traffic for each logit. The unfused loss makes an fp32 copy, finds its maximum,
@@ -552,18 +601,30 @@ class _Books:
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
-        return ledger.part(transient_bytes=bytes_at_once * logits)._replace(logits=4 * logits)
+        return ledger.part(transient_bytes=bytes_at_once * logits)._replace(
+            logits=4 * logits
+        )
 
-    def multi_token_prediction(self, layer: Part, loss: Part, *, holds_embedding: bool) -> Part:
+    def multi_token_prediction(
+        self, layer: Part, loss: Part, *, holds_embedding: bool
+    ) -> Part:
         """Return the part of all heads, each with this layer and loss."""
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
         # A head joins the hidden states with the embedding of the next token, and projects both.
-        ledger.linear("base", self.tokens, 2 * self.hidden, self.hidden / self.tensor, gathers=True)
+        ledger.linear(
+            "base",
+            self.tokens,
+            2 * self.hidden,
+            self.hidden / self.tensor,
+            gathers=True,
+        )
         ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
         ledger.wait("base", self.exchange_s, self.exchange_s)
-        ledger.keep("base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements)
+        ledger.keep(
+            "base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements
+        )
         # One norm each for the hidden states, the embedding and the output.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
@@ -596,7 +657,9 @@ class _Books:
             projections_up = 2 if model.gated else 1
             width_up = model.ffn * projections_up / self.tensor
             ledger.linear("mlp", self.tokens, self.hidden, width_up, gathers=True)
-            activation_bytes = self._activation("mlp", self.tokens * model.ffn / self.tensor)
+            activation_bytes = self._activation(
+                "mlp", self.tokens * model.ffn / self.tensor
+            )
             ledger.linear("mlp", self.tokens, model.ffn / self.tensor, self.hidden)
             ledger.wait("mlp", 2 * self.exchange_s, 2 * self.exchange_s)
             ledger.params += (width_up + self.hidden) * model.biases
@@ -646,7 +709,9 @@ class _Books:
         ledger.linear("router", tokens, self.hidden, model.num_experts)
         score_bytes = 16 * tokens * model.num_experts
         ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
-        if width != self.hidden:  # latent experts: one projection before them, one behind them
+        if (
+            width != self.hidden
+        ):  # latent experts: one projection before them, one behind them
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
@@ -669,7 +734,9 @@ class _Books:
         # Scores; for each choice its source and destination in 8 bytes, and its weight.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
         ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
-        if techniques.graphs == "step":  # kept data is copied to a buffer of fixed size and back
+        if (
+            techniques.graphs == "step"
+        ):  # kept data is copied to a buffer of fixed size and back
             copied_bytes = 2 * ledger.saved_bytes["moe"]
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
         if model.shared_ffn:
@@ -678,7 +745,9 @@ class _Books:
         if techniques.sends_once:
             copies_sent_once = model.top_k
         # To the experts and back.
-        exchange_s = 2 * all_to_all_s(device, 2 * choices * width, num_ranks, copies_sent_once)
+        exchange_s = 2 * all_to_all_s(
+            device, 2 * choices * width, num_ranks, copies_sent_once
+        )
         ledger.wait("moe", exchange_s, exchange_s)
         ledger.exchange_s = 2 * exchange_s
         ledger.launch("moe", 40)
@@ -690,7 +759,9 @@ class _Books:
         width = self.model.shared_ffn / self.tensor
         projections_up = 2 if self.model.gated else 1
         width_up = width * projections_up
-        ledger.linear("shared_experts", self.tokens, self.hidden, width_up, gathers=True)
+        ledger.linear(
+            "shared_experts", self.tokens, self.hidden, width_up, gathers=True
+        )
         gradient_bytes = self._activation("shared_experts", self.tokens * width)
         ledger.linear("shared_experts", self.tokens, width, self.hidden)
         ledger.wait("shared_experts", 2 * self.exchange_s, 2 * self.exchange_s)
@@ -705,7 +776,9 @@ class _Books:
         states = 2 * model.scan_groups * model.scan_state / self.tensor
         heads = model.scan_heads / self.tensor
         # One projection gives the gate, the input, both state matrices, and a time step per head.
-        ledger.linear("mamba", self.tokens, self.hidden, 2 * inner_width + states + heads)
+        ledger.linear(
+            "mamba", self.tokens, self.hidden, 2 * inner_width + states + heads
+        )
         # Convolution, chunked scan and gated norm are bound by memory, like Triton's kernels.
         channels = self.tokens * (inner_width + states)
         ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
@@ -732,13 +805,17 @@ class _Books:
             rotated_width = model.head_size
             if model.learned_positions:
                 rotated_width = 0
-            key_value_width = self._projections(heads, query_width, value_width, rotated_width)
+            key_value_width = self._projections(
+                heads, query_width, value_width, rotated_width
+            )
         self._attention_kernels(query_width, value_width, key_value_width)
         self._keep_attention(heads, value_width, rotated_width)
         self.ledger.linear("attention", self.tokens, value_width, self.hidden)
         self.ledger.params += self.hidden * model.biases
 
-    def _latent_projections(self, heads: float, query_width: float, value_width: float) -> float:
+    def _latent_projections(
+        self, heads: float, query_width: float, value_width: float
+    ) -> float:
         """Add the projections of multi-latent attention; return the width of keys and values."""
         ledger = self.ledger
         model = self.model
@@ -749,11 +826,16 @@ class _Books:
         ledger.params += key_value_rank * model.qk_norm
         # Tensor parallelism does not divide the projections down: each rank has its tokens.
         ledger.linear(
-            "attention", tokens / self.tensor, self.hidden, key_value_rank + model.rotary_size
+            "attention",
+            tokens / self.tensor,
+            self.hidden,
+            key_value_rank + model.rotary_size,
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
         # Queries use the same input, so count it only once.
-        ledger.waiting_bytes -= ledger.operand_bytes * tokens / self.tensor * self.hidden
+        ledger.waiting_bytes -= (
+            ledger.operand_bytes * tokens / self.tensor * self.hidden
+        )
         latent_width = key_value_rank + model.rotary_size
         query_rank = model.query_rank
         if query_rank:
@@ -770,7 +852,9 @@ class _Books:
             if query_rank:
                 local_bytes += self._kept_by_norm(tokens * query_rank, query_rank)
         ledger.keep("attention", 4 * tokens * latent_width / self.tensor, local_bytes)
-        ledger.saved_bytes["mla_up_proj"] += 2 * tokens * (2 * query_width + value_width)
+        ledger.saved_bytes["mla_up_proj"] += (
+            2 * tokens * (2 * query_width + value_width)
+        )
         # Rotation in place, and joining the keys: one kernel each.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
@@ -840,17 +924,23 @@ class _Books:
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
         forward_s = operations / (rate * device.attention_forward) + 5 * device.kernel_s
-        backward_s = 2.5 * operations / (rate * device.attention_backward) + 5 * device.kernel_s
+        backward_s = (
+            2.5 * operations / (rate * device.attention_backward) + 5 * device.kernel_s
+        )
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
-        if sharding.context > 1:  # the ring's messages hide behind the products of attention
+        if (
+            sharding.context > 1
+        ):  # the ring's messages hide behind the products of attention
             ring_bytes = 2 * self.tokens * sharding.context * key_value_width
             ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
             shown_in_forward_s = max(0.0, ring_s - forward_s)
             shown_in_backward_s = max(0.0, 2 * ring_s - backward_s)
             ledger.wait("attention", shown_in_forward_s, shown_in_backward_s)
 
-    def _keep_attention(self, heads: float, value_width: float, rotated_width: int) -> None:
+    def _keep_attention(
+        self, heads: float, value_width: float, rotated_width: int
+    ) -> None:
         """Add the bytes that the products of attention keep."""
         ledger = self.ledger
         sharding = self.sharding
@@ -861,8 +951,12 @@ class _Books:
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
         # Flash attention keeps a sum of exponentials in fp32 for each query and head.
-        fused_bytes = (2 + copy_bytes) * self.tokens * value_width + 4 * self.tokens * heads
-        local_bytes = 2 * self.tokens * value_width + 8 * sharding.sequence * rotated_width
+        fused_bytes = (
+            2 + copy_bytes
+        ) * self.tokens * value_width + 4 * self.tokens * heads
+        local_bytes = (
+            2 * self.tokens * value_width + 8 * sharding.sequence * rotated_width
+        )
         ledger.keep("attention", fused_bytes, local_bytes)
         keys = sharding.sequence / sharding.context
         score_bytes = 2 * heads * sharding.micro_batch * keys * sharding.sequence

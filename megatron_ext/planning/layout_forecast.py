@@ -91,7 +91,9 @@ class Layout:
         """For each device, as Megatron counts."""
         sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward_operations = _model_cost(self.job, sizes).whole_model.operations / tokens
+        forward_operations = (
+            _model_cost(self.job, sizes).whole_model.operations / tokens
+        )
         return 3 * forward_operations * self.tokens_per_s / 1e12
 
     @property
@@ -130,7 +132,9 @@ class Layout:
             name = "recomputation"
             if sizes.mode == FULL:
                 name += " of whole layers"
-            plain_s = _model_cost(job, replace(sizes, mode=frozenset())).whole_model.work
+            plain_s = _model_cost(
+                job, replace(sizes, mode=frozenset())
+            ).whole_model.work
             recomputed_s = _model_cost(job, sizes).whole_model.work - plain_s
             losses_s[name] = recomputed_s * sizes.num_microbatches / sizes.pp
         return max(losses_s, key=losses_s.__getitem__)
@@ -145,7 +149,11 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags of Megatron and this package for this layout."""
-        groups = [self._parallel_flags(), self._batch_flags(), recompute_flags(self.sizes.mode)]
+        groups = [
+            self._parallel_flags(),
+            self._batch_flags(),
+            recompute_flags(self.sizes.mode),
+        ]
         return " ".join(group for group in groups if group)
 
     def _parallel_flags(self) -> str:
@@ -158,7 +166,9 @@ class Layout:
         if sizes.pp > 1:
             # CUDA graphs work only with Megatron's own schedules.
             if job.techniques.graphs == "none":
-                schedule_flags = get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
+                schedule_flags = (
+                    get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
+                )
                 # The layout determines the number of stages.
                 flags.append(schedule_flags.partition(" --num-virtual")[0])
             flags.append(f"--pipeline-model-parallel-layout '{self.layout}'")
@@ -214,7 +224,9 @@ class _ModelCost(NamedTuple):
     kinds: list[_KindCost]
 
 
-def _model_cost(job: Question, sizes: ParallelSizes, overlap: float = 0.0) -> _ModelCost:
+def _model_cost(
+    job: Question, sizes: ParallelSizes, overlap: float = 0.0
+) -> _ModelCost:
     sharding = Sharding(
         tensor=sizes.tp,
         context=sizes.cp,
@@ -246,7 +258,9 @@ def _divided(
     overlap: float,
 ) -> _ModelCost:
     """Return a model's costs."""
-    layers, first, last = parts_of(model, sharding, device, mode, holds_embedding=holds_embedding)
+    layers, first, last = parts_of(
+        model, sharding, device, mode, holds_embedding=holds_embedding
+    )
     part_beside = {part: beside(part, overlap) for part in {*layers, last}}
     layers_beside = [part_beside[layer] for layer in layers]
     kinds = []
@@ -262,7 +276,9 @@ def _divided(
     )
 
 
-def _parts_by_stage(job: Question, sizes: ParallelSizes, counts: Sequence[int]) -> list[list[Part]]:
+def _parts_by_stage(
+    job: Question, sizes: ParallelSizes, counts: Sequence[int]
+) -> list[list[Part]]:
     """Return the layers and ends of each stage."""
     cost = _model_cost(job, sizes)
     stages = []
@@ -280,7 +296,9 @@ def _parts_by_stage(job: Question, sizes: ParallelSizes, counts: Sequence[int]) 
 
 def stage_parts(plan: Layout) -> list[Part]:
     """Return the cost of each stage of a layout."""
-    return [total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)]
+    return [
+        total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)
+    ]
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -288,7 +306,9 @@ def stage_parts(plan: Layout) -> list[Part]:
 
 def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
     """Return how many devices hold the same weights, and how many the same experts."""
-    return sizes.replicas * sizes.cp * twins, job.num_devices // (sizes.pp * sizes.ep) * twins
+    return sizes.replicas * sizes.cp * twins, job.num_devices // (
+        sizes.pp * sizes.ep
+    ) * twins
 
 
 def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
@@ -296,11 +316,15 @@ def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
     # Weights and gradients are whole on each holder; a distributed optimizer divides its states.
-    for params, num_holders in zip((part.params, part.expert_params), holders, strict=True):
+    for params, num_holders in zip(
+        (part.params, part.expert_params), holders, strict=True
+    ):
         shards = 1
         if job.shards_optimizer:
             shards = num_holders
-        parameter_bytes = _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / shards
+        parameter_bytes = (
+            _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / shards
+        )
         num_bytes += params * parameter_bytes
     return num_bytes
 
@@ -313,7 +337,9 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
     return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
 
 
-def _mean_memory_bytes(job: Question, sizes: ParallelSizes, live_microbatches: float) -> float:
+def _mean_memory_bytes(
+    job: Question, sizes: ParallelSizes, live_microbatches: float
+) -> float:
     """Return the bytes of an average rank while this many micro-batches are alive on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
     # Two mirrored pipelines divide the optimizer's states among more ranks than one pipeline, so
@@ -405,7 +431,9 @@ def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
         return num_microbatches
     # Remove whole rounds of 2 pp only. The remainder stays, because tables that consist of rounds
     # end differently with another one.
-    return num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
+    return (
+        num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
+    )
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
@@ -417,12 +445,16 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
     return {"least_first": least_first, "least_last": least_last}
 
 
-def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int) -> Costs:
+def _costs(
+    job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int
+) -> Costs:
     """Return the input of the simulator, in seconds."""
     device = job.device
     pp = sizes.pp
     model_cost = total(list(stages))
-    if job.num_devices // pp * twins >= device.node_size:  # neighbours are on different nodes
+    if (
+        job.num_devices // pp * twins >= device.node_size
+    ):  # neighbours are on different nodes
         rate = device.network_bytes * device.network
     else:
         rate = device.link_bytes * device.collective
@@ -444,7 +476,9 @@ def _costs(job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: i
     )
 
 
-def costs_of(job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int) -> Costs:
+def costs_of(
+    job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int
+) -> Costs:
     """Return the costs of the stages of a cut and of their messages, in seconds."""
     stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
     return _costs(job, sizes, stages, twins)
@@ -457,7 +491,9 @@ def timeline_of(plan: Layout) -> Timeline:
     """
     sizes = plan.sizes
     num_microbatches = num_simulated(sizes, plan.schedule)
-    table = _table(_TableKey(plan.schedule, sizes.pp, num_microbatches, plan.chunks, plan.pairs))
+    table = _table(
+        _TableKey(plan.schedule, sizes.pp, num_microbatches, plan.chunks, plan.pairs)
+    )
     costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
     return simulate(table, costs)
 
@@ -505,7 +541,9 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
     busiest_s = max(model_cost.work / pp, whole_layers_s)
-    pipeline_s = max(num_microbatches * busiest_s, model_cost.forward + model_cost.input)
+    pipeline_s = max(
+        num_microbatches * busiest_s, model_cost.forward + model_cost.input
+    )
     return pipeline_s + _least_around_s(job, sizes, twins)
 
 
@@ -516,7 +554,9 @@ def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     return _around_step_s(job, sizes, mean_of_ranks, twins)
 
 
-def table_bound_s(job: Question, sizes: ParallelSizes, schedule: str, chunks: int) -> float:
+def table_bound_s(
+    job: Question, sizes: ParallelSizes, schedule: str, chunks: int
+) -> float:
     """Return a time that no cut of a schedule can beat; infinite if none fits into memory."""
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
@@ -587,7 +627,11 @@ def forecast(
     key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once)
     try:
         table = _table(key)
-        cuts = [tuple(counts)] if counts is not None else _even_cuts(job, sizes, table, chunks)
+        cuts = (
+            [tuple(counts)]
+            if counts is not None
+            else _even_cuts(job, sizes, table, chunks)
+        )
     except ScheduleError:
         return None
     plans = [_forecast_of_table(job, sizes, key, counts, worst_s) for counts in cuts]
@@ -613,7 +657,14 @@ def _even_cuts(
     # With one chunk, a rank is a stage.
     divisions = (False, True) if chunks > 1 else (False,)
     for by_stage in divisions:
-        counts = cut(layer_works, cost.first.work, last_work, placement, by_stage=by_stage, **ends)
+        counts = cut(
+            layer_works,
+            cost.first.work,
+            last_work,
+            placement,
+            by_stage=by_stage,
+            **ends,
+        )
         cuts.add(tuple(counts))
     return sorted(cuts)
 
@@ -641,7 +692,9 @@ def _forecast_of_one_stage(
     if not _fits(job, sizes, ranks, twins=1):
         return None
     span = _Span(pipeline_s, hidden)
-    return _layout(job, sizes, schedule, chunks, (num_layers,), ranks, twins=1, span=span)
+    return _layout(
+        job, sizes, schedule, chunks, (num_layers,), ranks, twins=1, span=span
+    )
 
 
 class _Span(NamedTuple):
@@ -653,7 +706,11 @@ class _Span(NamedTuple):
 
 
 def _forecast_of_table(
-    job: Question, sizes: ParallelSizes, key: _TableKey, counts: Sequence[int], worst_s: float
+    job: Question,
+    sizes: ParallelSizes,
+    key: _TableKey,
+    counts: Sequence[int],
+    worst_s: float,
 ) -> Layout | None:
     """Return the plan of a table and a cut.
 
@@ -674,13 +731,24 @@ def _forecast_of_table(
                 rank_parts += parts
         kept_bytes = _peak_kept_bytes(row, stages)
         kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
-        ranks.append(_RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes))
+        ranks.append(
+            _RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes)
+        )
     twins = placement.twins
-    if not _fits(job, sizes, ranks, twins):  # check first, because the simulation takes longer
+    if not _fits(
+        job, sizes, ranks, twins
+    ):  # check first, because the simulation takes longer
         return None
     span = _simulated_span(job, sizes, key, stages, ranks, worst_s)
     return _layout(
-        job, sizes, key.schedule, key.chunks, tuple(counts), ranks, twins=twins, span=span
+        job,
+        sizes,
+        key.schedule,
+        key.chunks,
+        tuple(counts),
+        ranks,
+        twins=twins,
+        span=span,
     )
 
 
@@ -707,7 +775,10 @@ def _simulated_span(
         ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
     busiest_s = max(ranks_s)
     pipeline_s = timeline.makespan + num_beyond / twins * busiest_s
-    if num_beyond and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s:
+    if (
+        num_beyond
+        and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s
+    ):
         # Simulate one more round, which includes the waiting times of ranks in each round.
         longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
         longer = simulate(_table(longer_key), costs)
@@ -716,7 +787,9 @@ def _simulated_span(
     return _Span(pipeline_s, timeline.hidden)
 
 
-def _fits(job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int) -> bool:
+def _fits(
+    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+) -> bool:
     memory_bytes = _memory_bytes(job, sizes, ranks, twins)
     return max(memory_bytes) <= _memory_limit_bytes(job)
 
@@ -770,7 +843,9 @@ def _slowest_around_s(
     return max(_around_step_s(job, sizes, rank.part, twins) for rank in ranks)
 
 
-def _around_step_s(job: Question, sizes: ParallelSizes, rank: Part, twins: int) -> float:
+def _around_step_s(
+    job: Question, sizes: ParallelSizes, rank: Part, twins: int
+) -> float:
     """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)

@@ -98,7 +98,9 @@ class _Queue:
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:
                 own_groups.append(candidate)
-        group = min(own_groups or self._groups, key=lambda group: self._groups[group][0])
+        group = min(
+            own_groups or self._groups, key=lambda group: self._groups[group][0]
+        )
         self._owners[group] = visitor
         visit = self._groups[group].popleft()
         if not self._groups[group]:
@@ -148,13 +150,17 @@ def search(
             "replicas divide"
         )
     result = SearchResult(num_sizes=len(space))
-    progress(result, len(space))  # computing the bounds of thousands of sizes takes seconds
+    progress(
+        result, len(space)
+    )  # computing the bounds of thousands of sizes takes seconds
     queue = _Queue(_visits(job, space))
     bounds_s: list[float] = []
     """Bounds of everything that was visited or ruled out."""
     # Visitor -> bound of the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
-    with callers(partial(_visited, job, keep), min(processes, queue.num_groups)) as visitors:
+    with callers(
+        partial(_visited, job, keep), min(processes, queue.num_groups)
+    ) as visitors:
         try:
             while True:
                 for visitor in visitors:
@@ -226,14 +232,18 @@ class _Visited(NamedTuple):
     num_evaluated: int
 
 
-def _visited(job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes) -> _Visited:
+def _visited(
+    job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes
+) -> _Visited:
     """Evaluate all schedules of these sizes that may beat the worst of the given plans."""
     bounds_s = []
     num_evaluated = 0
     for variant, schedule, chunks in _orders(job, sizes):
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
-        if least_step_s(variant, sizes, twins) >= worst_s:  # generating a table takes long
+        if (
+            least_step_s(variant, sizes, twins) >= worst_s
+        ):  # generating a table takes long
             continue
         bound_s = table_bound_s(variant, sizes, schedule, chunks)
         bounds_s.append(bound_s)
@@ -355,13 +365,17 @@ def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     wants_pairs = job.fixed.get("pairs")
     if wants_pairs is None and job.techniques.overlaps_experts:
         wants_pairs = True
-    without_pairs = _with_techniques(job, replace(job.techniques, overlaps_experts=False))
+    without_pairs = _with_techniques(
+        job, replace(job.techniques, overlaps_experts=False)
+    )
     if not job.model.num_experts or sizes.ep == 1 or wants_pairs is False:
         return [without_pairs]
     variants = [] if wants_pairs else [without_pairs]
     is_short = sizes.pp <= _MAX_PAIRED_RANKS
     if (wants_pairs or is_short) and not _refuses_pairs(job, sizes):
-        with_pairs = _with_techniques(job, replace(job.techniques, overlaps_experts=True))
+        with_pairs = _with_techniques(
+            job, replace(job.techniques, overlaps_experts=True)
+        )
         variants.append(with_pairs)
     return variants
 

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 COSTS_FILE = "costs.json"
 """Written by `megatron-ext aggregate` into the folder of a traced run."""
 SIZES = (
-    *("num_layers", "hidden_size", "seq_length", "micro_batch_size", "tensor_model_parallel_size"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "seq_length",
+        "micro_batch_size",
+        "tensor_model_parallel_size",
+    ),
     *("context_parallel_size", "expert_model_parallel_size"),
 )
 """Settings on which the durations of a layer depend."""
@@ -60,7 +66,9 @@ class MeasuredCosts:
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
         """Return the costs of the same model with another cut."""
         stages = cut_anew(self.stages, layers_by_stage)
-        forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
+        forward_s, input_s, weight_s = (
+            sum(times) for times in zip(*stages, strict=True)
+        )
         return Costs(
             forward_s / ranks,
             input_s / ranks,
@@ -94,10 +102,14 @@ class MeasuredCosts:
                 all_to_all=_time(content["all_to_all"]),
                 sizes=dict(content["sizes"]),
             )
-            measured.costs(1, [1] * len(stages))  # raises for times that no simulation accepts
+            measured.costs(
+                1, [1] * len(stages)
+            )  # raises for times that no simulation accepts
         except OSError as error:
             reason = error.strerror or error
-            raise ArgumentsError(f"{path} cannot be read: {reason}; {remedy}") from error
+            raise ArgumentsError(
+                f"{path} cannot be read: {reason}; {remedy}"
+            ) from error
         except (ValueError, KeyError, TypeError, ScheduleError) as error:
             raise ArgumentsError(f"{path} is damaged: {error}; {remedy}") from error
         return measured
@@ -109,7 +121,11 @@ def _times(times: Any) -> StageTimes:
 
 
 def _time(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < math.inf
+    ):
         raise ValueError(f"{value!r} is no time")
     return float(value)
 
@@ -122,7 +138,9 @@ def cut_anew(
     The time of each old stage is spread evenly over its part of the model. The additional time of
     the ends over their neighbours, for embedding and loss, stays in the ends.
     """
-    by_pass = [_cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)]
+    by_pass = [
+        _cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)
+    ]
     stages = []
     for forward, input_gradient, weight in zip(*by_pass, strict=True):
         # A stage without layers may take no time, which the simulator does not accept.

@@ -17,11 +17,28 @@ from megatron_ext.planning.model_sizes import (
 )
 
 _INTEGERS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+    ),
     *("kv_channels", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("max_position_embeddings", "seq_length", "num_experts", "moe_router_topk"),
-    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "moe_latent_size"),
+    *(
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+    ),
+    *(
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "mtp_num_layers",
+        "moe_latent_size",
+    ),
     *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
 )
 _SWITCHES = (
@@ -29,7 +46,12 @@ _SWITCHES = (
     *("multi_latent_attention", "qk_layernorm", "untie_embeddings_and_output_weights"),
 )
 _TEXTS = (
-    *("moe_layer_freq", "normalization", "position_embedding_type", "hybrid_layer_pattern"),
+    *(
+        "moe_layer_freq",
+        "normalization",
+        "position_embedding_type",
+        "hybrid_layer_pattern",
+    ),
     *("window_size", "window_attn_skip_freq"),
 )
 
@@ -154,7 +176,9 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
     # By default, argparse would exit the process on an error, but the planner is only a part of it.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     for name in _INTEGERS:
         parser.add_argument(_flag(name), type=int)
     for name in _SWITCHES:
@@ -190,7 +214,9 @@ def _check_present(args: argparse.Namespace, num_layers: int | None) -> None:
     }
     for flag, value in needed.items():
         if value is None or value < 1:
-            raise ArgumentsError(f"{flag} is {value or 'missing'}; give the size of the model")
+            raise ArgumentsError(
+                f"{flag} is {value or 'missing'}; give the size of the model"
+            )
 
 
 def _check_range(args: argparse.Namespace) -> None:
@@ -198,7 +224,9 @@ def _check_range(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
         if value is not None and not 0 <= value <= limit:
-            raise ArgumentsError(f"{_flag(name)} {value} cannot be planned; use 0 to {limit}")
+            raise ArgumentsError(
+                f"{_flag(name)} {value} cannot be planned; use 0 to {limit}"
+            )
 
 
 def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
@@ -271,7 +299,9 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
     return num_sliding / num_layers
 
 
-def _kinds(args: argparse.Namespace, pattern: str, num_layers: int) -> tuple[LayerKind, ...]:
+def _kinds(
+    args: argparse.Namespace, pattern: str, num_layers: int
+) -> tuple[LayerKind, ...]:
     """Return the kind of each layer, from the pattern of a hybrid model or from other flags."""
     if pattern:
         return _hybrid_kinds(args, pattern)
@@ -296,14 +326,18 @@ def _hybrid_kinds(args: argparse.Namespace, pattern: str) -> tuple[LayerKind, ..
             f"{' '.join(HYBRID_KINDS)}"
         )
     if "E" in pattern and not args.num_experts:
-        raise ArgumentsError("--hybrid-layer-pattern has E, layers of experts; add --num-experts")
+        raise ArgumentsError(
+            "--hybrid-layer-pattern has E, layers of experts; add --num-experts"
+        )
     return tuple(HYBRID_KINDS[letter] for letter in pattern)
 
 
 def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
     """Return a number, or one mark per layer, from an expression such as `([0]*3+[1]*58)`."""
     try:
-        marks: int | list[int] = _evaluated(ast.parse(text.strip("'\""), mode="eval").body)
+        marks: int | list[int] = _evaluated(
+            ast.parse(text.strip("'\""), mode="eval").body
+        )
         is_valid = marks >= 1 if isinstance(marks, int) else len(marks) == num_layers
         if not is_valid:
             raise ValueError(text)
@@ -353,5 +387,9 @@ def _check_length(left: int | list[int], right: int | list[int]) -> None:
         ValueError: The list would be too long.
     """
     for marks, times in ((left, right), (right, left)):
-        if isinstance(marks, list) and isinstance(times, int) and times * len(marks) > MAX_LAYERS:
+        if (
+            isinstance(marks, list)
+            and isinstance(times, int)
+            and times * len(marks) > MAX_LAYERS
+        ):
             raise ValueError(f"{times} x {len(marks)} layers")

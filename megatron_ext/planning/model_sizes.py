@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
-HYBRID_KINDS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
+HYBRID_KINDS: dict[str, LayerKind] = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "experts",
+}
 """Letter in Megatron's pattern of a hybrid model -> kind of layer."""
 MAX_LAYERS = 1024
 MAX_SIZE = 10**8

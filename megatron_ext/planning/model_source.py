@@ -43,7 +43,9 @@ _UNKNOWN_FEATURES = {
 """Key or flag -> the feature that it requests, whose time and memory the formulas do not model."""
 
 
-def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
+def read_model(
+    source: Path | None, size: str | None, flags: Sequence[str]
+) -> ModelSizes:
     """Return the sizes of a model.
 
     Args:
@@ -73,7 +75,9 @@ def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> M
             "Megatron's flags behind --"
         )
     elif size is not None:
-        raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
+        raise ArgumentsError(
+            f"--size {size} is for a folder with model.env; leave it out"
+        )
     else:
         name, source_flags = _read_config(source)
     return sizes_of_flags([*source_flags, *flags], name)
@@ -96,7 +100,9 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
     path = source / "config.json" if source.is_dir() else source
     try:
         config = read_json(path, _MAX_FILE_BYTES)
-        config |= config.get("text_config") or {}  # the language model within a multimodal one
+        config |= (
+            config.get("text_config") or {}
+        )  # the language model within a multimodal one
         for key, feature in _UNKNOWN_FEATURES.items():
             if config.get(key):
                 raise ArgumentsError(
@@ -121,7 +127,11 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
     command = ["bash", "-c", _EXAMPLE_SCRIPT, "plan", str(path), size or ""]
     try:
         shell = subprocess.run(
-            command, capture_output=True, text=True, timeout=_EXAMPLE_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_EXAMPLE_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ArgumentsError(
@@ -132,6 +142,8 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
             f"--size {size}: {folder} has {shell.stdout.strip()}; use one of these"
         )
     if shell.returncode:
-        raise ArgumentsError(f"{path} cannot be read: {shell.stderr.strip()}; run it with bash")
+        raise ArgumentsError(
+            f"{path} cannot be read: {shell.stderr.strip()}; run it with bash"
+        )
     name, *flags = shell.stdout.splitlines()
     return name, flags

@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
     from megatron_ext.rules import Rule
 
-FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute", "layout")
+FIXABLE = (
+    "tp",
+    "pp",
+    "vp",
+    "cp",
+    "ep",
+    "micro_batch",
+    "schedule",
+    "pairs",
+    "recompute",
+    "layout",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +83,9 @@ def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
     """Return fixed values in the notation of `--fix`."""
-    return ",".join(f"{name}={_fixed_value_text(value)}" for name, value in fixed.items())
+    return ",".join(
+        f"{name}={_fixed_value_text(value)}" for name, value in fixed.items()
+    )
 
 
 def _fixed_value_text(value: Any) -> str:

@@ -78,7 +78,9 @@ class Techniques:
         mixes = not _EXPERT_KINDS.isdisjoint(kinds)
         asked_by_flag = {
             self._graph_flags(kinds): True,
-            "--moe-token-dispatcher-type flex": self.sends_once and mixes and expert > 1,
+            "--moe-token-dispatcher-type flex": self.sends_once
+            and mixes
+            and expert > 1,
             "--use-transformer-engine-op-fuser": self.fuses_experts and mixes,
             "--tp-comm-overlap": self.overlaps_tensor and tensor > 1,
             "--fp8-dot-product-attention": self.attends_in_8bit,
@@ -87,7 +89,9 @@ class Techniques:
             "--transformer-impl local": self.is_local,
             "--no-gradient-accumulation-fusion": not self.fuses_gradients,
         }
-        return " ".join(flag for flag, is_asked in asked_by_flag.items() if flag and is_asked)
+        return " ".join(
+            flag for flag, is_asked in asked_by_flag.items() if flag and is_asked
+        )
 
     def _graph_flags(self, kinds: Collection[str]) -> str:
         """Return the flags of CUDA graphs; empty if there are none for these kinds of layers."""
@@ -105,9 +109,17 @@ class Techniques:
         if self.graphs == "mamba":
             modules = {"mamba": modules["mamba"]}
         elif self.graphs == "router":
-            modules = {"moe_router moe_preprocess": modules["moe_router moe_preprocess"]}
-        scope = " ".join(module for module, is_in_model in modules.items() if is_in_model)
-        return f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}" if scope else ""
+            modules = {
+                "moe_router moe_preprocess": modules["moe_router moe_preprocess"]
+            }
+        scope = " ".join(
+            module for module, is_in_model in modules.items() if is_in_model
+        )
+        return (
+            f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}"
+            if scope
+            else ""
+        )
 
     @property
     def precision_flags(self) -> str:
@@ -121,7 +133,9 @@ class Techniques:
         return f"--bf16{formats[self.precision]}"
 
 
-def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None) -> Techniques:
+def techniques_of_flags(
+    flags: Sequence[str], precision: Precision | None = None
+) -> Techniques:
     """Return the techniques that Megatron's flags request; defaults are those of tuned recipes.
 
     The defaults are graphs of everything except the experts if a schedule supports them, the
@@ -136,10 +150,14 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
         ArgumentsError: A flag lacks its value, or has an invalid one.
     """
     # By default, argparse would exit the process on an error, but the planner is only a part of it.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-impl")
-    parser.add_argument("--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[])
+    parser.add_argument(
+        "--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[]
+    )
     parser.add_argument("--moe-token-dispatcher-type", default="flex")
     parser.add_argument("--cross-entropy-fusion-impl", default="native")
     parser.add_argument("--fp8-format", "--fp8")
@@ -166,7 +184,8 @@ def techniques_of_flags(flags: Sequence[str], precision: Precision | None = None
         overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
         is_local=args.transformer_impl == "local",
         fuses_gradients=not args.no_gradient_accumulation_fusion,
-        copies_weights=precision != "bf16" and not (args.fp8_param_gather or args.fp4_param_gather),
+        copies_weights=precision != "bf16"
+        and not (args.fp8_param_gather or args.fp4_param_gather),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
 
@@ -179,7 +198,9 @@ def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
         value = values.get(dest)
         if value:
             flags += [flag, str(value)]
-    flags += [f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))]
+    flags += [
+        f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))
+    ]
     if values.get("gradient_accumulation_fusion") is False:
         flags.append("--no-gradient-accumulation-fusion")
     # Schedules of this package do not support graphs.

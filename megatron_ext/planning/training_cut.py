@@ -44,7 +44,9 @@ def layout_for(args: Namespace, placement: Placement) -> str:
     # Multi-token prediction alone is enough for the last stage.
     least_last = 0 if model.mtp_layers else 1
     try:
-        counts = cut(layer_works, first.work, last.work, placement, least_last=least_last)
+        counts = cut(
+            layer_works, first.work, last.work, placement, least_last=least_last
+        )
     except ScheduleError as error:
         raise ScheduleError(
             f"--pipeline-layout auto: {error}; leave --pipeline-layout out"

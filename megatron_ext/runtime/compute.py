@@ -173,7 +173,9 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     # Not upstream's function, which would mark a tracker without generators as initialised.
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
-    random._set_cuda_rng_state(device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker))
+    random._set_cuda_rng_state(
+        device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker)
+    )
 
 
 def _shard(name: str) -> tuple[int, ...]:
@@ -187,7 +189,9 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
-    if name == "mtp-hsm-rng":  # 0.20: equal on tensor-parallel ranks, which mix the same states
+    if (
+        name == "mtp-hsm-rng"
+    ):  # 0.20: equal on tensor-parallel ranks, which mix the same states
         return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
 
@@ -250,7 +254,9 @@ class StageCompute:
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     """One per forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
-    _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
+    _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(
+        default_factory=dict, init=False
+    )
     _forwards: Counter[int] = field(default_factory=Counter, init=False)
     """By stage: number of forwards in this step so far."""
 
@@ -272,7 +278,9 @@ class StageCompute:
             outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
-            if not self._stage(stage).is_last:  # only the graph is still needed, as after a send
+            if not self._stage(
+                stage
+            ).is_last:  # only the graph is still needed, as after a send
                 self.release(outputs)
             return []
         if kind == "W":
@@ -296,7 +304,9 @@ class StageCompute:
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:
-            checkpoints_all = self._forwards.total() % max(self.table.max_live, 1) >= limit
+            checkpoints_all = (
+                self._forwards.total() % max(self.table.max_live, 1) >= limit
+            )
         with self._around_forward(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
@@ -331,7 +341,11 @@ class StageCompute:
         """Keep a forward's results, and return its outputs in a form that `release` can free."""
         if not self._stage(stage).is_last:
             for tensor, shape in zip(outputs, self.handed_on, strict=False):
-                if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
+                if (
+                    tensor is not None
+                    and shape is not None
+                    and tuple(tensor.shape) != shape
+                ):
                     raise ScheduleError(
                         f"stage {stage}, micro-batch {microbatch}: hands on {list(tensor.shape)}, "
                         f"and the step was called for {list(shape)}; if lengths differ between "
@@ -354,14 +368,18 @@ class StageCompute:
             self._live[stage, microbatch] = (inputs, outputs)
         return outputs
 
-    def finalize(self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None) -> None:
+    def finalize(
+        self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None
+    ) -> None:
         """Let Megatron complete the gradients of a training step. Collective over `groups`."""
         call, total = self.call, None
         if call.forward_only or call.config.finalize_model_grads_func is None:
             return
         if call.config.calculate_per_token_loss:
             # Ranks without the last stage count no tokens.
-            zero = torch.zeros((), dtype=torch.int, device=devices.device_of(call.chunks))
+            zero = torch.zeros(
+                (), dtype=torch.int, device=devices.device_of(call.chunks)
+            )
             total = functools.reduce(operator.add, self._num_tokens, zero)
         call.config.finalize_model_grads_func(
             call.chunks, total, pg_collection=groups, force_all_reduce=force_all_reduce
@@ -378,10 +396,14 @@ class StageCompute:
         if self.call.config.deallocate_pipeline_outputs:
             for tensor in outputs:
                 if tensor is not None:
-                    assert tensor._base is None, f"{tensor.shape} is a view: nothing to free"
+                    assert tensor._base is None, (
+                        f"{tensor.shape} is a view: nothing to free"
+                    )
                     tensor.data = _scalar(tensor.dtype, tensor.device)
 
-    def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
+    def backward(
+        self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
+    ) -> Tensors:
         """Run B, or I with `split`; return the gradients of the inputs (None on the first stage).
 
         `gradients` are the gradients of the outputs, `[s, b, h]` each; None on the last stage.
@@ -435,7 +457,9 @@ class StageCompute:
     def unfinished(self) -> list[str]:
         """Return the backward actions whose saved tensors are still kept."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
-        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()]
+        return backwards + [
+            f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()
+        ]
 
     def _stage(self, stage: int) -> _Stage:
         known_stage = self._stages.get(stage)
@@ -448,12 +472,15 @@ class StageCompute:
                 data=self.call.data[chunk],
                 vp_stage=chunk if len(chunks) > 1 else None,
                 is_last=stage == schedule.num_stages - 1,
-                checks_lengths=stage == 0 and bool(self.call.config.variable_seq_lengths),
+                checks_lengths=stage == 0
+                and bool(self.call.config.variable_seq_lengths),
                 backward_step=backward_step_of(model, self.call.config),
             )
         return known_stage
 
-    def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
+    def _around_forward(
+        self, stage: int, microbatch: int
+    ) -> AbstractContextManager[Any]:
         """Return the context of an F: it postpones layers, seeds generators and checks lengths."""
         # Most forwards need none of these, and entering an empty context costs as much as a real
         # one.
@@ -477,7 +504,9 @@ class StageCompute:
     def _checking_lengths(
         self, model: torch.nn.Module, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        return refusing_long_sequences(model, stage, microbatch, self.call.cp_group_size)
+        return refusing_long_sequences(
+            model, stage, microbatch, self.call.cp_group_size
+        )
 
 
 def log_ignored_input(stage: int, microbatch: int) -> None:

@@ -161,7 +161,9 @@ class _Connections:
         """Open the native core for all peers, and a transport over it; None if all are direct."""
         # Slots have the same size on all ranks, so use short ones only if the job has no indirect
         # link.
-        host = self._native(self.peers, self.pipeline.transport, for_notes=reach.is_complete)
+        host = self._native(
+            self.peers, self.pipeline.transport, for_notes=reach.is_complete
+        )
         if direct_peers and not reach.reasons:
             return host, None
         # Exit hooks run in reverse order, so this one runs after the hook of the direct transport.
@@ -198,7 +200,9 @@ class _Connections:
             shapes_travel=None in self.shapes,
         )
 
-    def _native(self, peers: Set[int], wire: TransportName, *, for_notes: bool) -> NativeTransport:
+    def _native(
+        self, peers: Set[int], wire: TransportName, *, for_notes: bool
+    ) -> NativeTransport:
         """Open the native transport to these peers, with slots for whole tensors or just notes."""
         assert wire != "torch"
         num_slots = slots_of(self.pipeline, self.bypasses)
@@ -225,7 +229,9 @@ class _Connections:
     def _tensor_bytes(self) -> int:
         """Return the size in bytes of the largest tensor whose size is known."""
         sizes = [
-            math.prod(shape) * self.dtype.itemsize for shape in self.shapes if shape is not None
+            math.prod(shape) * self.dtype.itemsize
+            for shape in self.shapes
+            if shape is not None
         ]
         return max(sizes, default=_SLOT_BYTES)
 
@@ -235,12 +241,20 @@ class _Connections:
         me, wires = dist.get_rank(), transport.stats().wires
         for peer, reason in sorted(reach.reasons.items()):
             if me < peer:  # one line for both ranks
-                _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
+                _LOG.info(
+                    "rank %d and rank %d: %s, not ipc: %s",
+                    me,
+                    peer,
+                    wires[peer],
+                    reason,
+                )
 
 
 def _no_direct_path(reach: Reach) -> str:
     """Return the error message if devices must exchange tensors directly but cannot."""
-    reasons = [f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()]
+    reasons = [
+        f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()
+    ]
     between = "; ".join(reasons) or "where those of other ranks cannot"
     return (
         f"rank {dist.get_rank()}: its device cannot exchange tensors {between}; take "
@@ -308,7 +322,9 @@ def open_native(
     )
 
 
-def through_host(host: NativeTransport, device: torch.device, timeout_s: float) -> Transport:
+def through_host(
+    host: NativeTransport, device: torch.device, timeout_s: float
+) -> Transport:
     """Return a transport for a device's tensors on top of a host transport, closed at exit.
 
     Closing it also closes `host`. `timeout_s` limits how long a step waits for the sends of the

@@ -23,7 +23,11 @@ from megatron_ext.runtime.compute import Call
 from megatron_ext.runtime.feature import features
 from megatron_ext.runtime.program import shape_between_stages
 from megatron_ext.runtime.runtime import Runtime, in_force
-from megatron_ext.upstream.signatures import default_groups, is_multi_module, needed_of_models
+from megatron_ext.upstream.signatures import (
+    default_groups,
+    is_multi_module,
+    needed_of_models,
+)
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,7 +76,9 @@ def forward_backward(
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     iterators = _one_for_each(data_iterator, len(chunks))
     if (p2p_communicator is None) != (pg_collection is None):
-        raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
+        raise ScheduleError(
+            "give both p2p_communicator and pg_collection, or neither of them"
+        )
     refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
@@ -88,11 +94,15 @@ def forward_backward(
             runtime.admit(chunks)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
-    shapes = _shapes(config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn)
+    shapes = _shapes(
+        config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn
+    )
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
-    read_ahead = None if forward_only else runtime.read_ahead(iterators, num_microbatches)
+    read_ahead = (
+        None if forward_only else runtime.read_ahead(iterators, num_microbatches)
+    )
     report_order: ReportOrder | None = read_ahead
     if read_ahead is not None:
         table = runtime.table_by_length(read_ahead.slice_tokens, read_ahead.length_cost)
@@ -117,7 +127,9 @@ def forward_backward(
         slice_bounds=() if read_ahead is None else read_ahead.slice_bounds,
     )
     with _timed(config), _offloading(config, runtimes.offloading, table):
-        compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
+        compute = runtime.run(
+            table, call, shapes, force_all_reduce=bool(force_all_reduce)
+        )
         compute.finalize(groups, force_all_reduce=force_all_reduce)
     reports = compute.reports
     if report_order is not None:
@@ -143,7 +155,10 @@ def _shapes(
     # If lengths vary, shapes travel with the tensors.
     if config.variable_seq_lengths or config.mtp_standalone:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
-    return {"F": [tuple(shape) for shape in received], "B": [tuple(shape) for shape in sent]}
+    return {
+        "F": [tuple(shape) for shape in received],
+        "B": [tuple(shape) for shape in sent],
+    }
 
 
 @contextmanager
@@ -230,7 +245,9 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _refuse_torchs_wrappers(pipeline: Pipeline, chunks: Sequence[torch.nn.Module]) -> None:
+def _refuse_torchs_wrappers(
+    pipeline: Pipeline, chunks: Sequence[torch.nn.Module]
+) -> None:
     """Reject torch's data parallelism where gradients are not complete when its hooks run."""
     table = pipeline.full
     has_twins = table.placement.twins == 2

@@ -85,7 +85,9 @@ class Executor:
     run_ahead: RunAhead | None = None
     """Bounds how far the host runs ahead of the device; None if the host itself computes."""
     observers: Sequence[Observer] = ()
-    _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
+    _handed: dict[Message, torch.Tensor | None] = field(
+        default_factory=dict, init=False
+    )
     """Tensors in transit between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
     """Actions still to run, by stage."""
@@ -115,16 +117,23 @@ class Executor:
         self._remaining = dict(self.table.actions_by_stage)
         # Announce messages before the first action: some wires need a message's size, or a buffer
         # for it, before it arrives.
-        self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
+        self.transport.begin(
+            [*self.order.expected(), *self.program.expected], self.table.slots
+        )
         exchanges = self.program.exchanges
         begins = self.table.begins
         for choice in self.order:
             if isinstance(choice, int):
                 exchange = exchanges[choice]
-                self._run(range(begins[choice], begins[choice] + len(exchange.actions)), exchange)
+                self._run(
+                    range(begins[choice], begins[choice] + len(exchange.actions)),
+                    exchange,
+                )
             else:
                 forward, backward = choice
-                self._run(choice, exchanges[forward]._replace(partner=exchanges[backward]))
+                self._run(
+                    choice, exchanges[forward]._replace(partner=exchanges[backward])
+                )
         # Flush here, so that a failed send is reported by this step and not by a later one.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
@@ -169,9 +178,13 @@ class Executor:
                 )
         took_s = (time.perf_counter() - begin_s) / len(actions)
         if run_ahead is not None:
-            run_ahead.record(action if partner is None else " and ".join(map(str, actions)))
+            run_ahead.record(
+                action if partner is None else " and ".join(map(str, actions))
+            )
         for observer in self._ends:
-            for position, ended in zip(reversed(positions), reversed(actions), strict=True):
+            for position, ended in zip(
+                reversed(positions), reversed(actions), strict=True
+            ):
                 observer.end_action(position, ended)
         if exchange.outputs:
             self._deliver(exchange, outputs)
@@ -202,7 +215,9 @@ class Executor:
         # Grant credits only after the receives: a credit lets a forward rank send the message that
         # takes the slot of these.
         for credit in exchange.grants:
-            self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
+            self.transport.isend(
+                torch.empty(0, dtype=torch.uint8), credit.peer, credit.message
+            )
         return inputs
 
     def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:

@@ -109,7 +109,9 @@ class Feature:
 
     @staticmethod
     def refuse_roles(
-        chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
+        chunks: Sequence[torch.nn.Module],
+        placement: Placement,
+        group: dist.ProcessGroup,
     ) -> None:
         """Reject a model that disaggregated ranks cannot run. Collective over a pipeline's group.
 
@@ -119,7 +121,9 @@ class Feature:
 
     @staticmethod
     def refuse_model(
-        pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
+        pipeline: Pipeline,
+        chunks: Sequence[torch.nn.Module],
+        forward_step: Callable[..., Any],
     ) -> None:
         """Reject a model, or the caller's forward step, before the first step.
 
@@ -154,7 +158,9 @@ class Feature:
         """
         return None
 
-    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+    def read_ahead(
+        self, iterators: Sequence[Any], num_microbatches: int
+    ) -> ReadAhead | None:
         """Read the data of a training step whose table depends on it. Collective over the job.
 
         `iterators` has one entry for each chunk. None: the table depends only on the number of

@@ -18,11 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    nested_values,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 
 from megatron_ext.config.active import is_folded
 from megatron_ext.errors import ScheduleError
@@ -90,9 +95,15 @@ def _tied_weights(
     first, last = language_model(chunks[0]), language_model(chunks[-1])
     if first is None or last is None or not (first.pre_process and last.post_process):
         return None
-    if not first.share_embeddings_and_output_weights and not first.config.mtp_num_layers:
+    if (
+        not first.share_embeddings_and_output_weights
+        and not first.config.mtp_num_layers
+    ):
         return None
-    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+    return (
+        first.shared_embedding_or_output_weight(),
+        last.shared_embedding_or_output_weight(),
+    )
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -201,9 +212,13 @@ class PlacedLayout(PipelineParallelLayerLayout):
         # from it, which raises an error on a frozen `Placement`.
         self.stages_of = placement.stages_of
         self.stages = stages
-        self.layout = [[stages[stage] for stage in held] for held in placement.stages_of]
+        self.layout = [
+            [stages[stage] for stage in held] for held in placement.stages_of
+        ]
 
-    def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
+    def validate_layer_layout(
+        self, num_layers: int, mtp_num_layers: int | None
+    ) -> bool:
         """Run upstream's checks; return whether an MTP layer is outside the last stage."""
         # Upstream decides this by rank, which is wrong for these placements.
         super().validate_layer_layout(num_layers, mtp_num_layers)
@@ -219,7 +234,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.stages_of[pp_rank]
-        assert vp_stage is not None or len(chunks) == 1, "ranks hold several chunks: give vp_stage"
+        assert vp_stage is not None or len(chunks) == 1, (
+            "ranks hold several chunks: give vp_stage"
+        )
         stage = chunks[vp_stage or 0]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 

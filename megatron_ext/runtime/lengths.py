@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def refusing_long_sequences(
-    model: torch.nn.Module, stage: int, microbatch: int, cp_size: int, *, num_earlier: int = 0
+    model: torch.nn.Module,
+    stage: int,
+    microbatch: int,
+    cp_size: int,
+    *,
+    num_earlier: int = 0,
 ) -> Iterator[None]:
     """Check the number of tokens that a first stage reads in this context; upstream does not.
 
@@ -34,7 +39,9 @@ def refusing_long_sequences(
         yield
         return
 
-    def check(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(
+        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         tokens = args[0] if args else kwargs.get("input_ids")
         packed = kwargs.get("packed_seq_params")
         longest = 0
@@ -122,5 +129,6 @@ def cost_of_model(config: Any) -> LengthCost:
         num_experts * ffn_width + shared_width,
         gated=bool(config.gated_linear_unit),
         query_width=config.kv_channels * config.num_attention_heads,
-        key_width=config.kv_channels * (config.num_query_groups or config.num_attention_heads),
+        key_width=config.kv_channels
+        * (config.num_query_groups or config.num_attention_heads),
     )

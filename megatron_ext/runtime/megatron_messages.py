@@ -52,7 +52,9 @@ class StockPipeline:
     `call` holds the keywords of the first step. The constructor is collective over the job.
     """
 
-    def __init__(self, pipeline: Pipeline, groups: Any, call: Mapping[str, Any]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, groups: Any, call: Mapping[str, Any]
+    ) -> None:
         model = call["model"]
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
@@ -81,7 +83,9 @@ class StockPipeline:
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
-            sent += [transfer for transfer in exchange.outputs if transfer.verb == "SEND"]
+            sent += [
+                transfer for transfer in exchange.outputs if transfer.verb == "SEND"
+            ]
         kinds: tuple[MessageKind, ...] = ("F", "B")
         if forward_only:  # an evaluation sends no gradients
             kinds = ("F",)
@@ -99,7 +103,9 @@ class StockPipeline:
         """Send the next tensor, `[s, b, h]`, in a direction."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
-        return _Request()  # nothing to wait for, because the transport holds the storage
+        return (
+            _Request()
+        )  # nothing to wait for, because the transport holds the storage
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
         """Return an empty leaf that requires grad, and the request that fills it."""
@@ -108,7 +114,9 @@ class StockPipeline:
         source, message = self._peers.of(transfer), transfer.message
         # Start empty: shapes travel with the tensors, so variable lengths need no exchange
         # beforehand.
-        tensor = torch.empty(0, dtype=self._dtype, device=self._device, requires_grad=True)
+        tensor = torch.empty(
+            0, dtype=self._dtype, device=self._device, requires_grad=True
+        )
 
         def arrive() -> None:
             tensor.data = self.transport.recv(source, message, self._pipeline.timeout_s)
@@ -193,10 +201,14 @@ class StockPipelines:
         groups = keywords.get("pg_collection") or default_groups()
         stock = self.by_group.get(id(groups.pp))
         if stock is None:
-            stock = self.by_group[id(groups.pp)] = StockPipeline(pipeline, groups, keywords)
+            stock = self.by_group[id(groups.pp)] = StockPipeline(
+                pipeline, groups, keywords
+            )
         self.running = stock
         try:
-            stock.begin(keywords["num_microbatches"], bool(keywords.get("forward_only")))
+            stock.begin(
+                keywords["num_microbatches"], bool(keywords.get("forward_only"))
+            )
             result = schedule(**keywords)
             stock.transport.flush(pipeline.timeout_s)
         except BaseException as error:

@@ -50,7 +50,9 @@ class Offloading:
         """Let Megatron prepare for one forward's saved tensors, and reorder its records."""
         if not self._order:
             return
-        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})  # so that it does not derive an order
+        call(
+            **{**kwargs, "vp_size": 1, "vp_stage": 0}
+        )  # so that it does not derive an order
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
         # During the first step Megatron has records only of the forwards so far.

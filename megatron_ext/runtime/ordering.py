@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 # as one rank. The leader runs only actions whose inputs have arrived, so the leader of the previous
 # stage has run the action that produced them. That leader's followers run the action as well, so
 # their peers in this stage receive their inputs.
-def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, list[int]]:
+def agree(
+    *groups: dist.ProcessGroup, others: Iterable[int] = ()
+) -> tuple[int, list[int]]:
     """Return this rank's leader, and its followers if it leads. Collective over the job.
 
     An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
@@ -63,7 +65,9 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> tuple[int, 
     dist.all_gather_object(peers_by_rank, peers)
     leader_of = leaders(peers_by_rank)
     me = dist.get_rank()
-    followers = [rank for rank, leader in enumerate(leader_of) if leader == me and rank != me]
+    followers = [
+        rank for rank, leader in enumerate(leader_of) if leader == me and rank != me
+    ]
     return leader_of[me], followers
 
 
@@ -165,14 +169,22 @@ class PolicyOrder(Order):
             number = 0
             while progress.num_left:
                 indices = self._choose()
-                positions = [self.table.positions[progress.row[index]] for index in indices]
+                positions = [
+                    self.table.positions[progress.row[index]] for index in indices
+                ]
                 for decision in self._decisions(positions):
                     for follower in self.followers:
-                        choice = torch.tensor([decision], dtype=torch.int32)  # on the CPU: no sync
+                        choice = torch.tensor(
+                            [decision], dtype=torch.int32
+                        )  # on the CPU: no sync
                         self.transport.isend(choice, follower, Message("D", 0, number))
                     number += 1
                 begin_s = time.perf_counter()
-                yield positions[0] if len(positions) == 1 else (positions[0], positions[1])
+                yield (
+                    positions[0]
+                    if len(positions) == 1
+                    else (positions[0], positions[1])
+                )
                 if ahead is None:
                     self._ended(indices, time.perf_counter() - begin_s)
                 else:
@@ -276,12 +288,17 @@ class PolicyOrder(Order):
         rank = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
         label = self.table.schedule.label
         if self._running:
-            running = " and ".join(str(progress.row[index]) for index in self._running[0])
+            running = " and ".join(
+                str(progress.row[index]) for index in self._running[0]
+            )
             return (
-                f"{rank}: {running} of {label} did not end on its device for {self.timeout_s:g} s"
+                f"{rank}: {running} of {label} did not end on its device "
+                f"for {self.timeout_s:g} s"
             )
         remaining = [
-            action for index, action in enumerate(progress.row) if not progress.done[index]
+            action
+            for index, action in enumerate(progress.row)
+            if not progress.done[index]
         ]
         head = min(remaining, key=self.table.positions.__getitem__)
         needs = self.table.exchanges[self.table.positions[head]].inputs
@@ -319,7 +336,9 @@ class LedOrder(Order):
         count = len(self.table.exchanges)
         forward = None
         for number in range(count):
-            choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
+            choice = self.transport.recv(
+                self.leader, Message("D", 0, number), self.timeout_s
+            )
             position = int(choice.item())
             if position >= count:
                 forward = position - count
@@ -339,7 +358,9 @@ class LedOrder(Order):
 class RunAhead:
     """Counts and times the actions that a device has finished. One thread makes all calls."""
 
-    def __init__(self, backend: Device, device: torch.device, *, timeout_s: float) -> None:
+    def __init__(
+        self, backend: Device, device: torch.device, *, timeout_s: float
+    ) -> None:
         self._backend, self._device, self._timeout_s = backend, device, timeout_s
         # Start of the action that is being launched.
         self._began: torch.Event | None = None
@@ -353,7 +374,9 @@ class RunAhead:
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # This thread waits on the events, because a device's waits have no time-out. It is a
         # daemon, because a device that hangs must not keep the process from exiting.
-        self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="megatron-ext ends", daemon=True
+        )
         self._thread.start()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
@@ -423,7 +446,9 @@ class RunAhead:
         action, took_s = self._unfinished[0]
         error = took_s.exception()
         if error is not None:
-            raise MegatronExtError(f"{action} failed on {self._device}: {error}") from error
+            raise MegatronExtError(
+                f"{action} failed on {self._device}: {error}"
+            ) from error
         self._unfinished.popleft()
         if self._wake is not None:
             self._ended_s.append(took_s.result())
@@ -436,10 +461,14 @@ class RunAhead:
                 # failure is reported with an action.
                 self._backend.bind(self._device.index)
                 end.synchronize()
-                took_s.set_result(0.0 if begin is None else 1e-3 * begin.elapsed_time(end))
+                took_s.set_result(
+                    0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
+                )
             except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 took_s.set_exception(error)
             # Don't wake after the step has ended: the transport may already be closed.
             if wake is self._wake and wake is not None:
-                with suppress(MegatronExtError):  # the failed step reports its own error
+                with suppress(
+                    MegatronExtError
+                ):  # the failed step reports its own error
                     wake()

@@ -63,7 +63,9 @@ class Table:
     @cached_property
     def positions(self) -> Mapping[Action, int]:
         """Index of each of this rank's actions, in table order."""
-        return {action: index for index, action in enumerate(self.schedule.rows[self.rank])}
+        return {
+            action: index for index, action in enumerate(self.schedule.rows[self.rank])
+        }
 
     @cached_property
     def actions_by_stage(self) -> Counter[int]:
@@ -201,7 +203,9 @@ def check_agreement(
         digests = [torch.empty_like(digest) for _ in range(group.size())]
         dist.all_gather(digests, digest, group=group)
         ranks = dist.get_process_group_ranks(group)
-        different = [rank for rank, peer in zip(ranks, digests, strict=True) if peer != digest]
+        different = [
+            rank for rank, peer in zip(ranks, digests, strict=True) if peer != digest
+        ]
         if different:
             raise ScheduleError(
                 f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
@@ -226,7 +230,9 @@ def check_same_choice(choice: Choice) -> None:
     descriptions = []
     for flags, ranks in ranks_by_flags.items():
         others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
-        descriptions.append(f"{flags} on rank {ranks[0]}{others}, {choices[ranks[0]].basis}")
+        descriptions.append(
+            f"{flags} on rank {ranks[0]}{others}, {choices[ranks[0]].basis}"
+        )
     raise ScheduleError(
         f"auto has chosen different schedules: {'; '.join(descriptions)}; name one of them, such "
         "as that of the device with the least memory, instead of auto"
@@ -309,10 +315,14 @@ class PipelineEnds:
     sent: Mapping[str, Sequence[Form]]
 
     @classmethod
-    def of_shapes(cls, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> PipelineEnds:
+    def of_shapes(
+        cls, peers: Peers, shapes: Shapes, dtype: torch.dtype
+    ) -> PipelineEnds:
         """Return the ends of an ordinary pipeline, with the same dtype for all tensors."""
         forms = {
-            kind: [Form(shape, dtype, part) for part, shape in enumerate(shapes_of_kind)]
+            kind: [
+                Form(shape, dtype, part) for part, shape in enumerate(shapes_of_kind)
+            ]
             for kind, shapes_of_kind in shapes.items()
         }
         # A sent F consists of as many tensors as the B that comes back.
@@ -355,8 +365,12 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         # Tensors that stay on this rank (LOCAL) never reach the transport.
-        received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
-        sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
+        received = [
+            sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved
+        ]
+        sent = [
+            sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved
+        ]
         calls = list(accumulate(map(add, received, sent), initial=0))
         turns = []
         for post in table.order.posts(table.rank, leads=leads):

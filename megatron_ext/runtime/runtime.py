@@ -111,7 +111,9 @@ class Measured(Observer):
         self.busy_s += other.busy_s
         self.wall_s += other.wall_s
         self.peak_live = max(self.peak_live, other.peak_live)
-        self.tables_s = max(self.tables_s, other.tables_s)  # ranks make them at the same time
+        self.tables_s = max(
+            self.tables_s, other.tables_s
+        )  # ranks make them at the same time
 
 
 class Runtime:
@@ -185,7 +187,9 @@ class Runtime:
         backend = devices.current()
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
-            self.run_ahead = RunAhead(backend, self.device, timeout_s=pipeline.timeout_s)
+            self.run_ahead = RunAhead(
+                backend, self.device, timeout_s=pipeline.timeout_s
+            )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
         # By tokens of slices: the tables of the latest steps whose slices depend on lengths.
@@ -204,7 +208,9 @@ class Runtime:
         if self.pipeline.config.twins < 2:
             return []
         # The twin is the neighbour in the data-parallel group.
-        replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        replicas = dist.get_process_group_ranks(
+            parallel_state.get_data_parallel_group()
+        )
         twin = replicas[replicas.index(dist.get_rank()) ^ 1]
         mirrored = [0] * self.groups.pp.size()
         dist.all_gather_object(mirrored, twin, group=self.groups.pp)
@@ -235,7 +241,11 @@ class Runtime:
         return partial(swapped, groups[twins[0]]) if twins else None
 
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        name, placement, ranks = self.pipeline.name, self.placement, self.groups.pp.size()
+        name, placement, ranks = (
+            self.pipeline.name,
+            self.placement,
+            self.groups.pp.size(),
+        )
         if ranks != placement.num_ranks:
             raise ScheduleError(
                 f"{name} was chosen for {placement.num_ranks} pipeline ranks, but Megatron was "
@@ -260,7 +270,9 @@ class Runtime:
             for feature in self.features:
                 feature.admit(chunks)
         except ScheduleError as error:
-            self.transport.abort(str(error))  # other stages may find no fault and start the step
+            self.transport.abort(
+                str(error)
+            )  # other stages may find no fault and start the step
             raise
         self.checked_chunks.update(chunks)
 
@@ -268,7 +280,9 @@ class Runtime:
         """Return each chunk's data, readable by micro-batch."""
         crossed = map(self.placement.is_crossed, self.placement.stages_of[self.rank])
         return [
-            MicrobatchData(iterator, self.exchange if is_crossed else None, self.observers)
+            MicrobatchData(
+                iterator, self.exchange if is_crossed else None, self.observers
+            )
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
 
@@ -280,7 +294,9 @@ class Runtime:
                 return order
         return None
 
-    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+    def read_ahead(
+        self, iterators: Sequence[Any], num_microbatches: int
+    ) -> ReadAhead | None:
         """Return the data of a training step whose table depends on it; None: it does not.
 
         If the table does, this is collective over the job. `Transport.abort` ends no such wait: a
@@ -307,7 +323,11 @@ class Runtime:
         if table is None:
             begin_s = time.perf_counter()
             table = make_table_by_length(
-                self.pipeline, slice_tokens, length_cost, self.rank, bypasses=self.bypasses
+                self.pipeline,
+                slice_tokens,
+                length_cost,
+                self.rank,
+                bypasses=self.bypasses,
             )
             self.measured.tables_s += time.perf_counter() - begin_s
             self._agree_on(table)
@@ -351,7 +371,9 @@ class Runtime:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         trains = not call.forward_only
         splits_backward = self.pipeline.full.splits_backward
-        for stage, chunk in zip(self.placement.stages_of[self.rank], call.chunks, strict=True):
+        for stage, chunk in zip(
+            self.placement.stages_of[self.rank], call.chunks, strict=True
+        ):
             self.splits.register_modules(stage, chunk, splits=splits_backward)
         if trains and table.split_backwards and call.config.sequence_parallel:
             self.splits.agree(self.groups.tp, self.device)
@@ -359,14 +381,20 @@ class Runtime:
         sync = Sync()
         if trains:
             sync = TrainingSync(
-                call.config, call.chunks, table, self.splits, force_all_reduce=force_all_reduce
+                call.config,
+                call.chunks,
+                table,
+                self.splits,
+                force_all_reduce=force_all_reduce,
             )
         # Statistics cover only training.
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
         compute.observe(observers)
-        num_parts = {message: len(tensors) for message, tensors in ends.received.items()}
+        num_parts = {
+            message: len(tensors) for message, tensors in ends.received.items()
+        }
         executor = Executor(
             table=table,
             program=self._program(table, ends),
@@ -391,7 +419,9 @@ class Runtime:
             self.splits.clear()
             for feature in self.features:
                 feature.step_failed()
-            self.transport.abort(str(error) or type(error).__name__)  # Ctrl-C has no message
+            self.transport.abort(
+                str(error) or type(error).__name__
+            )  # Ctrl-C has no message
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
@@ -418,7 +448,9 @@ class Runtime:
             )
         shapes = self._on_wires(shapes)
         ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
-        return StageCompute(call, table, len(shapes["F"]), shapes["B"], self.splits), ends
+        return StageCompute(
+            call, table, len(shapes["F"]), shapes["B"], self.splits
+        ), ends
 
     def _on_wires(self, shapes: Shapes) -> Shapes:
         """Return the shapes that the transport carries if stages exchange tensors of `shapes`."""
@@ -448,9 +480,16 @@ class Runtime:
         """Log after this rank's first step with split backwards if W had nothing to compute."""
         # The step is correct, but slower than its table: either `split_backward.linear` no longer
         # patches the layers of this Megatron release, or the model has custom layers.
-        self._has_split = any(action.kind == "I" for action in table.schedule.rows[self.rank])
+        self._has_split = any(
+            action.kind == "I" for action in table.schedule.rows[self.rank]
+        )
         trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
-        if self._has_split and trains and not self.splits.has_deferred and not dist.get_rank():
+        if (
+            self._has_split
+            and trains
+            and not self.splits.has_deferred
+            and not dist.get_rank()
+        ):
             _LOG.warning(
                 "%s splits backwards, but no layer of rank 0 left a weight gradient for W (patch "
                 "split_backward.linear): its linear layers are none of Megatron's; --pipeline-"
@@ -471,7 +510,13 @@ class Runtime:
         else:
             policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
-            table, policy, self.transport, num_parts, followers, timeout_s, self.run_ahead
+            table,
+            policy,
+            self.transport,
+            num_parts,
+            followers,
+            timeout_s,
+            self.run_ahead,
         )
 
 

@@ -132,7 +132,9 @@ class SplitBackward:
         self._waiting.clear()
         self.before_whole = None
 
-    def register_modules(self, stage: int, chunk: torch.nn.Module, *, splits: bool = True) -> None:
+    def register_modules(
+        self, stage: int, chunk: torch.nn.Module, *, splits: bool = True
+    ) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
         Call it before each step; known chunks cost nothing. Without it, Transformer Engine layers
@@ -160,13 +162,17 @@ class SplitBackward:
         Collective over the group, before a training step with sequence parallelism. The ranks must
         agree, because a layer gathers its input in I if its weight is left whole, and in W if not.
         """
-        weights = [weight for chunk in self._chunks.values() for weight in chunk.weights]
+        weights = [
+            weight for chunk in self._chunks.values() for weight in chunk.weights
+        ]
         reasons = [self._why_whole(weight) for weight in weights]
         flags = [reason is not None for reason in reasons]
         is_whole = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(is_whole, op=dist.ReduceOp.MAX, group=group)
         self._agreed.clear()
-        for weight, reason, anywhere in zip(weights, reasons, is_whole.tolist(), strict=True):
+        for weight, reason, anywhere in zip(
+            weights, reasons, is_whole.tolist(), strict=True
+        ):
             if anywhere:
                 self._agreed.add(id(weight))
                 self._say(weight, reason or _OTHER_RANK)
@@ -209,7 +215,9 @@ class SplitBackward:
         self._catch_up(weight)
         return False
 
-    def _agreed_reason(self, weight: torch.nn.Parameter, reason: str | None) -> str | None:
+    def _agreed_reason(
+        self, weight: torch.nn.Parameter, reason: str | None
+    ) -> str | None:
         """Return why all tensor-parallel ranks leave a weight whole, or None if they do not.
 
         `reason` is this rank's current reason. Other ranks may not have it, because hooks may
@@ -234,7 +242,9 @@ class SplitBackward:
         # uses directly. They must stay valid until W.
         weight = gradient.weights[0]
         self.has_deferred = True
-        self._waiting.setdefault(self._key, {}).setdefault(id(weight), []).append(gradient)
+        self._waiting.setdefault(self._key, {}).setdefault(id(weight), []).append(
+            gradient
+        )
         self._streams[id(weight)] = stream_of_backward(weight)
 
     @contextmanager
@@ -246,7 +256,9 @@ class SplitBackward:
         finally:
             self._progress = None
 
-    def run(self, stage: int, microbatch: int, *, in_current_stream: bool = False) -> None:
+    def run(
+        self, stage: int, microbatch: int, *, in_current_stream: bool = False
+    ) -> None:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
         The gradients go into `main_grad`, or into `grad` without DDP. Operands are freed weight by
@@ -278,16 +290,25 @@ class SplitBackward:
 
     def gradients(self, stage: int, microbatch: int) -> list[WeightGradient]:
         """Return the gradients of a micro-batch that wait for W."""
-        return list(chain.from_iterable(self._waiting.get((stage, microbatch), {}).values()))
+        return list(
+            chain.from_iterable(self._waiting.get((stage, microbatch), {}).values())
+        )
 
     def _compute(
-        self, waiting: dict[int, list[WeightGradient]], *, in_current_stream: bool = False
+        self,
+        waiting: dict[int, list[WeightGradient]],
+        *,
+        in_current_stream: bool = False,
     ) -> None:
-        remaining = {id(w) for gradients in waiting.values() for w in gradients[0].weights}
+        remaining = {
+            id(w) for gradients in waiting.values() for w in gradients[0].weights
+        }
         # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
         # GEMMs, so that the two overlap. The gather is collective, so all tensor-parallel ranks of
         # a stage must compute the same gradients in the same order.
-        ahead = deque(zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False))
+        ahead = deque(
+            zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False)
+        )
 
         def fetch() -> None:
             if ahead:
@@ -320,7 +341,9 @@ class SplitBackward:
         """Return the ids of the weights whose gradients for a micro-batch wait for W."""
         gradients_of = self._waiting.get((stage, microbatch), {})
         return frozenset(
-            id(weight) for gradients in gradients_of.values() for weight in gradients[0].weights
+            id(weight)
+            for gradients in gradients_of.values()
+            for weight in gradients[0].weights
         )
 
     def pending(self) -> list[_Key]:
@@ -373,7 +396,9 @@ class SplitBackward:
                 return
         self._hooks.append(weight.register_hook(_Watch(self, weight, layer_id)))
 
-    def _arrived(self, watch: _Watch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _arrived(
+        self, watch: _Watch, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Handle the sum of the gradients that autograd has for a weight; None: there is none.
 
         Return what autograd should accumulate instead; None: no change.
@@ -414,7 +439,9 @@ class SplitBackward:
                 weight.grad_added_to_main_grad = False
         self._prepared.clear()
 
-    def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
+    def _put(
+        self, layer: Any, operands: list[Any], product: Callable[..., Any]
+    ) -> None:
         """Store what a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
         gradient: Any = TeGradients(layer)
         weight = gradient.weights[0]
@@ -449,7 +476,9 @@ class SplitBackward:
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
                 _LOG.warning(
-                    "weight gradient computed in I, not left to W: %s, because %s", names, reason
+                    "weight gradient computed in I, not left to W: %s, because %s",
+                    names,
+                    reason,
                 )
         self._unlogged.clear()
 
@@ -485,7 +514,9 @@ class _Watch:
 
     __slots__ = ("layer_id", "nothing", "splits", "weight")
 
-    def __init__(self, splits: SplitBackward, weight: torch.nn.Parameter, layer_id: int) -> None:
+    def __init__(
+        self, splits: SplitBackward, weight: torch.nn.Parameter, layer_id: int
+    ) -> None:
         self.splits, self.layer_id = splits, layer_id
         self.weight = weakref.ref(weight)
         # A placeholder gradient for DDP's hook, which does not read its values.
@@ -502,7 +533,9 @@ class _Deferral:
 
     __slots__ = ("_key", "_layers", "_split")
 
-    def __init__(self, split: SplitBackward, key: _Key, layers: PostponingLayers | None) -> None:
+    def __init__(
+        self, split: SplitBackward, key: _Key, layers: PostponingLayers | None
+    ) -> None:
         self._split, self._key, self._layers = split, key, layers
 
     def __enter__(self) -> None:

@@ -55,14 +55,20 @@ class _GroupedProduct(torch.autograd.Function):
         experts_leaf = experts.detach().requires_grad_()
         with torch.enable_grad():
             product = gmm(tokens_leaf, experts_leaf, batch_sizes, trans_b=trans_b)
-        ctx.graph = (tokens_leaf, experts_leaf, torch.autograd.graph.get_gradient_edge(product))
+        ctx.graph = (
+            tokens_leaf,
+            experts_leaf,
+            torch.autograd.graph.get_gradient_edge(product),
+        )
         ctx.parameter, ctx.splits = experts._base, splits
         ctx.call = (gmm, batch_sizes, trans_b)
         return product.detach()
 
     @staticmethod
     @once_differentiable  # like the library's function, since autograd does not know its kernels
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         tokens, experts, product = ctx.graph
         weight, splits = ctx.parameter, ctx.splits
         grad_output = grad_output.contiguous()
@@ -73,14 +79,18 @@ class _GroupedProduct(torch.autograd.Function):
             ctx.graph = None  # W frees it
             splits.record(_GroupedGradient(weight, experts, product, grad_output))
             if tokens.requires_grad:
-                grad_tokens = gmm(grad_output, experts.detach(), batch_sizes, trans_b=not trans_b)
+                grad_tokens = gmm(
+                    grad_output, experts.detach(), batch_sizes, trans_b=not trans_b
+                )
         elif tokens.requires_grad:
             # Keep the graph, for a backward that retains it.
             grad_tokens, grad_experts = torch.autograd.grad(
                 product, (tokens, experts), grad_output, retain_graph=True
             )
         else:
-            (grad_experts,) = torch.autograd.grad(product, experts, grad_output, retain_graph=True)
+            (grad_experts,) = torch.autograd.grad(
+                product, experts, grad_output, retain_graph=True
+            )
         return grad_tokens, grad_experts, None, None, None, None
 
 

@@ -15,7 +15,11 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_ext.runtime.weight_gradients import Unchanged, WeightGradient, will_accumulate
+from megatron_ext.runtime.weight_gradients import (
+    Unchanged,
+    WeightGradient,
+    will_accumulate,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
@@ -49,7 +53,8 @@ def linear_backward(
     if not (
         isinstance(weight, torch.nn.Parameter)
         and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
-        and getattr(ctx, "gtp_remat_size", 1) == 1  # 0.19: the weight itself is gathered
+        and getattr(ctx, "gtp_remat_size", 1)
+        == 1  # 0.19: the weight itself is gathered
         and weight.requires_grad  # frozen after its forward: autograd drops the gradient
         and will_accumulate(accumulator)
         and splits.may_wait(weight, gathers=ctx.sequence_parallel)
@@ -70,9 +75,13 @@ class _ContextWithoutWeight:
     the end of the step. This object also acts as that list.
     """
 
-    gradient_accumulation_fusion = True  # otherwise upstream always computes the product
+    gradient_accumulation_fusion = (
+        True  # otherwise upstream always computes the product
+    )
     wgrad_deferral_limit = 0  # no limit on the list's length
-    use_bias = False  # upstream would sum over s and b separately, which changes the last bits
+    use_bias = (
+        False  # upstream would sum over s and b separately, which changes the last bits
+    )
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
         self._ctx, self._weight = ctx, weight
@@ -89,13 +98,17 @@ class _ContextWithoutWeight:
     @property
     def grad_output_buffer(self) -> _ContextWithoutWeight:
         """The list to which upstream appends."""
-        return self  # not an attribute, as a cycle would keep the operands alive after W
+        return (
+            self  # not an attribute, as a cycle would keep the operands alive after W
+        )
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the output gradient; upstream calls this instead of computing the product."""
         # Created here and not earlier, because upstream has now entered the autocast of the layer's
         # forward.
-        self.gradient = LinearGradient(self._weight, self._input, grad_output, self._ctx)
+        self.gradient = LinearGradient(
+            self._weight, self._input, grad_output, self._ctx
+        )
         if self._ctx.use_bias:
             flat, _ = prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)
             self.grad_bias = flat.sum(dim=0)
@@ -105,7 +118,11 @@ class LinearGradient(WeightGradient):
     """`grad_output.t() @ input`, `[out, in]`; if fused, the kernel adds it to `main_grad`."""
 
     def __init__(
-        self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor, ctx: Any
+        self,
+        weight: torch.nn.Parameter,
+        input_: torch.Tensor,
+        grad_output: torch.Tensor,
+        ctx: Any,
     ) -> None:
         self.weights = (weight,)
         self.is_fused = ctx.gradient_accumulation_fusion
@@ -126,7 +143,9 @@ class LinearGradient(WeightGradient):
         if self._gather_group is None:
             return
         size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
-        total_input = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        total_input = get_global_memory_buffer().get_tensor(
+            size, self.input.dtype, buffer
+        )
         arrival = layers.dist_all_gather_func(
             total_input, self.input, group=self._gather_group, async_op=True
         )

@@ -116,11 +116,15 @@ def _copied(operand: Any) -> Any:
     if not hasattr(operand, "prepare_for_saving"):
         return operand.clone()
     tensors, holder = operand.prepare_for_saving()
-    holder.restore_from_saved([None if tensor is None else tensor.clone() for tensor in tensors])
+    holder.restore_from_saved(
+        [None if tensor is None else tensor.clone() for tensor in tensors]
+    )
     return holder
 
 
-def _into_new_memory(gradients: list[Any], product: Callable[..., Any]) -> Callable[..., Any]:
+def _into_new_memory(
+    gradients: list[Any], product: Callable[..., Any]
+) -> Callable[..., Any]:
     """Make the product of a grouped layer allocate its gradients only when it runs.
 
     Without gradient accumulation fusion the layer queues uninitialised memory, and passes the same
@@ -142,14 +146,20 @@ def _into_new_memory(gradients: list[Any], product: Callable[..., Any]) -> Calla
 def _matrices(layer: Any) -> list[Any]:
     """Return the weights whose gradients a layer postpones."""
     named = layer.named_parameters(recurse=False)
-    return [weight for name, weight in named if "weight" in name and "layer_norm" not in name]
+    return [
+        weight
+        for name, weight in named
+        if "weight" in name and "layer_norm" not in name
+    ]
 
 
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets only the gradients of the layer's weights."""
     # With several weights joined into a copy, it would set the copy's gradient. And if the experts'
     # weights are one parameter, autograd gets the gradient before W has filled it.
-    has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
+    has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(
+        layer, "num_gemms"
+    )
     joined = has_parts or getattr(layer, "single_grouped_weight", False)
     if joined and not layer.fuse_wgrad_accumulation:
         return False

@@ -72,7 +72,9 @@ class TrainingSync(Sync):
         self._complete: set[int] = set()
         # The chunks in order of first use, which is the same under any schedule and so on all
         # peers.
-        self._uses = [self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
+        self._uses = [
+            self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)
+        ]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
         # By chunk: the bucket groups still to reduce; the next one is last.
@@ -84,7 +86,9 @@ class TrainingSync(Sync):
         if silences is None:
             # Megatron's own schedules do not disable hooks, which then count the backwards of a
             # whole step. Here they would count an I, which has no weight gradients yet.
-            silences = [chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")]
+            silences = [
+                chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
+            ]
         # A program may set these functions although its DDP does not overlap. Reductions started
         # here would then run twice, because `finalize_model_grads` starts them as well.
         self._overlaps = bool(silences and reducing)
@@ -127,7 +131,9 @@ class TrainingSync(Sync):
             and self._overlaps
             and self._uses_ddp_reduction(stage)
         ):
-            return self._splits.reporting(partial(self._reduce, self._placement.chunk_of(stage)))
+            return self._splits.reporting(
+                partial(self._reduce, self._placement.chunk_of(stage))
+            )
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
@@ -141,7 +147,9 @@ class TrainingSync(Sync):
         # in upstream's 1F1B. Without these functions the hooks may do so for every stage: all peers
         # use the same order anyway, because the last B of a stage needs the last B of the next
         # stage.
-        return self._functions is None or (stage == 0 and self._uses_ddp_reduction(stage))
+        return self._functions is None or (
+            stage == 0 and self._uses_ddp_reduction(stage)
+        )
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
         """Return whether DDP itself reduces a stage, and not a custom `grad_sync_func`."""
@@ -149,7 +157,10 @@ class TrainingSync(Sync):
         if self._functions is None:
             return True
         function = self._functions[number]
-        return function is None or getattr(function, "__self__", None) is self._chunks[number]
+        return (
+            function is None
+            or getattr(function, "__self__", None) is self._chunks[number]
+        )
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
@@ -165,7 +176,10 @@ class TrainingSync(Sync):
         self._complete.add(stage)
         # A chunk that completes early waits for its turn, because peers may complete another chunk
         # first.
-        while self._started < len(self._order) and self._order[self._started] in self._complete:
+        while (
+            self._started < len(self._order)
+            and self._order[self._started] in self._complete
+        ):
             complete = self._order[self._started]
             self._started += 1
             if self._hooks_reduce(complete):
@@ -185,12 +199,20 @@ class TrainingSync(Sync):
             # would differ between peers: experts, which have a separate reduction group, may
             # receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
-            place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
+            place = {
+                id(parameter): index
+                for index, parameter in enumerate(chunk.parameters())
+            }
             groups = [
                 _BucketGroup(group, frozenset(map(id, group.params)))
-                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+                for group in (
+                    *chunk.bucket_groups,
+                    *chunk.expert_parallel_bucket_groups,
+                )
             ]
-            groups.sort(key=lambda group: min(place[weight] for weight in group.weights))
+            groups.sort(
+                key=lambda group: min(place[weight] for weight in group.weights)
+            )
             self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):
@@ -212,10 +234,16 @@ class _BucketGroup(NamedTuple):
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
     """Return whether DDP's hooks reduce a chunk's gradients; foreign DDPs always do."""
-    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True))
+    return bool(
+        getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True)
+    )
 
 
 def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
     if function is None:
         return None
-    return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
+    return (
+        list(function)
+        if isinstance(function, (list, tuple))
+        else [function] * num_chunks
+    )

@@ -37,7 +37,9 @@ class ArrivedGradient(WeightGradient):
         self, weights: Sequence[Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
         self.weights = weights
-        self._gradients = [gradient if weight is layer_weight else None for layer_weight in weights]
+        self._gradients = [
+            gradient if weight is layer_weight else None for layer_weight in weights
+        ]
 
     def compute(self) -> list[torch.Tensor | None]:
         """Return the gradient, and None for the layer's other weights."""
@@ -139,7 +141,9 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
             gradient.add_(total.view_as(gradient))
 
 
-def add_to(totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]) -> None:
+def add_to(
+    totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]
+) -> None:
     """Add each gradient to its sum, skipping None."""
     for index, gradient in enumerate(gradients):
         total = totals[index]

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
+from megatron_ext.schedules.generators.catalog import (
+    CSV_PREFIX,
+    generate,
+    get,
+    registered,
+)
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.table_change import in_use
@@ -79,16 +84,25 @@ def compare(
         )
         return [evaluate(schedule, costs)], []
     schedules, left_out = possible_tables(
-        _choices(chunks, options), pp, num_microbatches, costs, pairs=pairs, slices=slices
+        _choices(chunks, options),
+        pp,
+        num_microbatches,
+        costs,
+        pairs=pairs,
+        slices=slices,
     )
     if not schedules:
-        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(left_out))
+        raise ScheduleError(
+            "no schedule can run with these sizes:\n" + "\n".join(left_out)
+        )
     timelines = [evaluate(schedule, costs) for schedule in schedules]
     timelines.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
     return timelines, left_out
 
 
-def _choices(chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]) -> list[Choice]:
+def _choices(
+    chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]
+) -> list[Choice]:
     """Return the variants of all schedules, with the user's options overriding theirs."""
     choices: list[Choice] = []
     for generator in registered().values():
@@ -150,7 +164,9 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble": _number(timeline.bubble),
         "bubble_ratio": round(timeline.bubble_ratio, 6),
         "peak_activations": _number(timeline.peak_activations),
-        "peak_activations_per_rank": [_number(peak) for peak in timeline.peak_activations_per_rank],
+        "peak_activations_per_rank": [
+            _number(peak) for peak in timeline.peak_activations_per_rank
+        ],
     }
     if schedule.num_slices > 1:
         numbers["slices"] = list(schedule.slices)

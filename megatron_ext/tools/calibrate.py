@@ -45,7 +45,9 @@ _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 def run(args: argparse.Namespace) -> int:
     """Measure the layers of a model and write them as a device."""
-    refuse_others(args, _GIVES, "--calibrate measures layers, {} is for a plan; leave it out")
+    refuse_others(
+        args, _GIVES, "--calibrate measures layers, {} is for a plan; leave it out"
+    )
     path = Path(args.calibrate)
     if path.suffix != ".json":
         raise ArgumentsError(f"--calibrate {path}: unknown file type; use .json")
@@ -60,21 +62,30 @@ def run(args: argparse.Namespace) -> int:
     name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
-    formula = {part: computation(model, part, sharding, described, frozenset()) for part in seconds}
+    formula = {
+        part: computation(model, part, sharding, described, frozenset())
+        for part in seconds
+    }
     ratios_by_part = dict(factors(seconds, formula))
     print(_report(seconds, ratios_by_part))
     content: dict[str, Any] = {"base": described.name}
     if memory_gib is not None:
         content["memory_gib"] = round(memory_gib, 1)
-    content["measured"] = {part: list(ratios) for part, ratios in ratios_by_part.items()}
+    content["measured"] = {
+        part: list(ratios) for part, ratios in ratios_by_part.items()
+    }
     content["seconds"] = {part: list(passes) for part, passes in seconds.items()}
     today = time.strftime("%Y-%m-%d", time.gmtime())
     shape = f"{sharding.micro_batch} x {sharding.sequence} tokens"
-    content["sources"] = {"measured": f"{today} on {name}, {model.name}, {shape}: plan --calibrate"}
+    content["sources"] = {
+        "measured": f"{today} on {name}, {model.name}, {shape}: plan --calibrate"
+    }
     try:
         write_text(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise ArgumentsError(cannot_write(path, error, "give another --calibrate")) from error
+        raise ArgumentsError(
+            cannot_write(path, error, "give another --calibrate")
+        ) from error
     print(f"\nplan with it: --devices 64x{path}")
     return 0
 
@@ -83,7 +94,9 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
     """Return the sharding to measure, with everything on one device."""
     sequence = args.seq_length or model.sequence
     if sequence is None or not 0 < sequence < 10**9:
-        raise ArgumentsError(f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096")
+        raise ArgumentsError(
+            f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096"
+        )
     key, _, number = (args.fix or "micro_batch=1").partition("=")
     if key != "micro_batch" or not number.isdecimal() or not int(number):
         raise ArgumentsError(
@@ -106,7 +119,9 @@ def _described(name: str, devices: str | None) -> DeviceKind:
     return kind
 
 
-def _report(seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence[float]]) -> str:
+def _report(
+    seconds: Mapping[str, Passes], ratios_by_part: Mapping[str, Sequence[float]]
+) -> str:
     """Return the measurements as a table."""
     rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
     for part, ratios in ratios_by_part.items():
@@ -129,7 +144,9 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
             "leave it out"
         )
     with _Bench(model, sharding) as bench:
-        measured: dict[str, Passes] = {kind: bench.passes(kind) for kind in sorted(kinds)}
+        measured: dict[str, Passes] = {
+            kind: bench.passes(kind) for kind in sorted(kinds)
+        }
         kind = min(kinds)
         layer = measured[kind]
         with_embedding = bench.passes(kind, pre=True)
@@ -258,7 +275,10 @@ class _Bench:
     def _attention_settings(self) -> dict[str, Any]:
         model = self.model
         if not model.is_latent:
-            return {"num_query_groups": model.query_groups, "kv_channels": model.head_size}
+            return {
+                "num_query_groups": model.query_groups,
+                "kv_channels": model.head_size,
+            }
         return {
             "q_lora_rank": model.query_rank or None,
             "kv_lora_rank": model.key_value_rank,
@@ -368,7 +388,9 @@ def of_trace(
     run = read_run(directory)
     schedule = run.schedule
     if schedule is None:
-        raise DataError(f"{directory} has no schedule.json; trace a run with a pipeline")
+        raise DataError(
+            f"{directory} has no schedule.json; trace a run with a pipeline"
+        )
     sharding = _sharding_of(run, model)
     kinds_of_stages = _kinds_of_stages(run, schedule, model)
     times = measured_costs(run, schedule).stages
@@ -399,7 +421,9 @@ def of_trace(
     # The ends get the time of their stages that exceeds their layers' time.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
-        end_s = [stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)]
+        end_s = [
+            stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)
+        ]
         end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
@@ -421,7 +445,9 @@ def _scaled(
     return scaled
 
 
-def _by_pass(passes: Sequence[float], reference: Sequence[float]) -> Iterator[tuple[float, float]]:
+def _by_pass(
+    passes: Sequence[float], reference: Sequence[float]
+) -> Iterator[tuple[float, float]]:
     return zip(passes, reference, strict=True)
 
 

@@ -46,11 +46,17 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
         ("--slices", args.slices != 1),
     ):
         if is_set:
-            raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
+            raise ScheduleError(
+                f"{flag} cannot be combined with --lengths; leave it out"
+            )
     if name.startswith(CSV_PREFIX):
-        raise ScheduleError(f"--lengths simulates registered schedules, not {name}; name one")
+        raise ScheduleError(
+            f"--lengths simulates registered schedules, not {name}; name one"
+        )
     if args.max_tokens is None:
-        raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
+        raise ScheduleError(
+            "--max-tokens is missing; give what a micro-batch holds at most"
+        )
     length_cost = _length_cost(args)
     replicas = 1 if args.replicas is None else args.replicas
     for flag, value in (
@@ -63,7 +69,9 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
     lengths = read_lengths(args.lengths)
     slice_tokens = _slice_tokens(args.slice_tokens, lengths, sizes)
-    predictions, left_out = predict_lengths(lengths, name, sizes, length_cost, costs, slice_tokens)
+    predictions, left_out = predict_lengths(
+        lengths, name, sizes, length_cost, costs, slice_tokens
+    )
     if args.json:
         entries = []
         for prediction in predictions:
@@ -116,7 +124,9 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
         packs = packs_in_file_order(lengths, sizes.max_tokens)
         return automatic_slice_tokens(max(map(sum, packs)), sizes.pp)
     if not text.isdecimal() or int(text) < 1:
-        raise ScheduleError(f"--slice-tokens {text} must be auto, or a whole number of 1 or more")
+        raise ScheduleError(
+            f"--slice-tokens {text} must be auto, or a whole number of 1 or more"
+        )
     return int(text)
 
 
@@ -170,7 +180,9 @@ def read_lengths(path: Path) -> list[int]:
             )
         lengths.append(length)
     if not lengths:
-        raise ScheduleError(f"--lengths {path} holds no length; write one number a line")
+        raise ScheduleError(
+            f"--lengths {path} holds no length; write one number a line"
+        )
     return lengths
 
 

@@ -41,13 +41,32 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
 
 _FLAGS = (
-    *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "precision"),
+    *(
+        "model",
+        "size",
+        "devices",
+        "global_batch_size",
+        "seq_length",
+        "fix",
+        "precision",
+    ),
     *("picture", "cross_entropy_loss_fusion", "no_overlap", "explain"),
 )
 _LAYOUT_FLAGS = {
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
-    *("--expert-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-layout"),
-    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    *(
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--context-parallel-size",
+    ),
+    *(
+        "--expert-model-parallel-size",
+        "--micro-batch-size",
+        "--pipeline-model-parallel-layout",
+    ),
+    *(
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+    ),
     *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
     *("--recompute-granularity", "--recompute-modules"),
 }
@@ -63,7 +82,8 @@ def add_to_plan(subparsers: Any) -> None:
     """Add the search for a layout to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
     group = parser.add_argument_group(
-        "a layout for a model", "sizes, cut, schedule and recomputation, with a lower bound"
+        "a layout for a model",
+        "sizes, cut, schedule and recomputation, with a lower bound",
     )
     group.add_argument(
         "--model",
@@ -71,15 +91,22 @@ def add_to_plan(subparsers: Any) -> None:
         metavar="PATH",
         help="a folder with model.env, such as examples/deepseek-v3, or a Hugging Face config.json",
     )
-    group.add_argument("--size", metavar="NAME", help="size of an example (default: its own)")
+    group.add_argument(
+        "--size", metavar="NAME", help="size of an example (default: its own)"
+    )
     group.add_argument(
         "--devices",
         metavar="NxKIND",
         help=f"number and kind of devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
     )
-    group.add_argument("--global-batch-size", type=int, metavar="B", help="sequences of a step")
     group.add_argument(
-        "--seq-length", type=int, metavar="S", help="tokens of a sequence (default: the model's)"
+        "--global-batch-size", type=int, metavar="B", help="sequences of a step"
+    )
+    group.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="S",
+        help="tokens of a sequence (default: the model's)",
     )
     group.add_argument(
         "--fix",
@@ -94,7 +121,9 @@ def add_to_plan(subparsers: Any) -> None:
         help="precision of the layers' products (default: bf16); fp8 scales by tensor",
     )
     group.add_argument(
-        "--cross-entropy-loss-fusion", action="store_true", help="compute the loss in one kernel"
+        "--cross-entropy-loss-fusion",
+        action="store_true",
+        help="compute the loss in one kernel",
     )
     group.add_argument(
         "--no-overlap",
@@ -113,7 +142,10 @@ def add_to_plan(subparsers: Any) -> None:
         help=".svg: the schedule of the first, and the memory of its ranks",
     )
     parser.add_argument(
-        "model_flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags of the model"
+        "model_flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="Megatron's flags of the model",
     )
     parser.add_argument(
         "--calibrate",
@@ -253,7 +285,9 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
     try:
         write_text(path, text)
     except OSError as error:
-        raise ArgumentsError(cannot_write(path, error, "give another --picture")) from error
+        raise ArgumentsError(
+            cannot_write(path, error, "give another --picture")
+        ) from error
 
 
 def _job(args: argparse.Namespace) -> Question:
@@ -288,7 +322,8 @@ def _job(args: argparse.Namespace) -> Question:
         sequence=sequence,
         pair_rules=RULES.get("pairs", ()),
         techniques=techniques,
-        fused_loss=args.cross_entropy_loss_fusion or "--cross-entropy-loss-fusion" in flag_names,
+        fused_loss=args.cross_entropy_loss_fusion
+        or "--cross-entropy-loss-fusion" in flag_names,
         overlaps=not args.no_overlap,
         fixed=fixed,
     )
@@ -312,7 +347,9 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
             continue
         key, _, value = assignment.partition("=")
         if key not in FIXABLE:
-            raise ArgumentsError(f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}")
+            raise ArgumentsError(
+                f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}"
+            )
         if key in fixed:
             raise ArgumentsError(f"--fix {text} has {key} twice; keep one of the two")
         reader = _FIXED_READERS.get(key, _positive_number)
@@ -366,7 +403,9 @@ def _positive_number(_model: ModelSizes, value: str, assignment: str) -> int:
     if value.isdecimal() and int(value) > 0:
         return int(value)
     key = assignment.partition("=")[0]
-    raise ArgumentsError(f"--fix {assignment} needs a positive whole number, such as {key}=2")
+    raise ArgumentsError(
+        f"--fix {assignment} needs a positive whole number, such as {key}=2"
+    )
 
 
 _FIXED_READERS: dict[str, Callable[[ModelSizes, str, str], Any]] = {
@@ -382,7 +421,9 @@ def _show_progress(result: SearchResult, num_left: int) -> None:
     best = "nothing fits yet"
     if result.plans:
         best = f"best {result.plans[0].step_s:.3f} s"
-    line = f"{result.num_evaluated} layouts, {num_left} sizes left, {best}; Ctrl-C ends it"
+    line = (
+        f"{result.num_evaluated} layouts, {num_left} sizes left, {best}; Ctrl-C ends it"
+    )
     print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)
 
 
@@ -397,7 +438,8 @@ def _what_would_fit(job: Question) -> str:
     """
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
-            f"--fix {fixed_text(job.fixed)} allows no layout, whatever fits into memory; fix less"
+            f"--fix {fixed_text(job.fixed)} allows no layout, "
+            "whatever fits into memory; fix less"
         )
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     if "recompute" in job.fixed:

@@ -17,13 +17,34 @@ if TYPE_CHECKING:
 UNLIMITED_GIB = 1e9
 """Device memory assumed when forecasting a layout that does not fit."""
 _BAR_WIDTH = 50
-_TABLE_HEADS = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
+_TABLE_HEADS = (
+    "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
+)
 _PLAN_FIELDS = (
-    *("step_s", "bound_s", "mfu", "memory_gib", "static_gib", "kept_gib", "schedule", "pairs"),
+    *(
+        "step_s",
+        "bound_s",
+        "mfu",
+        "memory_gib",
+        "static_gib",
+        "kept_gib",
+        "schedule",
+        "pairs",
+    ),
     *("hidden", "layout", "shares", "limit", "techniques"),
 )
 _SIZE_FIELDS = ("tp", "pp", "cp", "ep", "micro_batch")
-_COMPARED = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "pairs", "recompute")
+_COMPARED = (
+    "tp",
+    "pp",
+    "vp",
+    "cp",
+    "ep",
+    "micro_batch",
+    "schedule",
+    "pairs",
+    "recompute",
+)
 """Fields whose differences describe another layout."""
 
 
@@ -64,7 +85,9 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def result_lines(result: SearchResult, took_s: float, device: DeviceKind) -> Iterator[str]:
+def result_lines(
+    result: SearchResult, took_s: float, device: DeviceKind
+) -> Iterator[str]:
     """Yield the lines of the answer: layouts, bound, memory and flags."""
     plans = result.plans
     job = result.plans[0].job

@@ -82,10 +82,16 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "by cost gains",
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="T", help="most tokens of a micro-batch, with --lengths"
+        "--max-tokens",
+        type=int,
+        metavar="T",
+        help="most tokens of a micro-batch, with --lengths",
     )
     parser.add_argument(
-        "--replicas", type=int, metavar="D", help="data-parallel replicas, with --lengths"
+        "--replicas",
+        type=int,
+        metavar="D",
+        help="data-parallel replicas, with --lengths",
     )
     parser.add_argument(
         "--length-costs",
@@ -141,9 +147,14 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to `plan` and `plot`: sizes, options of schedules, costs."""
     parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
     parser.add_argument(
-        "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="micro-batches of the pipeline in one step",
     )
-    parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
+    parser.add_argument(
+        "--chunks", type=int, metavar="V", help="stages on each rank (interleaved)"
+    )
     for generator in registered(unlisted=True).values():
         for key, values in generator.options.items():
             parser.add_argument(
@@ -172,7 +183,9 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help="run forwards and backwards of different micro-batches as pairs, each with its expert "
         "communication behind the computation of the other",
     )
-    of_forward = "a forward that is core attention, which grows with the square of the length"
+    of_forward = (
+        "a forward that is core attention, which grows with the square of the length"
+    )
     of_both = "a forward and of an input gradient that is expert communication"
     for flag, default, share in (
         ("--attention", 0.0, f"{of_forward}, for --slices"),
@@ -210,7 +223,9 @@ def _costs(args: argparse.Namespace) -> Costs:
     # A table from a file may contain slices and pairs without any flag.
     is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
     if args.attention > 0 and args.slices == 1 and not is_file:
-        raise ScheduleError("--attention is for --slices; add it, or leave --attention out")
+        raise ScheduleError(
+            "--attention is for --slices; add it, or leave --attention out"
+        )
     if args.hides != 1 and not args.pairs and not is_file:
         raise ScheduleError("--hides is for --pairs; add it, or leave --hides out")
     return Costs(
@@ -238,7 +253,9 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
             continue
         if name not in args.schedule and "all" not in args.schedule:
             named = ", ".join(args.schedule)
-            raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}; leave it out")
+            raise ScheduleError(
+                f"--{name}-{key} is for {name}, not for {named}; leave it out"
+            )
         options.setdefault(name, {})[key] = value
     return options
 
@@ -258,9 +275,13 @@ def _check_sizes(args: argparse.Namespace) -> None:
         missing.append("--microbatches")
     if missing:
         advice = "are missing; give them" if len(missing) > 1 else "is missing; give it"
-        raise ScheduleError(f"{' and '.join(missing)} {advice} (only csv:FILE has its own size)")
+        raise ScheduleError(
+            f"{' and '.join(missing)} {advice} (only csv:FILE has its own size)"
+        )
     if args.pp > MAX_RANKS:
-        raise ScheduleError(f"--pp {args.pp} is more than can be planned; use at most {MAX_RANKS}")
+        raise ScheduleError(
+            f"--pp {args.pp} is more than can be planned; use at most {MAX_RANKS}"
+        )
     max_microbatches = MAX_PASSES // max(args.pp, 1)
     if args.microbatches > max_microbatches:
         raise ScheduleError(
@@ -268,10 +289,14 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"use at most {max_microbatches}"
         )
     if args.pp == 1:
-        raise ScheduleError("--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more")
+        raise ScheduleError(
+            "--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more"
+        )
 
 
-def refuse_others(args: argparse.Namespace, accepted: Collection[str], reason: str) -> None:
+def refuse_others(
+    args: argparse.Namespace, accepted: Collection[str], reason: str
+) -> None:
     """Reject flags that this use of `plan` does not accept.
 
     Args:
@@ -305,13 +330,23 @@ def _without_garbage_collection() -> Iterator[None]:
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
     """Compare schedules, or predict how much balancing lengths gains."""
-    for destination in ("max_tokens", "replicas", "length_costs", "hidden_size", "slice_tokens"):
+    for destination in (
+        "max_tokens",
+        "replicas",
+        "length_costs",
+        "hidden_size",
+        "slice_tokens",
+    ):
         if args.lengths is None and getattr(args, destination) is not None:
             flag = "--" + destination.replace("_", "-")
-            raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
+            raise ScheduleError(
+                f"{flag} is for --lengths FILE; add it, or leave {flag} out"
+            )
     _check_sizes(args)
     if args.lengths is not None:
-        from megatron_ext.tools import length_plan  # the only module here that needs a feature
+        from megatron_ext.tools import (
+            length_plan,  # the only module here that needs a feature
+        )
 
         return length_plan.run(args, _costs(args))
     costs = _costs(args)
@@ -364,7 +399,9 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
         unit = "1 = forward of 1/pp of the model"
     print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
-        print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")
+        print(
+            "keys, values: of micro-batches in slices, with their gradients, 1 = as activations"
+        )
 
 
 # Number of schedules whose flags `plan` prints; `--schedule NAME` prints the flags of any schedule.
@@ -377,7 +414,9 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
     if slower:
         advice = f"\nrecommended: {best.schedule.label}"
         copies = best.schedule.weight_copies
-        stored_once = [timeline for timeline in slower if timeline.schedule.weight_copies == 1]
+        stored_once = [
+            timeline for timeline in slower if timeline.schedule.weight_copies == 1
+        ]
         # The fastest schedule may hold every weight twice, and a large model may not fit twice.
         if copies > 1 and stored_once:
             fallback = stored_once[0].schedule.label
@@ -406,13 +445,17 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
         # Equal costs are the default of `--costs`, not a choice of the user's.
         costs=None if costs == UNIT else costs,
     )
-    ranking = rank(training, ByTable(training=training, measured=None, reason="tables alone"))
+    ranking = rank(
+        training, ByTable(training=training, measured=None, reason="tables alone")
+    )
     print(f"\n{ranking.sentence(ranking.candidates[:2], [])}")
 
 
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
     """Print how much `--use-dpp` gains or loses for each table."""
-    print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
+    print(
+        "\nwith --use-dpp, time of the table's own order over time of the dynamic one:"
+    )
     width = _label_width(timelines)
     for timeline in timelines:
         gain = gains(timeline.schedule, costs)
@@ -427,7 +470,16 @@ def _label_width(timelines: Sequence[Timeline]) -> int:
     return max(len(timeline.schedule.label) for timeline in timelines)
 
 
-_HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")
+_HEADS = (
+    "schedule",
+    "makespan",
+    "ideal",
+    "bubble",
+    "bubble %",
+    "peak act.",
+    "weights",
+    "messages",
+)
 
 
 def comparison_table(timelines: Sequence[Timeline]) -> str:
@@ -464,7 +516,9 @@ def _run_plot(args: argparse.Namespace) -> int:
     """Draw schedules in the terminal or into a file."""
     _check_sizes(args)
     if "all" in args.schedule:
-        raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
+        raise ScheduleError(
+            "plot draws schedules by name; name them, or compare all with plan"
+        )
     costs = _costs(args)
     timelines: list[Timeline] = []
     for name in args.schedule:
@@ -486,7 +540,9 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
     if sys.stdout.isatty():
         width = shutil.get_terminal_size((100, 24)).columns
         coloured = not os.environ.get("NO_COLOR")
-    pictures = [render.picture(timeline, width, coloured=coloured) for timeline in timelines]
+    pictures = [
+        render.picture(timeline, width, coloured=coloured) for timeline in timelines
+    ]
     print("\n\n".join(pictures))
 
 
@@ -502,13 +558,17 @@ def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
     if path.suffix not in (".svg", ".csv", ".json"):
         raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
     if path.suffix != ".svg" and len(timelines) > 1:
-        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
+        raise ScheduleError(
+            f"{path} holds one schedule; name one, or draw several as .svg"
+        )
     if path.suffix == ".svg":
         text = svg.draw(*timelines)
     elif path.suffix == ".csv":
         text = table_files.csv_text(schedule)
     else:
-        text = table_files.json_text(schedule, starts=timeline.starts, ends=timeline.ends)
+        text = table_files.json_text(
+            schedule, starts=timeline.starts, ends=timeline.ends
+        )
     try:
         write_text(path, text)
     except OSError as error:

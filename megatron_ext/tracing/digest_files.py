@@ -131,7 +131,9 @@ def rounds_differently() -> bool:
     """
     text = os.environ.get(ROUNDING, "")
     if text not in ("", "0", "1"):
-        raise DataError(f"{ROUNDING}={text} is neither 0 nor 1; set it to 1 or leave it out")
+        raise DataError(
+            f"{ROUNDING}={text} is neither 0 nor 1; set it to 1 or leave it out"
+        )
     return text == "1"
 
 
@@ -162,7 +164,9 @@ class Writer:
     def step(self, number: int, records: Sequence[Record]) -> None:
         """Append a complete step."""
         text = json.dumps(records, separators=(",", ":"))
-        self._write(f'{{"step":{number},"records":{text},"crc":{zlib.crc32(text.encode())}}}')
+        self._write(
+            f'{{"step":{number},"records":{text},"crc":{zlib.crc32(text.encode())}}}'
+        )
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
@@ -181,7 +185,9 @@ def read_folder(folder: Path) -> list[RankFile]:
     """
     paths = sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*")))
     if not paths:
-        raise DataError(f"{folder} has no digests; run the training with {VARIABLE}={folder}")
+        raise DataError(
+            f"{folder} has no digests; run the training with {VARIABLE}={folder}"
+        )
     return [read(path) for path in paths]
 
 
@@ -201,13 +207,17 @@ def read(path: Path) -> RankFile:
     try:
         _, header_fields = next(numbered_values)
         if header_fields.get("format") != FORMAT:
-            raise _damaged(path, 1, f"format {header_fields.get('format')}, not {FORMAT}")
+            raise _damaged(
+                path, 1, f"format {header_fields.get('format')}, not {FORMAT}"
+            )
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
-            content.steps[step["step"]] = [Record(*fields) for fields in step["records"]]
+            content.steps[step["step"]] = [
+                Record(*fields) for fields in step["records"]
+            ]
     except StopIteration:
         raise _damaged(path, 1, "it has no header") from None
     except (KeyError, TypeError, AttributeError) as error:
@@ -231,4 +241,6 @@ def _parsed(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _damaged(path: Path, line: int, reason: str) -> DataError:
-    return DataError(f"{path}, line {line}: no digests: {reason}; record the training again")
+    return DataError(
+        f"{path}, line {line}: no digests: {reason}; record the training again"
+    )

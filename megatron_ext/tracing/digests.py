@@ -57,7 +57,9 @@ _LAYER_INDEX = re.compile(r"(.*\blayers)\.\d+")
 _HIDDEN_STATES = "hidden_states"
 
 
-def subscribe(configuration: Active, chunks: Sequence[torch.nn.Module]) -> DigestRecorder:
+def subscribe(
+    configuration: Active, chunks: Sequence[torch.nn.Module]
+) -> DigestRecorder:
     """Return the recorder of a configuration, created at the first call for a rank's chunks.
 
     Call it before the first step, when Megatron's process groups exist.
@@ -72,7 +74,9 @@ def subscribe(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Diges
     assert folder is not None, f"{VARIABLE} was unset"
     header = _header(configuration, chunks)
     if header.rounded and header.rank == 0:
-        _log.warning("%s=1 changes the last digits of activations in this training", ROUNDING)
+        _log.warning(
+            "%s=1 changes the last digits of activations in this training", ROUNDING
+        )
     place = place_asked_for()
     operators = None if place is None else OperatorRecorder(place, folder, header)
     recorder = DigestRecorder(configuration, Writer(folder, header), operators)
@@ -167,7 +171,10 @@ class DigestRecorder(Observer):
     """Records the tensors of one rank's training steps."""
 
     def __init__(
-        self, configuration: Active, writer: Writer, operators: OperatorRecorder | None = None
+        self,
+        configuration: Active,
+        writer: Writer,
+        operators: OperatorRecorder | None = None,
     ) -> None:
         self._configuration = configuration
         self._writer = writer
@@ -199,7 +206,10 @@ class DigestRecorder(Observer):
         # Forward ranks of a disaggregated job keep copies of weights, and no gradients.
         job = configuration.job
         self._has_weights = job is None or job.role != "forward"
-        self._activation_parts = [_part_of("t", _tensor_place()), _part_of("c", _context_place())]
+        self._activation_parts = [
+            _part_of("t", _tensor_place()),
+            _part_of("c", _context_place()),
+        ]
         self._weight_parts = [*self._activation_parts, _part_of("d", _data_place())]
 
     # Steps.
@@ -212,7 +222,9 @@ class DigestRecorder(Observer):
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
             # Here, because a program may end its process groups before its last weights are read.
-            chunk = _Chunk(model, self._stage_of(index), list(_weights_of(model, weight_ids)))
+            chunk = _Chunk(
+                model, self._stage_of(index), list(_weights_of(model, weight_ids))
+            )
             root = unwrap_model(model)
             for name, module in _watched_modules(root):
                 chunk.handles += [
@@ -231,7 +243,9 @@ class DigestRecorder(Observer):
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
         is_first = self._number == 0
-        if self._awaits_weights and num_done >= self._number:  # the optimizer is not Megatron's
+        if (
+            self._awaits_weights and num_done >= self._number
+        ):  # the optimizer is not Megatron's
             self._end_step()
         self._drop()  # the step failed, or Megatron repeats it
         self._awaits_weights = False
@@ -249,7 +263,9 @@ class DigestRecorder(Observer):
             for position, weight in enumerate(chunk.weights):
                 gradient = _gradient_of(weight.parameter)
                 if gradient is not None:
-                    self._add_of_weight("reduced gradient", chunk.stage, position, weight, gradient)
+                    self._add_of_weight(
+                        "reduced gradient", chunk.stage, position, weight, gradient
+                    )
         self._awaits_weights = True
 
     def end_iteration(self) -> None:
@@ -289,7 +305,9 @@ class DigestRecorder(Observer):
     def _record_weights(self) -> None:
         for chunk in self._chunks:
             for position, weight in enumerate(chunk.weights):
-                self._add_of_weight("weights", chunk.stage, position, weight, weight.parameter)
+                self._add_of_weight(
+                    "weights", chunk.stage, position, weight, weight.parameter
+                )
 
     def _write(self, number: int) -> None:
         """Read the results from the device, between two steps, and write them.
@@ -301,10 +319,16 @@ class DigestRecorder(Observer):
         bits: list[list[int]] = []
         sizes: list[list[float]] = []
         if fingerprints:
-            bits = torch.stack([fingerprint.bits for fingerprint in fingerprints]).tolist()
-            sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints]).tolist()
+            bits = torch.stack(
+                [fingerprint.bits for fingerprint in fingerprints]
+            ).tolist()
+            sizes = torch.stack(
+                [fingerprint.sizes for fingerprint in fingerprints]
+            ).tolist()
         records = []
-        for record, sums, (norm, *projections) in zip(self._records, bits, sizes, strict=True):
+        for record, sums, (norm, *projections) in zip(
+            self._records, bits, sizes, strict=True
+        ):
             records.append(Record(*record[:-1], bits_text(*sums), norm, projections))
         self._writer.step(number, records)
         self._drop()
@@ -336,7 +360,9 @@ class DigestRecorder(Observer):
             self._position = 0
         self._deferred = frozenset()
         if action.kind == "W" and self._compute is not None:
-            self._deferred = self._compute.splits.waiting(action.stage, action.microbatch)
+            self._deferred = self._compute.splits.waiting(
+                action.stage, action.microbatch
+            )
         if self._operators is not None:
             microbatch = self._number_in_batch(action.stage, action.microbatch)
             self._operators.begin_action(self._number, microbatch, action)
@@ -362,7 +388,11 @@ class DigestRecorder(Observer):
         # A backward reaches the last weights first.
         for position, weight in enumerate(reversed(chunk.weights)):
             number = id(weight.parameter)
-            is_computed = number in self._deferred if action.kind == "W" else number not in waiting
+            is_computed = (
+                number in self._deferred
+                if action.kind == "W"
+                else number not in waiting
+            )
             gradient = _gradient_of(weight.parameter)
             if is_computed and gradient is not None:
                 self._add("weight gradient", weight.name, gradient, action, position)
@@ -386,7 +416,11 @@ class DigestRecorder(Observer):
     # Modules.
 
     def _before_forward(
-        self, name: str, _module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        name: str,
+        _module: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Watch the gradient of a module's input."""
         action = self._watched_action()
@@ -401,7 +435,9 @@ class DigestRecorder(Observer):
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, action))
 
-    def _after_forward(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> Any:
+    def _after_forward(
+        self, name: str, _module: torch.nn.Module, _args: Any, output: Any
+    ) -> Any:
         """Record a module's output; return what replaces it, or None."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
@@ -415,7 +451,11 @@ class DigestRecorder(Observer):
             tensor.register_hook(partial(_begin_module, operators))
         replacement = None
         if self._rounds_differently:
-            seeds = name, self._number, self._number_in_batch(action.stage, action.microbatch)
+            seeds = (
+                name,
+                self._number,
+                self._number_in_batch(action.stage, action.microbatch),
+            )
             rounded = rounded_differently(tensor, *seeds)
             replacement = with_first(output, tensor, rounded)
             tensor = rounded
@@ -459,13 +499,18 @@ class DigestRecorder(Observer):
         if action.kind in ("B", "I"):
             self._add("backward", name, gradient, action, microbatch=of.microbatch)
 
-    def _operators_of(self, stage: int, name: str, direction: Direction) -> OperatorRecorder | None:
+    def _operators_of(
+        self, stage: int, name: str, direction: Direction
+    ) -> OperatorRecorder | None:
         """Return the recorder of a module's operators; None: they are not recorded."""
         recorder = self._operators
         if recorder is None:
             return None
         place = recorder.place
-        is_place = (self._recorded_name(stage, name), direction) == (place.module, place.direction)
+        is_place = (self._recorded_name(stage, name), direction) == (
+            place.module,
+            place.direction,
+        )
         return recorder if is_place else None
 
     # Records.
@@ -487,16 +532,25 @@ class DigestRecorder(Observer):
         if action.slice:
             parts.append(f"s{action.slice}")
         number = self._number_in_batch(action.stage, microbatch)
-        self._append(kind, number, name, parts, action.stage, position, str(action), tensor)
+        self._append(
+            kind, number, name, parts, action.stage, position, str(action), tensor
+        )
 
     def _add_of_weight(
-        self, kind: Kind, stage: int, position: int, weight: _Weight, tensor: torch.Tensor
+        self,
+        kind: Kind,
+        stage: int,
+        position: int,
+        weight: _Weight,
+        tensor: torch.Tensor,
     ) -> None:
         if weight.shard is not None:
             tensor = tensor.reshape(-1)[weight.shard]
         if tensor.numel() and self._has_weights:
             parts = self._weight_parts
-            self._append(kind, NO_MICROBATCH, weight.name, parts, stage, position, "", tensor)
+            self._append(
+                kind, NO_MICROBATCH, weight.name, parts, stage, position, "", tensor
+            )
 
     def _append(
         self,
@@ -521,7 +575,15 @@ class DigestRecorder(Observer):
         fingerprint = self._fingerprints.of(tensor)
         self._records.append(
             _Pending(
-                kind, microbatch, name, part, stage, position, action, tensor.numel(), fingerprint
+                kind,
+                microbatch,
+                name,
+                part,
+                stage,
+                position,
+                action,
+                tensor.numel(),
+                fingerprint,
             )
         )
 
@@ -535,7 +597,9 @@ class DigestRecorder(Observer):
         """Return the number of a micro-batch in the global batch."""
         replica, pipeline = self._replica, self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
-            replica ^= 1  # it started on the twin, the neighbour in the data-parallel group
+            replica ^= (
+                1  # it started on the twin, the neighbour in the data-parallel group
+            )
         return microbatch * self._num_replicas + replica
 
 
@@ -544,7 +608,10 @@ def _begin_module(operators: OperatorRecorder, _gradient: torch.Tensor) -> None:
 
 
 def _tensor_place() -> tuple[int, int]:
-    rank, size = groups.get_tensor_model_parallel_rank, groups.get_tensor_model_parallel_world_size
+    rank, size = (
+        groups.get_tensor_model_parallel_rank,
+        groups.get_tensor_model_parallel_world_size,
+    )
     return rank(), size()
 
 
@@ -584,7 +651,11 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     layers: dict[str, torch.nn.Module] = {}
     for path, module in root.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in layers)
-        if isinstance(getattr(module, "layer_number", None), int) and not is_inside and path:
+        if (
+            isinstance(getattr(module, "layer_number", None), int)
+            and not is_inside
+            and path
+        ):
             layers[path] = module
     return layers
 

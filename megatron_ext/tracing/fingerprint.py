@@ -18,7 +18,9 @@ only if a row is this long."""
 _BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
 """Words that are hashed at a time: on a CPU as many as stay in its cache, elsewhere as many as its
 memory can spare."""
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd constant without a pattern, as a signed number
+_MIX = 0x9E3779B97F4A7C15 - (
+    1 << 64
+)  # an odd constant without a pattern, as a signed number
 
 
 class Fingerprint(NamedTuple):
@@ -67,7 +69,9 @@ class Fingerprints:
         num_columns = words.shape[1]
         mixing_factors = self._factors_of(num_columns, words.device).to(torch.int32)
         block_words = _BLOCK_WORDS.get(words.device.type, _BLOCK_WORDS["other"])
-        sums_of_columns = torch.zeros(num_columns, dtype=torch.int32, device=words.device)
+        sums_of_columns = torch.zeros(
+            num_columns, dtype=torch.int32, device=words.device
+        )
         sums_of_rows = []
         for block in words.split(max(1, block_words // num_columns)):
             mixed = block * mixing_factors
@@ -102,7 +106,9 @@ class Fingerprints:
         """Return `[count]` odd 64-bit numbers."""
         key = count, device
         if key not in self._factors:
-            numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
+            numbers = (
+                torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
+            )
             self._factors[key] = (numbers ^ (numbers >> 29)) | 1
         return self._factors[key]
 
@@ -116,13 +122,18 @@ class Fingerprints:
         if key not in self._weights:
             total = NUM_PROJECTIONS * count
             first = total if name == "rows" else 0
-            numbers = torch.arange(first, first + total, dtype=torch.int64, device=device) + 7919
+            numbers = (
+                torch.arange(first, first + total, dtype=torch.int64, device=device)
+                + 7919
+            )
             numbers = numbers * _MIX
             numbers = (numbers ^ (numbers >> 31)) * _MIX
             signs = ((numbers >> 40) & 1) * 2 - 1
             fractions = ((numbers >> 41) & 0xFFFF) / 2**16
             weights = signs * (0.5 + fractions) / math.sqrt(13 / 12)
-            self._weights[key] = weights.to(torch.float32).reshape(NUM_PROJECTIONS, count)
+            self._weights[key] = weights.to(torch.float32).reshape(
+                NUM_PROJECTIONS, count
+            )
         return self._weights[key]
 
 

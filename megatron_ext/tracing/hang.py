@@ -69,7 +69,10 @@ class RankState(NamedTuple):
         """Return the state in one line."""
         doing = self.activity
         if self.waits_for:
-            named = [f"{of_rank} of rank {rank}" for rank, of_rank in self.waits_for[:_MAX_NAMED]]
+            named = [
+                f"{of_rank} of rank {rank}"
+                for rank, of_rank in self.waits_for[:_MAX_NAMED]
+            ]
             num_unnamed = len(self.waits_for) - _MAX_NAMED
             if num_unnamed > 0:
                 named.append(f"{num_unnamed} others")
@@ -140,7 +143,9 @@ def explain(
         steps = state.waits_for
         if state.in_collective:
             # It waits for the ranks that have not entered as many collectives, and for silent ones.
-            passed = [other for other in states if states[other].entered >= state.entered]
+            passed = [
+                other for other in states if states[other].entered >= state.entered
+            ]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
         if not steps and state.runs_collective:
             silent = [other for other in range(num_ranks) if other not in states]
@@ -159,7 +164,9 @@ def explain(
         if not fresh:
             circle = path[path.index(rank) :]
             parts.append("was named before: their tables do not fit each other")
-            return Verdict(f"rank {start} {', which '.join(parts)}", tuple(sorted(circle)))
+            return Verdict(
+                f"rank {start} {', which '.join(parts)}", tuple(sorted(circle))
+            )
         path.append(rank)
     return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
 
@@ -173,9 +180,15 @@ def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
     late = []
     for rank, state in states.items():
         is_waiting = bool(state.waits_for) or state.runs_collective
-        if not is_waiting and state.entered == stuck.entered and state.activity != OUTSIDE:
+        if (
+            not is_waiting
+            and state.entered == stuck.entered
+            and state.activity != OUTSIDE
+        ):
             late.append(rank)
-    return sorted(late, key=lambda rank: (states[rank].activity != stuck.activity, rank))
+    return sorted(
+        late, key=lambda rank: (states[rank].activity != stuck.activity, rank)
+    )
 
 
 def process_state(host: str, pid: int) -> str:
@@ -203,8 +216,12 @@ def _connected_again(store: Any) -> Any:
     if hasattr(store, "clone"):
         connection = store.clone()
     # The stores of torch 2.7 lack `clone`, and hide their prefix.
-    elif isinstance(base := getattr(store, "_underlying_non_prefix_store", store), TCPStore):
-        connection = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+    elif isinstance(
+        base := getattr(store, "_underlying_non_prefix_store", store), TCPStore
+    ):
+        connection = TCPStore(
+            base.host, base.port, is_master=False, wait_for_workers=False
+        )
     else:
         connection = FileStore(base.path)
     # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx). The
@@ -225,11 +242,17 @@ class Watchdog:
     """
 
     def __init__(
-        self, now: Callable[[], RankState], timeout_s: float, *, ends_process: bool = True
+        self,
+        now: Callable[[], RankState],
+        timeout_s: float,
+        *,
+        ends_process: bool = True,
     ) -> None:
         self._now, self.timeout_s = now, timeout_s
         self._ends_process = ends_process
-        self._period_s = min(_ANSWER_S, timeout_s / 4)  # raises an alarm in time, and sees one soon
+        self._period_s = min(
+            _ANSWER_S, timeout_s / 4
+        )  # raises an alarm in time, and sees one soon
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
@@ -263,9 +286,14 @@ class Watchdog:
         # Daemons, because a blocked call of the store must not keep the process alive at its end.
         self._threads = [
             threading.Thread(
-                target=self._watch, args=(store, rank, num_ranks), name="watchdog", daemon=True
+                target=self._watch,
+                args=(store, rank, num_ranks),
+                name="watchdog",
+                daemon=True,
             ),
-            threading.Thread(target=self._watch_alone, args=(rank,), name="watchdog", daemon=True),
+            threading.Thread(
+                target=self._watch_alone, args=(rank,), name="watchdog", daemon=True
+            ),
         ]
         for thread in self._threads:
             thread.start()
@@ -296,7 +324,9 @@ class Watchdog:
         # A stopped rank cannot report itself, so publish its process for others to inspect. Don't
         # do that in the training thread: a store that does not answer blocks its callers.
         with suppress(RuntimeError):
-            store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+            store.set(
+                f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()])
+            )
         while not self._stop.wait(self._period_s):
             stuck = self._lasts(self.timeout_s)
             try:
@@ -309,7 +339,9 @@ class Watchdog:
             except RuntimeError as error:  # the store's process may have died
                 if not stuck:
                     continue
-                reason = "the others cannot be reached: " + str(error).partition("\n")[0]
+                reason = (
+                    "the others cannot be reached: " + str(error).partition("\n")[0]
+                )
                 verdict = Verdict(f"{self._state(rank)}; {reason}", (rank,))
             if not self._stop.is_set():
                 self._end(rank, verdict)
@@ -341,7 +373,11 @@ class Watchdog:
             self._stop.wait(0.1)
         waiting = []
         for waiting_rank, its_state in states.items():
-            if its_state.waits_for or its_state.in_collective or its_state.runs_collective:
+            if (
+                its_state.waits_for
+                or its_state.in_collective
+                or its_state.runs_collective
+            ):
                 waiting.append(waiting_rank)
         # If no rank waits, start with the one that raised the alarm.
         start = min(waiting, default=int(store.get("alarm")))
@@ -398,5 +434,7 @@ class Watchdog:
         sys.stderr.flush()
         if not self._ends_process:
             return
-        cause.write(cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message)
+        cause.write(
+            cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message
+        )
         os._exit(1)  # skip exit handlers: the cause of the hang would block them too

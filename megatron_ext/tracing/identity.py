@@ -102,7 +102,9 @@ def _place(configuration: Active) -> _Place:
 def _clock_name() -> str:
     """Return a name shared by all ranks of one boot of a host, which also share its clock."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        )
     except OSError:
         return socket.gethostname()
 
@@ -128,7 +130,9 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
     # Ranks that share CPUs wait for each other, which forecasts must know.
     settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
     settings["megatron_ext"] = __version__
-    settings["megatron-core"] = core_version() or "unknown"  # a tree on PYTHONPATH takes precedence
+    settings["megatron-core"] = (
+        core_version() or "unknown"
+    )  # a tree on PYTHONPATH takes precedence
     settings["torch"] = installed("torch") or "unknown"
     settings["python"] = platform.python_version()
     pipeline = configuration.pipeline

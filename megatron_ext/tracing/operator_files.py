@@ -87,7 +87,9 @@ def why_unavailable() -> str:
         return "torch is not installed"
     major, minor = installed.split(".")[:2]
     if (int(major), int(minor)) < _FIRST_TORCH:
-        return f"operators are recorded by torch 2.10 and later, and torch is {installed}"
+        return (
+            f"operators are recorded by torch 2.10 and later, and torch is {installed}"
+        )
     return ""
 
 
@@ -154,6 +156,8 @@ def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
             header = OperatorHeader(**fields)
             operators = [Operator(*parse_json(line)) for line in lines]
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: no operators: {error}; record the training again") from error
+            raise DataError(
+                f"{path}: no operators: {error}; record the training again"
+            ) from error
         contents[header.tensor, header.context] = OperatorFile(header, operators)
     return contents

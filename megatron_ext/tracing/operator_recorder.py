@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 _KINDS = {"forward": ("F",), "backward": ("B", "I")}
 """Kinds of actions, by the direction of a place."""
-_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+_COLLECTIVES = (
+    "c10d",
+    "c10d_functional",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+)
 """Namespaces of operators whose results may still be on their way."""
 
 
@@ -60,8 +65,15 @@ class OperatorRecorder:
             microbatch: Number of its micro-batch in the global batch.
             action: The action that begins.
         """
-        is_place = (iteration, microbatch) == (self.place.iteration, self.place.microbatch)
-        if not is_place or action.kind not in _KINDS[self.place.direction] or self._mode:
+        is_place = (iteration, microbatch) == (
+            self.place.iteration,
+            self.place.microbatch,
+        )
+        if (
+            not is_place
+            or action.kind not in _KINDS[self.place.direction]
+            or self._mode
+        ):
             return
         from torch.utils._debug_mode import DebugMode
 
@@ -91,13 +103,22 @@ class OperatorRecorder:
         operators = []
         for name, shapes, fingerprint in self._operators[self._first : self._end]:
             norm, *projections = fingerprint.sizes.tolist()
-            operators.append(Operator(name, shapes, fingerprint.text, norm, projections))
+            operators.append(
+                Operator(name, shapes, fingerprint.text, norm, projections)
+            )
         header = self._header
         written = OperatorHeader(
-            header.rank, header.host, header.tensor, header.context, str(action), str(self.place)
+            header.rank,
+            header.host,
+            header.tensor,
+            header.context,
+            str(action),
+            str(self.place),
         )
         self._recorded[action.slice] = operators
-        of_all_slices = [operator for part in self._recorded.values() for operator in part]
+        of_all_slices = [
+            operator for part in self._recorded.values() for operator in part
+        ]
         write(self._folder, OperatorFile(written, of_all_slices))
 
     def stop(self) -> None:
@@ -124,7 +145,9 @@ class OperatorRecorder:
         tensors = [
             leaf
             for leaf in torch.utils._pytree.tree_leaves(result)
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+            if isinstance(leaf, torch.Tensor)
+            and leaf.is_floating_point()
+            and leaf.numel()
         ]
         if tensors:
             shapes = [list(tensor.shape) for tensor in tensors]

@@ -107,7 +107,9 @@ class DeviceClock:
         # An event may precede the iteration, if its action started earlier.
         times_ns = []
         for event in stamps:
-            took_ns = max(0, round(self._base.elapsed_time(event) * 1e6))  # torch counts ms
+            took_ns = max(
+                0, round(self._base.elapsed_time(event) * 1e6)
+            )  # torch counts ms
             times_ns.append(self._begin_ns + took_ns)
         return times_ns
 
@@ -153,7 +155,10 @@ class Recorder:
         self._number = number
         self.notes = {}
         sampling = self._sampling
-        if sampling is None or self._index % sampling.interval >= sampling.num_iterations:
+        if (
+            sampling is None
+            or self._index % sampling.interval >= sampling.num_iterations
+        ):
             return
         # Wait until the first traced iteration: the groups, which name the file, do not exist
         # before.
@@ -167,7 +172,9 @@ class Recorder:
         """Return the current time, for `add`: nanoseconds on the host, an event on a device."""
         return self._clock.stamp()
 
-    def add(self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None) -> None:
+    def add(
+        self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None
+    ) -> None:
         """Record a span from `begin` to now, or to `end`."""
         if not self.active:  # tracing has ended since the action began
             return
@@ -182,7 +189,9 @@ class Recorder:
         """
         if not self.active:
             return
-        self.active = False  # even if the device has failed, which would fail again at exit
+        self.active = (
+            False  # even if the device has failed, which would fail again at exit
+        )
         end = self._clock.stamp()  # before our own work below
         spans = self._spans
         self._spans = []
@@ -200,7 +209,9 @@ class Recorder:
             span_end_ns = span_times_ns[2 * index + 1]
             if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
                 events.append(self._event(name, begin_ns, span_end_ns, attributes))
-        if isinstance(self._clock, DeviceClock):  # the host may have been busy for longer
+        if isinstance(
+            self._clock, DeviceClock
+        ):  # the host may have been busy for longer
             end_ns = time.monotonic_ns()
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
         # Last, so that a complete line always ends with it.
@@ -254,11 +265,15 @@ class Recorder:
         self._path = directory / SCHEDULE_FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if header.rank == 0:  # the table of the previous run would explain this run wrongly
+            if (
+                header.rank == 0
+            ):  # the table of the previous run would explain this run wrongly
                 self._path.unlink(missing_ok=True)
                 if table is not None:
                     write_text(self._path, table_files.json_text(table))
-            self._path = directory / FILE_NAME.format(header.data, header.pipeline, header.tensor)
+            self._path = directory / FILE_NAME.format(
+                header.data, header.pipeline, header.tensor
+            )
             # Don't truncate it: someone may be reading the old file
             self._path.unlink(missing_ok=True)
             self._file = self._path.open("x", encoding="utf-8")

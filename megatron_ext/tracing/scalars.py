@@ -24,7 +24,11 @@ _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Set to 1 on all ranks by programs that show `upstream/person_view.py` instead of the log."""
 # Share of the pipelines' time in which ranks compute nothing; bytes of activations and gradients of
 # all ranks per second; share of the actions that ran before an earlier action of the table.
-_BUBBLE, _SENT, _JUMPED = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
+_BUBBLE, _SENT, _JUMPED = (
+    "pipeline/bubble",
+    "pipeline/sent bytes per s",
+    "pipeline/out of order",
+)
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
@@ -86,7 +90,10 @@ def since_last() -> dict[str, float] | None:
     now_s = time.monotonic()
     runtimes = in_force()
     # Before the first call, use the time in steps as the time that has passed.
-    last_s, last_counts = runtimes.last_counts or (now_s - work.wall_s, [0.0] * len(counts))
+    last_s, last_counts = runtimes.last_counts or (
+        now_s - work.wall_s,
+        [0.0] * len(counts),
+    )
     runtimes.last_counts = now_s, counts
     new = [count - last for count, last in zip(counts, last_counts, strict=True)]
     new.append(now_s - last_s)
@@ -94,7 +101,9 @@ def since_last() -> dict[str, float] | None:
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
     # Use a row for each rank, so that a single sum also yields the largest value.
-    ranks = torch.zeros(dist.get_world_size(), len(new), dtype=torch.float32, device=device)
+    ranks = torch.zeros(
+        dist.get_world_size(), len(new), dtype=torch.float32, device=device
+    )
     ranks[dist.get_rank()] = torch.tensor(new, dtype=torch.float32)
     dist.all_reduce(ranks)
     busy_s, wall_s, jumped, actions, sent, passed_s = ranks.T.tolist()
@@ -104,7 +113,9 @@ def since_last() -> dict[str, float] | None:
         _SENT: sum(sent) / max(fmean(passed_s), 1e-9),
         _JUMPED: sum(jumped) / sum(actions),
     }
-    if backend.is_host:  # on other devices, the call of an action ends while they still compute
+    if (
+        backend.is_host
+    ):  # on other devices, the call of an action ends while they still compute
         # Ranks without further actions wait after their step for the last rank of all.
         scalars[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))
     return scalars

@@ -36,7 +36,10 @@ _CAUSES = {"D": "leader", "C": "credit"}
 """Kind of message -> the cause of a wait for it, if that is not an input."""
 _STUCK_S = 5.0
 """After an error, time for the device to finish the work that the trace of its step needs."""
-_COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
+_COLLECTIVES = {
+    "reduce": "the reduction of gradients",
+    "optimizer": "the optimizer step",
+}
 
 
 def subscribe(configuration: Active) -> None:
@@ -65,7 +68,9 @@ def subscribe(configuration: Active) -> None:
     clock = HostClock() if device.is_host else DeviceClock(device)
     session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)
     configuration.observers.append(session)
-    atexit.register(session.close)  # a run that ends without deconfigure must close its file too
+    atexit.register(
+        session.close
+    )  # a run that ends without deconfigure must close its file too
 
 
 class Session(Observer):
@@ -77,7 +82,9 @@ class Session(Observer):
         self.has_spans = False
         """Whether Megatron's telemetry has spans of actions and messages."""
         self._configuration = configuration
-        is_forward = configuration.job is not None and configuration.job.role == "forward"
+        is_forward = (
+            configuration.job is not None and configuration.job.role == "forward"
+        )
         self._entered = math.inf if is_forward else 0.0
         """Number of collectives that the rank has entered; infinite for a forward rank, which
         enters none."""
@@ -88,7 +95,9 @@ class Session(Observer):
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """Outstanding message -> its sender."""
-        self._open_spans: list[tuple[Any, Callable[[Mapping[str, Any]], None] | None]] = []
+        self._open_spans: list[
+            tuple[Any, Callable[[Mapping[str, Any]], None] | None]
+        ] = []
         """Nested spans in progress: the stamp of their start (None: not recorded), and the function
         that ends them in Megatron's telemetry. Plain tuples, because each event of a step creates
         one."""
@@ -125,7 +134,9 @@ class Session(Observer):
         if self.watchdog is not None:
             self.watchdog.start()
         self.recorder.begin_iteration(self._number)
-        self.recorder.notes["microbatches"] = num_microbatches  # --rampup-batch-size changes it
+        self.recorder.notes["microbatches"] = (
+            num_microbatches  # --rampup-batch-size changes it
+        )
 
     def end_schedule(self) -> None:
         """Stop watching: Megatron's optimizers resume it, and others report nothing."""
@@ -155,7 +166,9 @@ class Session(Observer):
                 timeout_s = _STUCK_S if failed else None
                 self.recorder.end_iteration(timeout_s)
         finally:
-            self._report(OUTSIDE)  # not watched, but published if another rank raises an alarm
+            self._report(
+                OUTSIDE
+            )  # not watched, but published if another rank raises an alarm
 
     def begin_collective(self, name: str) -> None:
         """Report a collective: the rank waits for all ranks that have not entered it."""
@@ -203,7 +216,9 @@ class Session(Observer):
             attributes["slice"] = slice_index
         self._end(ACTION_NAMES[kind], attributes)
         compute = self._compute
-        if compute is None:  # Megatron's own schedule, whose transport may report nothing
+        if (
+            compute is None
+        ):  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
         elif kind in ("F", "R") and (stage, slice_index) not in self._activation_bytes:
             saved = compute.saved_tensors(action)
@@ -220,7 +235,11 @@ class Session(Observer):
         self._end("exchange", {"of": kind, "microbatch": microbatch, "stage": stage})
 
     def made(
-        self, stage: int, outputs: Sequence[Any], model: torch.nn.Module, slice_index: int = 0
+        self,
+        stage: int,
+        outputs: Sequence[Any],
+        model: torch.nn.Module,
+        slice_index: int = 0,
     ) -> None:
         """Measure the bytes that the first recorded forward of a stage, or of its slice, keeps."""
         # Skip offloading models: reading tensors that Megatron has moved to the host would bring
@@ -263,7 +282,9 @@ class Session(Observer):
         self._now("waits", [(source, made_by(message))])
         self._begin("receive")
 
-    def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
+    def end_receive(
+        self, message: Message, source: int, num_bytes: int, waited_s: float
+    ) -> None:
         """Record a receive, and how much of it was waiting."""
         begin, end_span = self._open_spans.pop()
         message_attributes = _attributes_of(message)
@@ -293,7 +314,10 @@ class Session(Observer):
         if cause == "slot":
             self._now("waits until what it sent is taken")
         else:
-            waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
+            waits = [
+                (source, made_by(message))
+                for message, source in self._outstanding.items()
+            ]
             self._now("waits", waits)
         self._begin("wait")
 
@@ -313,18 +337,29 @@ class Session(Observer):
             self._outstanding.pop(message, None)
 
     def _now(
-        self, activity: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
+        self,
+        activity: str,
+        waits_for: Sequence[tuple[int, str]] = (),
+        in_collective: bool = False,
     ) -> None:
         # Evaluations and saves may take long, so only training steps are watched.
         if self.state.activity != OUTSIDE:
             self._report(activity, waits_for, in_collective)
 
     def _report(
-        self, activity: str, waits_for: Sequence[tuple[int, str]] = (), in_collective: bool = False
+        self,
+        activity: str,
+        waits_for: Sequence[tuple[int, str]] = (),
+        in_collective: bool = False,
     ) -> None:
         # Use a single assignment without a lock: the watchdog never sees half of a change.
         self.state = RankState(
-            -1, activity, waits_for, in_collective, time.monotonic(), entered=self._entered
+            -1,
+            activity,
+            waits_for,
+            in_collective,
+            time.monotonic(),
+            entered=self._entered,
         )
 
     def _begin(self, span: str = "") -> None:
@@ -347,7 +382,9 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     parameters, without the attributes that Megatron sets on them.
     """
     # Weights are in memory with or without the graph.
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters()
+    }
     bytes_of_storages: dict[int, int] = {}
     for tensor in _saved_tensors(outputs):
         storage = tensor.untyped_storage()

@@ -51,7 +51,12 @@ class StepRecord:
         self._begin_s = time.monotonic()
 
     def add(
-        self, iteration: int, losses: Mapping[str, Any], gradient_norm: Any, *, skipped: bool
+        self,
+        iteration: int,
+        losses: Mapping[str, Any],
+        gradient_norm: Any,
+        *,
+        skipped: bool,
     ) -> None:
         """Append a step that has just ended.
 
@@ -74,7 +79,9 @@ class StepRecord:
             "gradient_norm": norm,
             "skipped": skipped,
             "duration_s": duration_s,
-            "consumed_samples": getattr(megatron_arguments(), "consumed_train_samples", None),
+            "consumed_samples": getattr(
+                megatron_arguments(), "consumed_train_samples", None
+            ),
             "memory_bytes": devices.current().peak_memory_bytes(),
         }
         self._append(step)

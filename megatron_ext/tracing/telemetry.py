@@ -14,8 +14,12 @@ _ACTIONS, _MESSAGES = "microbatch", "communication"
 
 def is_on() -> bool:
     """Return whether Megatron, or another host, has enabled spans of actions or messages."""
-    state = sys.modules.get("nemo.lens.state")  # imported by the code that sets up telemetry
-    return state is not None and any(map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES)))
+    state = sys.modules.get(
+        "nemo.lens.state"
+    )  # imported by the code that sets up telemetry
+    return state is not None and any(
+        map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES))
+    )
 
 
 def begin(name: str) -> Callable[[Mapping[str, Any]], None]:

@@ -28,13 +28,21 @@ from types import FrameType, ModuleType
 import wrapt
 
 from megatron_ext import devices
-from megatron_ext.errors import ArgumentsError, MegatronExtError, PeerDied, UserError, message_of
+from megatron_ext.errors import (
+    ArgumentsError,
+    MegatronExtError,
+    PeerDied,
+    UserError,
+    message_of,
+)
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.upstream.scripts import find_script
 
 # Message of a gloo or NCCL collective that fails because another rank has ended.
-_LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
+_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited"
+)
 
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
@@ -51,7 +59,9 @@ def choose(script: str) -> Path | None:
 def execute(script: Path | None) -> None:
     """Run the script from `choose` in this process; errors propagate."""
     if script is None:
-        if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":  # our flags would have no effect
+        if (
+            os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1"
+        ):  # our flags would have no effect
             raise UserError(
                 "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset "
                 "it, or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
@@ -73,7 +83,12 @@ def _address_of_one() -> None:
         # A fixed port would make two trainings on one host connect to each other.
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
+    for name, value in (
+        ("RANK", 0),
+        ("WORLD_SIZE", 1),
+        ("LOCAL_RANK", 0),
+        ("MASTER_PORT", port),
+    ):
         os.environ.setdefault(name, str(value))
     os.environ["MASTER_ADDR"] = "localhost"
 
@@ -123,12 +138,19 @@ def _is_of_megatron(frame: FrameType) -> bool:
     return name.startswith("megatron.")
 
 
-def _missing_package(error: ModuleNotFoundError, frames: Sequence[FrameType]) -> UserError | None:
+def _missing_package(
+    error: ModuleNotFoundError, frames: Sequence[FrameType]
+) -> UserError | None:
     """Return the error for a package that Megatron imports but that is not installed."""
     # Frames of the import system itself lie between the importing line and the error.
-    outside_imports = [frame for frame in frames if "importlib" not in frame.f_code.co_filename]
+    outside_imports = [
+        frame for frame in frames if "importlib" not in frame.f_code.co_filename
+    ]
     package = (error.name or "").partition(".")[0]
-    if not _is_of_megatron(outside_imports[-1]) or package in {"megatron", "megatron_ext"}:
+    if not _is_of_megatron(outside_imports[-1]) or package in {
+        "megatron",
+        "megatron_ext",
+    }:
         return None
     remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
     if _is_in_extra(package, "upstream"):
@@ -141,7 +163,9 @@ def _missing_package(error: ModuleNotFoundError, frames: Sequence[FrameType]) ->
 def _is_in_extra(package: str, extra: str) -> bool:
     """Return whether an extra of this package installs another package."""
     requirements: list[str] = []
-    with suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH has no metadata
+    with suppress(
+        metadata.PackageNotFoundError
+    ):  # a checkout on PYTHONPATH has no metadata
         requirements = metadata.requires("megatron-ext") or []
     for requirement in requirements:
         is_named = re.match(rf"{re.escape(package)}\b", requirement)

@@ -56,7 +56,11 @@ class StoreConnection:
         sockets: set[OpenSocket] = set()
         before = open_sockets()
         connection = TCPStore(
-            base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout
+            base.host,
+            base.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=base.timeout,
         )
         for opened in open_sockets() - before:
             ends = opened.tcp_ends()
@@ -111,7 +115,9 @@ class EndWaits(Abort):
         configuration = active.active()
         if configuration is not None:
             with _errors_logged(state.rank, "transports"):
-                configuration.abort("a rank was lost; the job starts again in the same processes")
+                configuration.abort(
+                    "a rank was lost; the job starts again in the same processes"
+                )
         with _errors_logged(state.rank, "collectives"):
             devices.current().abort_collectives()
         with _errors_logged(state.rank, "waits in the store"):
@@ -173,7 +179,9 @@ class EndConfiguration(Finalize):
         is_same = failure == self._last_failure
         self._last_failure = failure
         if is_same:
-            _LOG.error("the same error in the same step after a restart, so the rank ends")
+            _LOG.error(
+                "the same error in the same step after a restart, so the rank ends"
+            )
         return is_same
 
 

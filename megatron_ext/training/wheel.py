@@ -23,8 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+)
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -77,7 +83,9 @@ def main() -> None:
     restarts = import_module("megatron.training.inprocess_restart")
     # All of it starts again, the parsing of flags too: ranks have other numbers then. As a lambda:
     # NVRx looks for its own classes in annotations, and those of this file are strings.
-    train, store = restarts.maybe_wrap_for_inprocess_restart(lambda store: _train(store))  # noqa: PLW0108
+    train, store = restarts.maybe_wrap_for_inprocess_restart(
+        lambda store: _train(store)  # noqa: PLW0108
+    )
     train(store)
 
 
@@ -122,7 +130,9 @@ def refuse(args: Namespace) -> None:
         ArgumentsError: One line for each setting.
     """
     settings = dict(_SCRIPT_ONLY)
-    if not hasattr(import_module("megatron.training.argument_utils"), "gpt_config_from_args"):
+    if not hasattr(
+        import_module("megatron.training.argument_utils"), "gpt_config_from_args"
+    ):
         settings.update(_BUILDERS_ONLY)
     lines = []
     for name, off_value in settings.items():
@@ -228,7 +238,9 @@ def _config() -> Any:
 
 
 def _step(
-    data_iterator: Iterator[Any] | None, chunk: torch.nn.Module, return_schedule_plan: bool = False
+    data_iterator: Iterator[Any] | None,
+    chunk: torch.nn.Module,
+    return_schedule_plan: bool = False,
 ) -> tuple[Any, Callable[..., Any]]:
     """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
     args = get_args()
@@ -238,7 +250,9 @@ def _step(
         num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()
     with stimer(bdata=True):
-        batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), num_samples)
+        batch = _batch(
+            data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), num_samples
+        )
         if batch and args.context_parallel_size > 1:
             batch = _part_of_cp_rank(batch)
     timer.stop()
@@ -257,7 +271,10 @@ def _step(
 def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this context-parallel rank's part of each sequence."""
     # Releases differ in whether they take the group, and whether they support hybrid parallelism.
-    options = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
+    options = {
+        "cp_group": parallel_state.get_context_parallel_group(),
+        "is_hybrid_cp": False,
+    }
     names = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
     accepted = {name: value for name, value in options.items() if name in names}
     part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(batch, **accepted)
@@ -329,7 +346,9 @@ def _loss(
                 fatal=True,
             )
     if args.check_for_spiky_loss:
-        is_spiky = partial(rerun_machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
+        is_spiky = partial(
+            rerun_machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"
+        )
         rerun_machine.validate_result(
             result=loss,
             rejection_func=is_spiky,
@@ -367,7 +386,9 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
     if args.per_dataset_sequences_path:
-        sequences_per_dataset = json.loads(Path(args.per_dataset_sequences_path).read_text())
+        sequences_per_dataset = json.loads(
+            Path(args.per_dataset_sequences_path).read_text()
+        )
     settings = {}
     for field in fields(GPTDatasetConfig):
         if hasattr(args, field.name):
@@ -384,6 +405,7 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         "fast_cache_load": args.dataloader_fast_cache_load,
         "sequences_per_dataset": sequences_per_dataset,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "sequence_parallel_size": args.tensor_model_parallel_size
+        * args.sequence_parallel,
     }
     return GPTDatasetConfig(**settings)

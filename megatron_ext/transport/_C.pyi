@@ -87,7 +87,9 @@ class ShmLink(Link):
         TransportError: There is no memory for the arena, or the peer is gone.
     """
 
-    def __init__(self, endpoint: Endpoint, peer: int, socket: int | _HasFileno) -> None: ...
+    def __init__(
+        self, endpoint: Endpoint, peer: int, socket: int | _HasFileno
+    ) -> None: ...
     @property
     def slots(self) -> tuple[int, int]:
         """Address and number of bytes of the memory that holds the peer's messages.
@@ -122,7 +124,11 @@ class TcpLink(Link):
     """
 
     def __init__(
-        self, endpoint: Endpoint, peer: int, socket: int | _HasFileno, silence_s: float = 15.0
+        self,
+        endpoint: Endpoint,
+        peer: int,
+        socket: int | _HasFileno,
+        silence_s: float = 15.0,
     ) -> None: ...
 
 @final
@@ -163,7 +169,9 @@ class Endpoint:
         ValueError: The sizes are impossible for an arena.
     """
 
-    def __init__(self, rank: int, slots: int, slot_bytes: int, checksums: bool = False) -> None: ...
+    def __init__(
+        self, rank: int, slots: int, slot_bytes: int, checksums: bool = False
+    ) -> None: ...
     def add(self, peer: int, link: Link) -> None:
         """Use a connected link from now on."""
 
@@ -187,7 +195,9 @@ class Endpoint:
             TransportError: The peer is gone.
         """
 
-    def reserve(self, peer: int, tag: int, dtype: int, shape: tuple[int, ...]) -> Message | None:
+    def reserve(
+        self, peer: int, tag: int, dtype: int, shape: tuple[int, ...]
+    ) -> Message | None:
         """Return a message whose bytes are to be filled, for example by a device; never waits.
 
         The bytes are where the peer reads them, or where its device fetches them. They stay there
@@ -226,7 +236,11 @@ class Endpoint:
         """
 
     def take(
-        self, source: int, tag: int, timeout_s: float | None = None, capsule_dtype: int = 0
+        self,
+        source: int,
+        tag: int,
+        timeout_s: float | None = None,
+        capsule_dtype: int = 0,
     ) -> Message | object | None:
         """Wait for a message.
 

@@ -65,7 +65,9 @@ class Address:
         return None
 
 
-def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -> tuple[str, str]:
+def choose_wire(
+    rank: int, address: Address, peer: int, peer_address: Address
+) -> tuple[str, str]:
     """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, with the reason.
 
     `address` belongs to this process. Both sides reach the same decision.
@@ -75,7 +77,10 @@ def choose_wire(rank: int, address: Address, peer: int, peer_address: Address) -
             configured wire, version or byte order.
     """
     # Compare these here: messages carry neither, and any release may change their headers.
-    if (peer_address.version, peer_address.byte_order) != (address.version, address.byte_order):
+    if (peer_address.version, peer_address.byte_order) != (
+        address.version,
+        address.byte_order,
+    ):
         raise TransportError(
             f"rank {peer} runs megatron_ext {peer_address.version} ({peer_address.byte_order} "
             f"endian), rank {rank} {address.version} ({address.byte_order} endian); install one "

@@ -23,14 +23,16 @@ class Afterwards:
     def __init__(self, name: str, abort: Callable[[str], None]) -> None:
         self.error: BaseException | None = None
         self._abort = abort
-        self._jobs: queue.SimpleQueue[tuple[Copied, Callable[[], None], object] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[
+            tuple[Copied, Callable[[], None], object] | None
+        ] = queue.SimpleQueue()
         self._num_left = 0
         self._changed = threading.Condition()
         # Use a daemon thread: the interpreter joins other threads before the exit hook closes the
         # transport.
-        self._thread = threading.Thread(target=self._run, name=f"megatron-ext {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"megatron-ext {name}", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
@@ -60,7 +62,9 @@ class Afterwards:
         """
         begin_s = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: self._num_left == 0 or self.error is not None, timeout_s
+            )
             num_left = self._num_left
         self.check()
         if num_left:

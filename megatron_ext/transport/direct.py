@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import DeviceError, MessageMismatch, PeerAborted, TransportError
+from megatron_ext.errors import (
+    DeviceError,
+    MessageMismatch,
+    PeerAborted,
+    TransportError,
+)
 from megatron_ext.transport.address import Address
 from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.base import Expected, Stats, find_lost_peer
@@ -128,12 +133,16 @@ class DirectTransport:
         self._incomplete: list[tuple[int, Message]] = []
         self._is_aborted = self._is_closed = False
         self._peers = {
-            peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
+            peer: _Peer()
+            for peer in host.stats().wires
+            if peers is None or peer in peers
         }
         self._stats = Stats(wires=dict.fromkeys(self._peers, "ipc"))
         for peer in self._peers:
             if rank < peer:
-                _log.info("rank %d and rank %d: ipc (from device to device)", rank, peer)
+                _log.info(
+                    "rank %d and rank %d: ipc (from device to device)", rank, peer
+                )
         # `close` needs this thread and may run at exit, where Python can no longer start threads.
         self._final_copies = Afterwards("last copies", self.abort)
 
@@ -196,7 +205,9 @@ class DirectTransport:
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied for rank {target}", error)
-        head = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
+        head = _HEAD.pack(number, code, len(shape)) + struct.pack(
+            f"<{len(shape)}q", *shape
+        )
         text = torch.frombuffer(bytearray(head + handle), dtype=torch.uint8)
         if self._copies is None:
             self._host.isend(text, target, message)
@@ -204,7 +215,9 @@ class DirectTransport:
             self._host.isend(text, target, message.notice)
             empty = torch.empty(0, dtype=text.dtype)
             say_complete = partial(self._host.isend, empty, target, message)
-            self._copies.after(self._sharing.pushed(peer.lent[number]), say_complete, None)
+            self._copies.after(
+                self._sharing.pushed(peer.lent[number]), say_complete, None
+            )
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
 
@@ -252,15 +265,21 @@ class DirectTransport:
                 mapped[number] = self._sharing.open(handle)
             buffer = mapped[number]
             if math.prod(shape) * dtype.itemsize > buffer.num_bytes:
-                raise RuntimeError(f"{shape} of {dtype} is more than {buffer.num_bytes} bytes")
+                raise RuntimeError(
+                    f"{shape} of {dtype} is more than {buffer.num_bytes} bytes"
+                )
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
-            self._fail(f"{message} could not be copied from the device of rank {source}", error)
+            self._fail(
+                f"{message} could not be copied from the device of rank {source}", error
+            )
         # The device orders the reuse of the buffer after this copy, so the note need not wait for
         # it. The sender may already be gone.
         with suppress(TransportError):
             # With the handle of a buffer that it has just lent, the peer can wait for this process.
-            self._host.note(source, _RELEASE.pack(number) + (buffer.handle if handle else b""))
+            self._host.note(
+                source, _RELEASE.pack(number) + (buffer.handle if handle else b"")
+            )
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -326,7 +345,9 @@ class DirectTransport:
             self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
             self._final_copies.after(self._sharing.copied(), lambda: None, None)
             if not self._final_copies.stop(_TAKEN_S):
-                _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
+                _log.warning(
+                    "the device did not finish its copies within %g s", _TAKEN_S
+                )
                 return
             if self._final_copies.error is None:
                 self._free_buffers()
@@ -402,7 +423,9 @@ class DirectTransport:
             else:
                 buffer = peer.free[number] = peer.lent.pop(number)
                 handle = note[_RELEASE.size :]
-                if handle and not self._is_closed:  # while closing, the peer may have exited
+                if (
+                    handle and not self._is_closed
+                ):  # while closing, the peer may have exited
                     self._sharing.attach(buffer, handle)
             timeout_s = 0.0
 
@@ -477,7 +500,11 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     my_reasons: dict[int, str] = {}
     for peer in peers:
         offer = offers[peer]
-        reason = my_address.why_no_memory_with(offer.address) or my_offer.problem or offer.problem
+        reason = (
+            my_address.why_no_memory_with(offer.address)
+            or my_offer.problem
+            or offer.problem
+        )
         if not reason and sharing is not None:
             reason = _why_not_mapped(sharing, offer)
         if reason:
@@ -486,7 +513,9 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     dist.all_gather_object(reasons_by_rank, my_reasons)
     if sharing is not None and buffer is not None:
         sharing.free(buffer)  # its peers have unmapped it
-    reasons = {peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]}
+    reasons = {
+        peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
+    }
     # If both ends have a reason, prefer this rank's, which says more about its own device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))

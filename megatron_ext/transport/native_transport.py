@@ -60,7 +60,15 @@ _SPIN_S = 20e-6
 
 # The fields of a tag, from the highest bit: kind 4 bits, launched 1, header 1, then these. The step
 # is in the low bits, so that an OR turns a tag of step 0 into the tag of any step.
-_KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
+_KINDS: dict[MessageKind, int] = {
+    "F": 0,
+    "B": 1,
+    "C": 2,
+    "D": 3,
+    "W": 4,
+    "P": 5,
+    "G": 6,
+}
 _PART_BITS = 3
 _SLICE_BITS = 6
 _STAGE_BITS = 11
@@ -178,7 +186,9 @@ class NativeTransport:
         self._native_type: type[NativeMessage] = native.Message
         # Once this rank holds half of a peer's slots, the endpoint copies further messages, so that
         # tensors kept by a schedule never block a sender.
-        self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
+        self._endpoint: Endpoint | None = native.Endpoint(
+            rank, slots, slot_bytes, checksums
+        )
         # The endpoint; None after `abort` and `close`.
         self._open = self._endpoint
         # A snapshot of the endpoint's counters.
@@ -193,17 +203,29 @@ class NativeTransport:
         self._unreported: dict[tuple[int, int], None] = {}
         self._wake_name = (rank, WAKE)
         connections = connect_peers(
-            store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip
+            store,
+            rank,
+            peers,
+            run_id=run_id,
+            timeout_s=connect_timeout_s,
+            wire=wire,
+            ip=ip,
         )
-        self._hosts = {peer: connection.host for peer, connection in connections.items()}
-        self._wires = {peer: connection.wire for peer, connection in connections.items()}
+        self._hosts = {
+            peer: connection.host for peer, connection in connections.items()
+        }
+        self._wires = {
+            peer: connection.wire for peer, connection in connections.items()
+        }
         self._for_device = for_device
         # Address and size in bytes of the buffers, and of the slots of all links.
         self._memory: list[tuple[int, int]] = []
         num_over_tcp = list(self._wires.values()).count("tcp")
         if for_device and num_over_tcp > 0:
             # Allocate fixed memory for TCP arrivals before any peer can send.
-            self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))
+            self._memory.append(
+                self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2))
+            )
         rdma_port = _RdmaPort(ip or "", rail)
         try:
             self._link_peers(connections, connect_timeout_s, silence_s, rdma_port)
@@ -233,10 +255,17 @@ class NativeTransport:
                 if connection.wire == "shm":
                     links[peer] = native.ShmLink(endpoint, peer, connection.socket)
                 elif connection.wire == "tcp":
-                    links[peer] = native.TcpLink(endpoint, peer, connection.socket, silence_s)
+                    links[peer] = native.TcpLink(
+                        endpoint, peer, connection.socket, silence_s
+                    )
                 else:
                     links[peer] = native.RdmaLink(
-                        endpoint, peer, connection.socket, rdma_port.ip, rdma_port.rail, silence_s
+                        endpoint,
+                        peer,
+                        connection.socket,
+                        rdma_port.ip,
+                        rdma_port.rail,
+                        silence_s,
                     )
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
@@ -258,7 +287,9 @@ class NativeTransport:
         self._usable()
         if self._expected:
             missing = next(iter(self._expected.values()))
-            raise TransportError(f"{missing.message} of the previous step was never received")
+            raise TransportError(
+                f"{missing.message} of the previous step was never received"
+            )
         # Messages of two kinds may be in flight.
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
@@ -297,7 +328,12 @@ class NativeTransport:
             # computes. Keep the storage instead of the tensor: the caller may replace the tensor's
             # `data`.
             endpoint.send(
-                target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
+                target,
+                tag,
+                code,
+                tensor.shape,
+                tensor.data_ptr(),
+                tensor.untyped_storage(),
             )
         except TransportError as error:
             raise self._unsent(target, message, error) from error
@@ -312,7 +348,9 @@ class NativeTransport:
             TransportError: The transport was not opened for a device.
         """
         if not self._for_device:
-            raise TransportError("only a transport opened with for_device=True has fixed memory")
+            raise TransportError(
+                "only a transport opened with for_device=True has fixed memory"
+            )
         return self._memory
 
     def reserve(
@@ -364,17 +402,25 @@ class NativeTransport:
         name = (source, tag)
         expected = self._expected.get(name)
         if expected is None:
-            raise TransportError(f"{message} is not expected from rank {source} in this step")
+            raise TransportError(
+                f"{message} is not expected from rank {source} in this step"
+            )
         shape = expected.shape
         dtype = expected.dtype
         try:
-            arrived = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
-        except TransportError as error:  # an arrival is damaged, not necessarily this message
+            arrived = endpoint.take(
+                source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0)
+            )
+        except (
+            TransportError
+        ) as error:  # an arrival is damaged, not necessarily this message
             raise TransportError(
                 f"{message} cannot be received from rank {source}: {error}"
             ) from error
         if arrived is None:
-            problem = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
+            problem = (
+                f"{message} did not come from rank {source}: {self._waited(endpoint)}"
+            )
             raise self._failure(problem, source, message, timeout_s)
         self._expected.pop(name, None)  # absent if another thread has aborted
         if self._unreported:
@@ -453,7 +499,11 @@ class NativeTransport:
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
-        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _EMPTY
+        text = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if content
+            else _EMPTY
+        )
         code = CODE_OF[text.dtype]
         self._usable().send(target, tag, code, text.shape, text.data_ptr(), text)
 
@@ -479,7 +529,9 @@ class NativeTransport:
             if target is None:
                 return  # the last message left between the time-out and this check
             problem = f"rank {target} did not receive what was sent to it: "
-            raise self._failure(problem + self._waited(endpoint), target, None, timeout_s)
+            raise self._failure(
+                problem + self._waited(endpoint), target, None, timeout_s
+            )
 
     def abort(self, reason: str) -> None:
         """Abort for good: waits of peers end with an error at once, and so do later calls."""
@@ -508,7 +560,10 @@ class NativeTransport:
         if self._endpoint is not None:
             counts = self._endpoint.counts()
             self._stats = Stats(
-                counts.num_messages, counts.num_bytes, counts.waited_s, dict(self._wires)
+                counts.num_messages,
+                counts.num_bytes,
+                counts.waited_s,
+                dict(self._wires),
             )
         return self._stats
 
@@ -542,7 +597,11 @@ class NativeTransport:
                 raise self._failure(problem, report.rank, None, 0.0)
 
     def _failure(
-        self, problem: str, peer: int, message: Message | None, cause: float | TransportError
+        self,
+        problem: str,
+        peer: int,
+        message: Message | None,
+        cause: float | TransportError,
     ) -> TransportError:
         """Return the exception of a failed call.
 
@@ -578,8 +637,12 @@ class NativeTransport:
                 f"messages queued for it"
             )
         links = "; ".join(lines)
-        return TransportTimeout(f"{problem} of {cause:g} s; {links or 'there are no peers'}")
+        return TransportTimeout(
+            f"{problem} of {cause:g} s; {links or 'there are no peers'}"
+        )
 
-    def _unsent(self, target: int, message: Message, error: TransportError) -> TransportError:
+    def _unsent(
+        self, target: int, message: Message, error: TransportError
+    ) -> TransportError:
         problem = f"{message} cannot be sent to rank {target}"
         return self._failure(problem, target, message, error)

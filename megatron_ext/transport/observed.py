@@ -36,7 +36,9 @@ class TransportObserver:
     def begin_receive(self, message: Message, source: int) -> None:
         """The rank starts to receive a message of global rank `source`."""
 
-    def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
+    def end_receive(
+        self, message: Message, source: int, num_bytes: int, waited_s: float
+    ) -> None:
         """The rank has received the message, a tensor of `num_bytes`.
 
         The transport spent `waited_s` of the time since `begin_receive` waiting.

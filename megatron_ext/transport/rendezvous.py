@@ -72,7 +72,9 @@ class _Reception:
     replaces the oldest.
     """
 
-    def __init__(self, rank: int, listeners: Sequence[socket.socket], max_visits: int) -> None:
+    def __init__(
+        self, rank: int, listeners: Sequence[socket.socket], max_visits: int
+    ) -> None:
         self._rank = rank
         self._listeners = listeners
         self._max_visits = max_visits
@@ -94,7 +96,9 @@ class _Reception:
         """Yield connections, each with its first line, until a deadline (time.monotonic)."""
         while (now := time.monotonic()) < deadline:
             self._refuse_late(now)
-            next_deadline = min([deadline, *(visit.deadline for visit in self._visits.values())])
+            next_deadline = min(
+                [deadline, *(visit.deadline for visit in self._visits.values())]
+            )
             # In turns: no exception from another thread ends a sleep, only what follows it.
             for key, _ in self._selector.select(min(next_deadline - now, _TURN_S)):
                 link: socket.socket = key.fileobj  # type: ignore[assignment]
@@ -153,7 +157,12 @@ class _Rendezvous:
     """The part of one process in connecting to its peers."""
 
     def __init__(
-        self, store: Store, rank: int, run_id: str, timeout_s: float, my_address: Address
+        self,
+        store: Store,
+        rank: int,
+        run_id: str,
+        timeout_s: float,
+        my_address: Address,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -170,7 +179,9 @@ class _Rendezvous:
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
-            self._store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._my_address)))
+            self._store.set(
+                f"{self._prefix}{self._rank}", json.dumps(asdict(self._my_address))
+            )
             connections: dict[int, Connection] = {}
             try:
                 for peer in sorted(lower):  # both sides of an impossible pair raise
@@ -195,7 +206,9 @@ class _Rendezvous:
         """Publish the reason for all known peers, and wake those that this rank connected to."""
         secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
         note = {"reason": reason, "to": secrets_of_peers}
-        self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
+        self._store.set(
+            f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note)
+        )
         for peer in connections.keys() - range(self._rank):
             wire = connections[peer].wire
             address = self._peer_addresses[peer]
@@ -203,7 +216,9 @@ class _Rendezvous:
                 ring = f"{self._rank} gave up\n"
                 self._connected(wire, peer, address, _RING_S, ring).close()
 
-    def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
+    def _listen(
+        self, stack: ExitStack, num_lower: int, ip: str | None
+    ) -> list[socket.socket]:
         # Use the abstract namespace and a random name, which leaves no file behind.
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         unix.bind(f"\0{self._my_address.name}")
@@ -215,7 +230,9 @@ class _Rendezvous:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                tcp.bind((ip, 0))  # on this address only, with a port that the kernel chooses
+                tcp.bind(
+                    (ip, 0)
+                )  # on this address only, with a port that the kernel chooses
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._my_address.host}: "
@@ -224,17 +241,25 @@ class _Rendezvous:
                 ) from error
             tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
-            self._my_address = replace(self._my_address, ip=ip, port=tcp.getsockname()[1])
+            self._my_address = replace(
+                self._my_address, ip=ip, port=tcp.getsockname()[1]
+            )
             listeners.append(tcp)
         return listeners
 
     def _address(self, peer: int) -> Address:
         try:
-            while (text := self._store.get(f"{self._prefix}{peer}")).startswith(_GAVE_UP):
+            while (text := self._store.get(f"{self._prefix}{peer}")).startswith(
+                _GAVE_UP
+            ):
                 note = json.loads(text.removeprefix(_GAVE_UP))
                 if self._my_address.secret in note["to"]:
-                    raise TransportError(f"rank {peer} gave up connecting: {note['reason']}")
-                self._left_s(f"rank {peer} to listen")  # the notice is of an earlier run
+                    raise TransportError(
+                        f"rank {peer} gave up connecting: {note['reason']}"
+                    )
+                self._left_s(
+                    f"rank {peer} to listen"
+                )  # the notice is of an earlier run
                 time.sleep(_RETRY_S)
         except RuntimeError as error:  # an error of the store, such as a time-out
             raise TransportError(
@@ -256,7 +281,9 @@ class _Rendezvous:
         Each attempt reads the address again: the previous one may have been left by an earlier run.
         """
         while True:
-            with suppress(ConnectionError, BlockingIOError):  # the latter: its backlog is full
+            with suppress(
+                ConnectionError, BlockingIOError
+            ):  # the latter: its backlog is full
                 return self._call(peer)
             time.sleep(_RETRY_S)
 
@@ -296,13 +323,17 @@ class _Rendezvous:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         else:
             link = socket.create_connection(
-                (address.ip, address.port), left_s, source_address=(self._my_address.ip, 0)
+                (address.ip, address.port),
+                left_s,
+                source_address=(self._my_address.ip, 0),
             )
         try:
             link.settimeout(left_s)
             if wire == "shm":
                 link.connect(f"\0{address.name}")
-                self._require_same_user(link, f"the process that listens as rank {peer}")
+                self._require_same_user(
+                    link, f"the process that listens as rank {peer}"
+                )
             link.sendall(hello.encode())
         except BaseException:
             link.close()
@@ -316,7 +347,9 @@ class _Rendezvous:
         connections: dict[int, Connection],
     ) -> None:
         """Wait for the calls of all lower ranks, and add their connections."""
-        with _Reception(self._rank, listeners, len(lower) + _MAX_STRANGERS) as reception:
+        with _Reception(
+            self._rank, listeners, len(lower) + _MAX_STRANGERS
+        ) as reception:
             hellos = reception.hellos(self._deadline)
             while lower:
                 link, hello = next(hellos, (None, b""))
@@ -325,7 +358,11 @@ class _Rendezvous:
                 self._answer(link, hello, lower, connections)
 
     def _answer(
-        self, link: socket.socket, hello: bytes, lower: set[int], connections: dict[int, Connection]
+        self,
+        link: socket.socket,
+        hello: bytes,
+        lower: set[int],
+        connections: dict[int, Connection],
     ) -> None:
         """Authenticate a connection; reject it unless it comes from a peer."""
         try:
@@ -341,7 +378,9 @@ class _Rendezvous:
                 raise TransportError("it does not know the secrets of this run")
             wire, _ = choose_wire(self._rank, self._my_address, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
-                raise TransportError(f"rank {peer} did not connect over the wire {wire}")
+                raise TransportError(
+                    f"rank {peer} did not connect over the wire {wire}"
+                )
             link.settimeout(self._left_s(f"rank {peer} to hear the answer"))
             link.sendall(self._my_address.secret.encode())
         except (TransportError, OSError, ValueError) as error:

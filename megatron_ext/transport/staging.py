@@ -46,7 +46,9 @@ class StagedTransport:
         timeout_s: How long `begin` waits for the sends of the previous step.
     """
 
-    def __init__(self, host: NativeTransport, copies: Copies, *, timeout_s: float) -> None:
+    def __init__(
+        self, host: NativeTransport, copies: Copies, *, timeout_s: float
+    ) -> None:
         self._host = host
         self._copies = copies
         self._timeout_s = timeout_s

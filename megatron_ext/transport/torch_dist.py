@@ -65,7 +65,12 @@ class TorchTransport:
     """
 
     def __init__(
-        self, device: torch.device, links: Iterable[Link], *, timeout_s: float, shapes_travel: bool
+        self,
+        device: torch.device,
+        links: Iterable[Link],
+        *,
+        timeout_s: float,
+        shapes_travel: bool,
     ) -> None:
         self._device = device
         self._shapes_travel = shapes_travel
@@ -97,7 +102,9 @@ class TorchTransport:
         # Receives in progress, by source and message.
         self._posted: dict[tuple[int, Message], _Posted] = {}
         # Sends in progress, by target.
-        self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+        self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(
+            deque
+        )
         self._slots = 1
         # The most tensors that any message of this rank has had so far.
         self._parts = 1
@@ -115,7 +122,9 @@ class TorchTransport:
         if self._posted or self._waiting:
             missing = [message for _, message in self._posted]
             missing += [item.message for item in self._waiting]
-            raise TransportError(f"{missing[0]} of the previous step was never received")
+            raise TransportError(
+                f"{missing[0]} of the previous step was never received"
+            )
         self._slots = max(slots, 1)
         self._step += 1
         self._calls = 0
@@ -165,7 +174,9 @@ class TorchTransport:
             self._post_due()
         while (source, message) not in self._posted:
             if not self._waiting:
-                raise TransportError(f"{message} is not expected from rank {source} in this step")
+                raise TransportError(
+                    f"{message} is not expected from rank {source} in this step"
+                )
             self._post(self._waiting.popleft())
         posted = self._posted.pop((source, message))
         if posted.is_header:
@@ -234,11 +245,15 @@ class TorchTransport:
     def _post(self, item: Expected) -> None:
         source, message, shape, dtype, _ = item
         if self._shapes_travel:
-            posted = self._start_recv(item, (1 + _MAX_DIMS,), torch.int64, is_header=True)
+            posted = self._start_recv(
+                item, (1 + _MAX_DIMS,), torch.int64, is_header=True
+            )
             if self._one_by_one:
                 posted = self._post_message(posted, self._timeout_s)
         elif shape is None:
-            raise TransportError(f"{message}: this transport sends no shapes; name the shape")
+            raise TransportError(
+                f"{message}: this transport sends no shapes; name the shape"
+            )
         else:
             posted = self._start_recv(item, shape, dtype)
         self._posted[source, message] = posted
@@ -251,11 +266,18 @@ class TorchTransport:
         return self._start_recv(header.expected, tuple(shape[:ndim]), dtype)
 
     def _start_recv(
-        self, item: Expected, shape: tuple[int, ...], dtype: torch.dtype, *, is_header: bool = False
+        self,
+        item: Expected,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        is_header: bool = False,
     ) -> _Posted:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._groups[item.source, self._me]
-        work = dist.irecv(tensor, item.source, group, tag=self._tag(item.message, is_header))
+        work = dist.irecv(
+            tensor, item.source, group, tag=self._tag(item.message, is_header)
+        )
         assert work is not None
         return _Posted(work, tensor, item, is_header)
 
@@ -266,7 +288,11 @@ class TorchTransport:
         """
         if not self._matches_tags:
             return 0
-        if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 7:
+        if (
+            message.stage >= 1 << 9
+            or message.microbatch >= 1 << 14
+            or message.part >= 7
+        ):
             raise TransportError(
                 f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
                 f"tensors for each of them"
@@ -279,7 +305,11 @@ class TorchTransport:
         return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
 
     def _wait(
-        self, work: dist.Work, peer: int, message: Message | None, timeout_s: float | None
+        self,
+        work: dist.Work,
+        peer: int,
+        message: Message | None,
+        timeout_s: float | None,
     ) -> None:
         """Wait until a message of a peer has arrived or, without a message, until a send completes.
 
@@ -340,7 +370,9 @@ def _store() -> Any:
 def _reason(peer: int, error: Exception) -> str:
     """Return the reason that a peer gave when it aborted, or the error of torch.distributed."""
     key = f"{_ABORTED}/{peer}"
-    reason = _in_time(lambda: _store().get(key).decode() if _store().check([key]) else None)
+    reason = _in_time(
+        lambda: _store().get(key).decode() if _store().check([key]) else None
+    )
     text = str(error) if reason is None else f"it aborted: {reason}"
     return text.partition("\n")[0]
 

@@ -38,7 +38,17 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Ordered from the most certain cause to the most certain consequence. A process that was stopped or
 # killed did not fail because of its peers. Megatron's check of results ends all ranks, including
 # those with good results. A rank that exited with code 0 only explains why its peers lost it.
-KINDS = ("stopped", "killed", "rejected", "error", "exit", "hang", "unknown", "left", "effect")
+KINDS = (
+    "stopped",
+    "killed",
+    "rejected",
+    "error",
+    "exit",
+    "hang",
+    "unknown",
+    "left",
+    "effect",
+)
 
 _MAX_REASON = 600
 _RESULTS_REJECTED = (16, 17)
@@ -103,22 +113,31 @@ def of_error(error: BaseException) -> Cause:
         code = 2
     elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
         code = error.code or 0
-    ending = Cause(rank, "error", _words(error), time.time(), current_iteration(), code=code)
+    ending = Cause(
+        rank, "error", _words(error), time.time(), current_iteration(), code=code
+    )
     if isinstance(error, TransportError) or _is_lost_peer(error):
         return replace(ending, kind="effect")
     if (message := _rejected_result()) is not None:
-        return replace(ending, kind="rejected", reason=message, order=_order_in_step(message))
+        return replace(
+            ending, kind="rejected", reason=message, order=_order_in_step(message)
+        )
     if isinstance(error, HangError):
         if error.rank in (None, rank):
             return replace(ending, kind="hang")
         return replace(ending, kind="hang", rank=error.rank, code=None)
     if isinstance(error, SystemExit):
-        if code in _RESULTS_REJECTED and "megatron.core.rerun_state_machine" in sys.modules:
+        if (
+            code in _RESULTS_REJECTED
+            and "megatron.core.rerun_state_machine" in sys.modules
+        ):
             reason = "Megatron's check of results failed on another rank"
             return replace(ending, kind="effect", reason=reason)
         reason = _exit_words(error)
         if left_while_loading(error):
-            reason = f"Megatron did not load the checkpoint, and says why above: {reason}"
+            reason = (
+                f"Megatron did not load the checkpoint, and says why above: {reason}"
+            )
             return replace(ending, kind="exit", reason=reason, code=1)
         kind = "exit" if code else "left"
         return replace(ending, kind=kind, reason=reason)
@@ -172,7 +191,9 @@ def write(cause: Cause, callstack: str) -> None:
     extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
     message = {"message": cause.reason, "extraInfo": extra}
     with suppress(OSError):  # the disk may be full, which may be why the rank failed
-        files.write_text(Path(path), json.dumps({"message": message, "cause": asdict(cause)}))
+        files.write_text(
+            Path(path), json.dumps({"message": message, "cause": asdict(cause)})
+        )
 
 
 def read(folder: Path) -> list[Cause]:
@@ -181,7 +202,9 @@ def read(folder: Path) -> list[Cause]:
     for path in folder.glob("*/attempt_0/*/error.json"):
         # Programs that were not started through this package leave files in torch's own format.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            causes.append(from_json(json.loads(path.read_text(encoding="utf-8"))["cause"]))
+            causes.append(
+                from_json(json.loads(path.read_text(encoding="utf-8"))["cause"])
+            )
     return causes
 
 

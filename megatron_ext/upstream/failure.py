@@ -60,7 +60,9 @@ def report(error: BaseException) -> None:
         # Once connected, the other hosts notice the failure by themselves, because their
         # collectives fail.
         if not connected and _has_other_hosts():
-            with suppress(RuntimeError):  # the store's host has ended, and so do its ranks
+            with suppress(
+                RuntimeError
+            ):  # the store's host has ended, and so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun ends this rank with SIGTERM as soon as it has seen the failed one.
@@ -104,7 +106,9 @@ def report_interrupt() -> None:
         # Megatron counts a step when the next one begins, but saves before that.
         saved = None if args.save is None else _last_saved(args.save)
         iteration = max(args.curr_iteration, saved or 0)
-        line = f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
+        line = (
+            f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
+        )
     sys.stderr.write(f"megatron_ext: {line}\n")
     sys.stderr.flush()
 
@@ -187,7 +191,11 @@ def _is_first(line: str) -> bool:
 
 def _is_connected() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return (
+        distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+    )
 
 
 def _has_other_hosts() -> bool:
@@ -225,7 +233,9 @@ def watching_other_hosts() -> Iterator[None]:
     is_over = threading.Event()
     # Joined below: at exit, the interpreter would abort the process because of a thread inside the
     # store.
-    watch = threading.Thread(target=_watch, args=(is_over,), name="watch-hosts", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(is_over,), name="watch-hosts", daemon=True
+    )
     watch.start()
     try:
         yield

@@ -42,7 +42,9 @@ class MegatronFlag:
     @property
     def dest(self) -> str:
         """The attribute of the parsed arguments that the flag sets."""
-        return str(self.keywords.get("dest") or self.names[0].lstrip("-").replace("-", "_"))
+        return str(
+            self.keywords.get("dest") or self.names[0].lstrip("-").replace("-", "_")
+        )
 
     def add_to(self, parser: ArgumentParser) -> None:
         """Add the flag to a parser, without its default."""
@@ -73,22 +75,30 @@ def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
         module = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()  # Python reports the problem when it runs the script
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
+    }
     return tuple(_added(module, _Converters(functions, None)))
 
 
 @lru_cache(maxsize=2)
 def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
     """Return the flags of two copies of `megatron`, which contain the training loop and core."""
-    module = ast.parse((training / "training" / "arguments.py").read_text(encoding="utf-8"))
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    module = ast.parse(
+        (training / "training" / "arguments.py").read_text(encoding="utf-8")
+    )
+    functions = {
+        node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
+    }
     classes = _Classes(training, core)
     flags: list[MegatronFlag] = []
     converters = _Converters(functions, classes)
     for name in _called_functions(functions["add_megatron_arguments"]):
         function = functions.get(name)
         # Without the package nvidia_kitchen, the function adds nothing.
-        if function is None or ("kitchen" in name and find_spec("nvidia_kitchen") is None):
+        if function is None or (
+            "kitchen" in name and find_spec("nvidia_kitchen") is None
+        ):
             continue
         flags += _added(function, converters)
         flags += _made_of_classes(function, classes)
@@ -121,7 +131,9 @@ def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
                 names.append(name)
         if names:
             # `**settings` has no name, and decides no type.
-            values = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            values = {
+                keyword.arg: keyword.value for keyword in node.keywords if keyword.arg
+            }
             keywords = _keywords(values, converters)
             yield MegatronFlag(tuple(names), keywords, _literal(values.get("default")))
 
@@ -156,7 +168,9 @@ def _literal(value: ast.expr | None) -> Any:
 class _Converters:
     """The conversions of words by upstream's functions."""
 
-    def __init__(self, functions: dict[str, ast.FunctionDef], classes: _Classes | None) -> None:
+    def __init__(
+        self, functions: dict[str, ast.FunctionDef], classes: _Classes | None
+    ) -> None:
         self._functions = functions
         self._classes = classes
 
@@ -206,7 +220,10 @@ class _Classes:
     def named(self, name: str) -> ast.ClassDef | None:
         """Return a class, reading the file that defines it; None if no file does."""
         for file in self._files:
-            if re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M) is None:
+            if (
+                re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M)
+                is None
+            ):
                 continue
             if file not in self._parsed:  # most files define no class that makes flags
                 self._parsed[file] = {}
@@ -243,14 +260,18 @@ class _Classes:
         return names
 
 
-def _made_of_classes(function: ast.FunctionDef, classes: _Classes) -> Iterator[MegatronFlag]:
+def _made_of_classes(
+    function: ast.FunctionDef, classes: _Classes
+) -> Iterator[MegatronFlag]:
     """Yield the flags that a function makes from the fields of dataclasses."""
     lists: dict[str, Any] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             lists[node.targets[0].id] = _literal(node.value)
     for node in ast.walk(function):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith(_FACTORY):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith(
+            _FACTORY
+        ):
             continue
         if not node.args or not isinstance(node.args[0], ast.Name):
             continue
@@ -277,7 +298,9 @@ def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
     return excluded
 
 
-def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFlag | None:
+def _of_field(
+    name: str, field: ast.AnnAssign, classes: _Classes
+) -> MegatronFlag | None:
     """Return the flag that upstream makes from a field.
 
     None if the constructor does not take it.
@@ -290,7 +313,10 @@ def _of_field(name: str, field: ast.AnnAssign, classes: _Classes) -> MegatronFla
         if _literal(arguments.get("init")) is False:
             return None
         metadata = (_literal(arguments.get("metadata")) or {}).get("argparse_meta", {})
-    keywords: dict[str, Any] = {"dest": name, **_keywords_of_type(field.annotation, classes)}
+    keywords: dict[str, Any] = {
+        "dest": name,
+        **_keywords_of_type(field.annotation, classes),
+    }
     names = [name]
     if keywords.get("type") is bool:
         del keywords["type"]

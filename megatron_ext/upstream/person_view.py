@@ -175,7 +175,9 @@ class PersonView:
 
     def _validation(self, match: re.Match[str]) -> list[str]:
         losses = [_loss(name, value) for name, value in _VALUE.findall(match[3])]
-        return [f"{match[2] or 'validation'} at iteration {match[1]}: {'  '.join(losses)}"]
+        return [
+            f"{match[2] or 'validation'} at iteration {match[1]}: {'  '.join(losses)}"
+        ]
 
     def _note_bubble(self, match: re.Match[str]) -> list[str]:
         self._bubble = match[1]
@@ -281,7 +283,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext.upstream.person_view", description=main.__doc__
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="write every line to FILE")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="write every line to FILE"
+    )
     parser.add_argument("--raw", action="store_true", help="show every line as it is")
     options = parser.parse_args(argv)
     is_stopped = False

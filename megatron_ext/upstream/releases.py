@@ -40,11 +40,21 @@ class Reference(NamedTuple):
 
 
 REFERENCES: dict[Release, Reference] = {
-    (0, 16): Reference("0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
-    (0, 17): Reference("0.17.1", "core_v0.17.1", "266f1c97dca477ca8b92c16087506da2000b0b84"),
-    (0, 18): Reference("0.18.2", "core_v0.18.2", "571370c829ca768fe37244f4e2e7f28d8accc4ab"),
-    (0, 19): Reference("0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"),
-    (0, 20): Reference("0.20.0", "core_v0.20.0", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
+    (0, 16): Reference(
+        "0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6"
+    ),
+    (0, 17): Reference(
+        "0.17.1", "core_v0.17.1", "266f1c97dca477ca8b92c16087506da2000b0b84"
+    ),
+    (0, 18): Reference(
+        "0.18.2", "core_v0.18.2", "571370c829ca768fe37244f4e2e7f28d8accc4ab"
+    ),
+    (0, 19): Reference(
+        "0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"
+    ),
+    (0, 20): Reference(
+        "0.20.0", "core_v0.20.0", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+    ),
 }
 """Minor release -> its reference, oldest first."""
 
@@ -131,7 +141,9 @@ def is_newer_than_known(release: Release | None) -> bool:
 def has_training() -> bool:
     """Return whether the installed wheel contains `megatron.training`."""
     core = installed_core()
-    return core is not None and os.access(core.parent / "training" / "__init__.py", os.R_OK)
+    return core is not None and os.access(
+        core.parent / "training" / "__init__.py", os.R_OK
+    )
 
 
 def oldest_python(release: Release) -> tuple[int, int]:
@@ -162,7 +174,9 @@ def check_core() -> None:
         )
     version = core_version()
     if version is None:
-        raise UserError(f"megatron-core is not installed; pip install 'megatron-core{SUPPORTED}'")
+        raise UserError(
+            f"megatron-core is not installed; pip install 'megatron-core{SUPPORTED}'"
+        )
     release = parse_release(version)
     if release is None or release < _OLDEST:
         raise UpstreamMismatch(

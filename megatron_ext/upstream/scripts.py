@@ -63,7 +63,9 @@ def is_megatrons(script: str) -> bool:
         return upstream.is_tree(path.resolve().parent)
     # The script may not exist here, because the job may run on another machine.
     tree = upstream.find_tree()
-    return path.name.startswith("pretrain_") or (tree is not None and (tree / script).is_file())
+    return path.name.startswith("pretrain_") or (
+        tree is not None and (tree / script).is_file()
+    )
 
 
 def is_pretraining(script: str) -> bool:

@@ -39,9 +39,13 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
     step = import_module(_SCHEDULES).backward_step
     # Look this up once per model instead of once per backward: a step has thousands of them.
     if not _takes_model_type():
-        return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, config)
+        return lambda inputs, outputs, gradients: step(
+            inputs, outputs, gradients, config
+        )
     model_type = import_module("megatron.core.utils").get_model_type(model)
-    return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, model_type, config)
+    return lambda inputs, outputs, gradients: step(
+        inputs, outputs, gradients, model_type, config
+    )
 
 
 @cache
@@ -62,7 +66,9 @@ def default_groups() -> Any:
     if build is not None:
         return build()
     state = import_module("megatron.core.parallel_state")
-    groups = import_module("megatron.core.process_groups_config").ProcessGroupCollection()
+    groups = import_module(
+        "megatron.core.process_groups_config"
+    ).ProcessGroupCollection()
     groups.tp = state.get_tensor_model_parallel_group()
     groups.cp = state.get_context_parallel_group()
     groups.pp = state.get_pipeline_model_parallel_group()
@@ -72,7 +78,9 @@ def default_groups() -> Any:
         with_context_parallel=True, partial_data_parallel=False
     )
     # The load of experts is summed over this group if their bias is trained.
-    groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True
+    )
     return groups
 
 

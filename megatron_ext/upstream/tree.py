@@ -89,7 +89,11 @@ def setting_names() -> frozenset[str]:
 def _names_below(root: Path) -> frozenset[str]:
     # Search the sources instead of importing them: this runs on machines without torch.
     names: set[str] = set()
-    for pattern in ("core/**/*config.py", "training/arguments.py", "training/config/*.py"):
+    for pattern in (
+        "core/**/*config.py",
+        "training/arguments.py",
+        "training/config/*.py",
+    ):
         for path in root.glob(pattern):
             text = path.read_text(encoding="utf-8")
             names.update(re.findall(r"^    (\w+)\s*:", text, re.M))
@@ -164,8 +168,13 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
         problems.append(f"version is {version}, expected {tag}")
     if commit is not None:
         if commit != expected:
-            problems.append(f"commit is {commit[:12]}, expected {expected[:12]} ({tag})")
-        changes = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py") or ""
+            problems.append(
+                f"commit is {commit[:12]}, expected {expected[:12]} ({tag})"
+            )
+        changes = (
+            _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
+            or ""
+        )
         problems += [f"{line[2:].strip()} is modified" for line in changes.splitlines()]
     return version, commit, problems
 
@@ -212,7 +221,9 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             )
         return target
     if shutil.which("git") is None:
-        raise UserError("`megatron-ext upstream fetch` needs git, which is not on PATH; install it")
+        raise UserError(
+            "`megatron-ext upstream fetch` needs git, which is not on PATH; install it"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Use the file system of the destination, or the rename at the end would be a copy.
@@ -224,7 +235,17 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
     try:
         clone = scratch / "tree"
         subprocess.run(
-            ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)],
+            [
+                "git",
+                "clone",
+                "--quiet",
+                "--depth",
+                "1",
+                "--branch",
+                tag,
+                url,
+                str(clone),
+            ],
             check=True,
             capture_output=True,
             text=True,

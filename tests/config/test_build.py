@@ -20,9 +20,15 @@ def build(virtual: int | None, stages_of: tuple[tuple[int, ...], ...]) -> ModelB
     )
 
 
-def chunk(vp_stage: int | None, pre_process: bool, post_process: bool) -> dict[str, Any]:
+def chunk(
+    vp_stage: int | None, pre_process: bool, post_process: bool
+) -> dict[str, Any]:
     """Return the keywords of one model chunk."""
-    return {"vp_stage": vp_stage, "pre_process": pre_process, "post_process": post_process}
+    return {
+        "vp_stage": vp_stage,
+        "pre_process": pre_process,
+        "post_process": post_process,
+    }
 
 
 def test_one_chunk_on_each_rank_has_no_virtual_stage() -> None:

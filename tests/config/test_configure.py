@@ -21,7 +21,9 @@ def configured(cases: list[Case]) -> list[dict[str, Any] | str]:
     return [_configured(settings, sizes) for settings, sizes in cases]
 
 
-def _configured(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any] | str:
+def _configured(
+    settings: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Any] | str:
     usual = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16}
     try:
         build = megatron_ext.configure(PipelineConfig(**settings), **{**usual, **sizes})
@@ -29,7 +31,11 @@ def _configured(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, An
         assert active.active() is None
         return str(error)
     megatron_ext.deconfigure()
-    return {**build.transformer, "replicas": build.replicas, "m": build.num_microbatches}
+    return {
+        **build.transformer,
+        "replicas": build.replicas,
+        "m": build.num_microbatches,
+    }
 
 
 _BUILT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -90,7 +96,11 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"pipeline_ranks": 5},
         "must be even and at least 4; use pipeline_ranks=4 or",
     ),
-    ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
+    (
+        {"schedule": "bitpipe"},
+        {"num_microbatches": 7},
+        "must be even for the two mirrored",
+    ),
     (
         {"transport": "shm", "chunks": 2},
         {"num_microbatches": 6, "world_size": 8},
@@ -116,15 +126,21 @@ def found() -> list[dict[str, Any] | str]:
     return made
 
 
-@pytest.mark.parametrize("index", range(len(_BUILT)), ids=lambda index: str(_BUILT[index][0]))
+@pytest.mark.parametrize(
+    "index", range(len(_BUILT)), ids=lambda index: str(_BUILT[index][0])
+)
 def test_what_to_build(found: list[dict[str, Any] | str], index: int) -> None:
     made = found[index]
     assert isinstance(made, dict), made
     assert made | _BUILT[index][2] == made
 
 
-@pytest.mark.parametrize("index", range(len(_REFUSED)), ids=lambda index: _REFUSED[index][2])
-def test_what_cannot_be_is_refused(found: list[dict[str, Any] | str], index: int) -> None:
+@pytest.mark.parametrize(
+    "index", range(len(_REFUSED)), ids=lambda index: _REFUSED[index][2]
+)
+def test_what_cannot_be_is_refused(
+    found: list[dict[str, Any] | str], index: int
+) -> None:
     told = found[len(_BUILT) + index]
     assert isinstance(told, str), told
     assert _REFUSED[index][2] in told
@@ -138,8 +154,14 @@ USUAL = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16}
     [
         ({"pipeline_ranks": 4}, "give num_microbatches, num_layers too"),
         ({"layout": "Et|tL"}, "give pipeline_ranks, num_microbatches, num_layers too"),
-        ({**USUAL, "pipeline_ranks": "4"}, "pipeline_ranks '4' must be a whole number of at least"),
-        ({**USUAL, "num_layers": 0}, "num_layers 0 must be a whole number of at least 1"),
+        (
+            {**USUAL, "pipeline_ranks": "4"},
+            "pipeline_ranks '4' must be a whole number of at least",
+        ),
+        (
+            {**USUAL, "num_layers": 0},
+            "num_layers 0 must be a whole number of at least 1",
+        ),
         ({**USUAL, "world_size": True}, "world_size True must be a whole number"),
         ({**USUAL, "seed": 1.5}, "seed 1.5 must be a whole number of at least 0"),
         ({**USUAL, "layout": ["Et", "tL"]}, "must be a string in Megatron's notation"),
@@ -179,7 +201,10 @@ def one_after_the_other() -> list[str]:
 
 
 def test_it_ends_with_deconfigure_and_with_deactivate() -> None:
-    own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.runtime.entry"
+    own, ours = (
+        "megatron.core.pipeline_parallel.schedules",
+        "megatron_ext.runtime.entry",
+    )
     assert run_ranks(2, one_after_the_other) == [[own, ours, own, ours, own]] * 2
 
 
@@ -269,7 +294,12 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
         "cannot run with defer_embedding_wgrad_compute",
     ),
     ({"schedule": "zb-h1"}, _INSTANCES, True, ""),
-    ({"schedule": "1f1b"}, {"cuda_graph_impl": "local"}, False, "cannot run with cuda_graph"),
+    (
+        {"schedule": "1f1b"},
+        {"cuda_graph_impl": "local"},
+        False,
+        "cannot run with cuda_graph",
+    ),
     (
         {"schedule": "zb-h1"},
         {**_EXPERTS, "use_transformer_engine_op_fuser": True},
@@ -277,7 +307,12 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
         "use_transformer_engine_op_fuser with experts",
     ),
     ({"schedule": "zb-h1"}, {"use_transformer_engine_op_fuser": True}, False, ""),
-    ({"schedule": "zb-v"}, {"num_layers_in_first_pipeline_stage": 1}, False, "cuts the model"),
+    (
+        {"schedule": "zb-v"},
+        {"num_layers_in_first_pipeline_stage": 1},
+        False,
+        "cuts the model",
+    ),
     (
         {"schedule": "zb-v"},
         {"num_layers_in_first_pipeline_stage": 1, "cuda_graph_impl": "local"},
@@ -300,7 +335,12 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
     (_PAIRS, _OVERLAP, False, ""),
     ({"dynamic": DynamicOrder(), "pairs": True}, _OVERLAP, False, ""),
     (_PAIRS, _EXPERTS, False, "1f1b has pairs=True, but the model"),
-    ({"transport": "shm"}, {"use_ring_exchange_p2p": True}, False, "use_ring_exchange_p2p"),
+    (
+        {"transport": "shm"},
+        {"use_ring_exchange_p2p": True},
+        False,
+        "use_ring_exchange_p2p",
+    ),
     ({"transport": "shm"}, {}, False, ""),
     ({}, {"cuda_graph_impl": "local"}, False, ""),
 ]
@@ -312,7 +352,9 @@ def test_what_a_program_builds_is_checked_by_the_rules_of_flags() -> None:
     [told] = run_ranks(1, built, {"cases": cases})
     for (settings, fields, _, message), line in zip(_BY_PROGRAMS, told, strict=True):
         if line != "this release does not have it":
-            assert (message in line) if message else not line, f"{settings} {fields}: {line}"
+            assert (message in line) if message else not line, (
+                f"{settings} {fields}: {line}"
+            )
 
 
 def mismatched() -> list[bool]:
@@ -328,7 +370,9 @@ def mismatched() -> list[bool]:
     sizes = {"pipeline_ranks": 2, "num_microbatches": 4, "num_layers": 4}
     tracing = megatron_ext.Tracing(interval=1)
     with pytest.raises(UpstreamMismatch):
-        megatron_ext.configure(PipelineConfig(schedule="zb-h1", tracing=tracing), **sizes)
+        megatron_ext.configure(
+            PipelineConfig(schedule="zb-h1", tracing=tracing), **sizes
+        )
     return [active.active() is None]
 
 
@@ -358,14 +402,20 @@ def _recomputing() -> tuple[list[Any], str]:
         )  # fmt: skip
         in_force = active.required()
         TransformerConfig(
-            num_layers=4, hidden_size=8, num_attention_heads=2, transformer_impl="local", **settings
+            num_layers=4,
+            hidden_size=8,
+            num_attention_heads=2,
+            transformer_impl="local",
+            **settings,
         )
         assert active.required() is in_force
         pipeline = active.pipeline()
         assert pipeline is not None
         config = pipeline.config
         order = "".join(action.kind for action in pipeline.full.rows[1])
-        found.append((config.stash_ratio, config.weights_at_once, order.count("IW") == 4))
+        found.append(
+            (config.stash_ratio, config.weights_at_once, order.count("IW") == 4)
+        )
     return found, "\n".join(lines)
 
 
@@ -377,12 +427,18 @@ def _in_slices_of_16_bits() -> bool:
         pipeline_ranks=2, num_microbatches=4, num_layers=4,
     )  # fmt: skip
     config = TransformerConfig(
-        num_layers=4, hidden_size=8, num_attention_heads=2, bf16=True, masked_softmax_fusion=True
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=2,
+        bf16=True,
+        masked_softmax_fusion=True,
     )
     return config.masked_softmax_fusion
 
 
-def test_a_program_with_layers_that_have_a_softmax_of_their_own_trains_in_slices() -> None:
+def test_a_program_with_layers_that_have_a_softmax_of_their_own_trains_in_slices() -> (
+    None
+):
     """Transformer Engine's; which layers a program builds, its configuration does not say."""
     assert run_ranks(1, _in_slices_of_16_bits) == [True]
 
@@ -394,5 +450,15 @@ RECOMPUTED = {
 
 def test_a_program_whose_model_recomputes_all_runs_w_right_after_i() -> None:
     [(found, told)] = run_ranks(1, _recomputing)
-    assert found == [(1, False, False), (16, True, True), (3, False, False), (1, True, True)]
-    assert told.count("W runs right after I: all layers are recomputed, and W needs 16 times") == 1
+    assert found == [
+        (1, False, False),
+        (16, True, True),
+        (3, False, False),
+        (1, True, True),
+    ]
+    assert (
+        told.count(
+            "W runs right after I: all layers are recomputed, and W needs 16 times"
+        )
+        == 1
+    )

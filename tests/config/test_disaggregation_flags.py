@@ -62,7 +62,9 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
         ("--moe-layer-recompute", True),
     ],
 )
-def test_forwards_order_experts_as_recomputed_layers_do(flags: str, recomputes: bool) -> None:
+def test_forwards_order_experts_as_recomputed_layers_do(
+    flags: str, recomputes: bool
+) -> None:
     """Megatron turns the deprecated flags into recomputation after our flags are read."""
     parse("gpt", (GPT + FBD + PP2 + MOE + flags).split(), {"WORLD_SIZE": "4"})
     job = active.job()
@@ -83,25 +85,42 @@ def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> 
     assert args.virtual_pipeline_model_parallel_size is None
     assert args.pipeline_model_parallel_layout == "Ett|ttL"
     instead = cut.split(maxsplit=1)[0]
-    assert f"--pipeline-model-parallel-layout 'Ett|ttL' in place of {instead}" in caplog.text
+    assert (
+        f"--pipeline-model-parallel-layout 'Ett|ttL' in place of {instead}"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("dest", "value", "rule"),
     [
-        ("rerun_mode", "report_stats", "--rerun-mode report_stats: it reruns each step"),
+        (
+            "rerun_mode",
+            "report_stats",
+            "--rerun-mode report_stats: it reruns each step",
+        ),
         (
             "error_injection_rate",
             5,
             "--error-injection-rate: injected errors are found by rerunning",
         ),
-        ("freeze_all_layers", True, "backward ranks have nothing to do; leave one of them out"),
+        (
+            "freeze_all_layers",
+            True,
+            "backward ranks have nothing to do; leave one of them out",
+        ),
         ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
-        ("full_validation", True, "backward ranks do not read that data; leave them out"),
+        (
+            "full_validation",
+            True,
+            "backward ranks do not read that data; leave them out",
+        ),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer instead"),
     ],
 )
-def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, rule: str) -> None:
+def test_what_upstreams_flags_can_ask_for_is_refused(
+    dest: str, value: object, rule: str
+) -> None:
     args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
     args.forward_backward_disaggregating = True
     setattr(args, dest, value)
@@ -112,7 +131,9 @@ def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, r
 
 def test_each_role_is_an_ordinary_job() -> None:
     """The flags describe four replicas, so there are two; each micro-batch has 2 of 8 samples."""
-    flags = (GPT + FBD + PP2 + "--use-distributed-optimizer --save x --save-interval 1").split()
+    flags = (
+        GPT + FBD + PP2 + "--use-distributed-optimizer --save x --save-interval 1"
+    ).split()
     found = []
     for rank in range(8):
         args = parse("gpt", flags, {"WORLD_SIZE": "8", "RANK": str(rank)})
@@ -132,12 +153,16 @@ def test_forward_ranks_have_an_optimizer_of_nothing() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     names = {field.name for field in fields(OptimizerConfig)}
-    OptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    OptimizerConfig(
+        **{name: value for name, value in vars(args).items() if name in names}
+    )
     assert args.num_distributed_optimizer_instances == 1
 
 
 @pytest.mark.parametrize(("optimizer", "shares"), [("adam", True), ("muon", False)])
-def test_replicas_send_shards_if_they_have_equal_ones(optimizer: str, shares: bool) -> None:
+def test_replicas_send_shards_if_they_have_equal_ones(
+    optimizer: str, shares: bool
+) -> None:
     flags = f"{GPT}{PP2}--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
     args = parse("gpt", flags.split(), {"WORLD_SIZE": "8"})
     args.forward_backward_disaggregating, args.optimizer = True, optimizer
@@ -160,7 +185,8 @@ def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
     parse("gpt", (GPT + FBD + PP2).split(), {"WORLD_SIZE": "4"})
     assert (
         "pipeline schedule: fbd activations=recompute on 4 processes: 2 forward and 2 backward "
-        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of a stage" in caplog.text
+        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of a stage"
+        in caplog.text
     )
 
 
@@ -192,7 +218,9 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
     assert ("profiles backward ranks only" in caplog.text) is (rank == 0)
 
 
-@pytest.mark.parametrize("name", ["hybrid_context_parallel", "dynamic_context_parallel"])
+@pytest.mark.parametrize(
+    "name", ["hybrid_context_parallel", "dynamic_context_parallel"]
+)
 def test_both_names_of_hybrid_context_parallelism_are_refused(name: str) -> None:
     """Megatron's dev branch has the second."""
     [refusal] = refusals(FBD.strip(), Namespace(**{name: True}), RULES["roles"])

@@ -75,9 +75,13 @@ def _outcomes(cases: list[tuple[str, int]]) -> list[dict[str, Any] | str]:
 
 
 def test_the_log_names_policy_bound_and_transport() -> None:
-    for found, words in zip(_outcomes([(f, 4) for f in CHOSEN]), CHOSEN.values(), strict=True):
+    for found, words in zip(
+        _outcomes([(f, 4) for f in CHOSEN]), CHOSEN.values(), strict=True
+    ):
         assert isinstance(found, dict), found
-        [line] = [line for line in found["log"] if line.startswith("pipeline schedule: ")]
+        [line] = [
+            line for line in found["log"] if line.startswith("pipeline schedule: ")
+        ]
         for word in words:
             assert word in line
 
@@ -91,21 +95,35 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
 
 
 def test_backwards_that_cannot_be_split_stay_whole() -> None:
-    pipeline = make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder(), splits=False)
+    pipeline = make_pipeline(
+        "interleaved", 4, 8, 2, dynamic=DynamicOrder(), splits=False
+    )
     assert not pipeline.schedule(8).splits_backward
     assert order_in_words(pipeline).endswith(", backwards whole")
-    assert make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder()).schedule(8).splits_backward
+    assert (
+        make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder())
+        .schedule(8)
+        .splits_backward
+    )
 
 
 def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
-    assert warning(make_pipeline("interleaved", 4, 16, 2, dynamic=DynamicOrder())) is None
-    told = warning(make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(extra_activations=0)))
+    assert (
+        warning(make_pipeline("interleaved", 4, 16, 2, dynamic=DynamicOrder())) is None
+    )
+    told = warning(
+        make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(extra_activations=0))
+    )
     assert told is not None
     assert "the order of zb-v itself is as fast as --use-dpp (simulated)" in told
     assert "leave --use-dpp out unless links or micro-batches vary" in told
-    told = warning(make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(policy="breadth-first")))
+    told = warning(
+        make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(policy="breadth-first"))
+    )
     assert told is not None
-    assert re.search(r"the order of zb-v itself takes [\d.]+ % less time than --use-dpp", told)
+    assert re.search(
+        r"the order of zb-v itself takes [\d.]+ % less time than --use-dpp", told
+    )
 
 
 def test_plan_recommends_the_order_that_is_faster() -> None:
@@ -115,6 +133,11 @@ def test_plan_recommends_the_order_that_is_faster() -> None:
     assert as_fast.advice.startswith("keep the table's order")
     assert gains(generate("interleaved", 4, 16), Costs()).advice == "--use-dpp"
     slower = gains(generate("zb-h1", 4, 16))
-    printed = run_package("plan", "--pp", "4", "--microbatches", "16", "--use-dpp").stdout
-    assert f"{slower.quiet:.3f} on quiet links, {slower.late:.3f} where messages" in printed
+    printed = run_package(
+        "plan", "--pp", "4", "--microbatches", "16", "--use-dpp"
+    ).stdout
+    assert (
+        f"{slower.quiet:.3f} on quiet links, {slower.late:.3f} where messages"
+        in printed
+    )
     assert "keep the table's order" in printed

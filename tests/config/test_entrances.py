@@ -78,7 +78,9 @@ def test_every_step_of_a_schedule_of_batches_has_a_table(args: Namespace) -> Non
     check(args)
     args.step_batch_size_schedule, args.world_size = "0:1 1B:6", 8
     args.pipeline_schedule = "bitpipe"  # two replicas on each of two pipeline worlds
-    with pytest.raises(ArgumentsError, match=r"use --step-batch-size-schedule '0:4 1000000000:8'"):
+    with pytest.raises(
+        ArgumentsError, match=r"use --step-batch-size-schedule '0:4 1000000000:8'"
+    ):
         prepare(args)
 
 
@@ -87,7 +89,9 @@ def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
     chosen = choose(args, "1f1b")
     assert chosen.num_microbatches == 12
     args.rampup_batch_size = ["4", "3", "100"]
-    with pytest.raises(ArgumentsError, match="does not lead from 4 to --global-batch-size 12"):
+    with pytest.raises(
+        ArgumentsError, match="does not lead from 4 to --global-batch-size 12"
+    ):
         prepare(args)
 
 
@@ -101,7 +105,9 @@ def test_first_and_last_stage_are_of_one_replica(name: str, crossings: int) -> N
 def test_megatron_has_to_agree(args: Namespace) -> None:
     choose(args, "1f1b")
     args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 1, 2
-    with pytest.raises(ArgumentsError, match="prepared for 1 chunks, but Megatron made 2"):
+    with pytest.raises(
+        ArgumentsError, match="prepared for 1 chunks, but Megatron made 2"
+    ):
         check(args)
     assert active.pipeline() is None
 
@@ -120,7 +126,9 @@ def test_layers_that_cannot_be_split_are_refused(
     if not refused:
         choose(args, schedule)
         return
-    with pytest.raises(ArgumentsError, match="but transformer_engine is old; or use 1f1b"):
+    with pytest.raises(
+        ArgumentsError, match="but transformer_engine is old; or use 1f1b"
+    ):
         choose(args, schedule)
 
 
@@ -137,7 +145,9 @@ def test_layers_that_are_left_whole_are_told(
     monkeypatch.setattr(incompatible, "why_te_cannot_split", lambda _args, **_: None)
     monkeypatch.setattr(incompatible, "find_spec", lambda name: name)
     vars(args).update(transformer_impl="transformer_engine", data_parallel_size=1)
-    vars(args).update(add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False)
+    vars(args).update(
+        add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False
+    )
     choose(args, schedule)
     check(args)
     notice = "--pipeline-schedule zb-h1: weight gradients of the projections to queries, keys and"
@@ -162,7 +172,9 @@ def test_features_that_order_computation_are_refused(
 ) -> None:
     setattr(args, dest, value)
     args.pipeline_schedule = schedule
-    with pytest.raises(ArgumentsError, match=f"--pipeline-schedule {schedule} cannot run with"):
+    with pytest.raises(
+        ArgumentsError, match=f"--pipeline-schedule {schedule} cannot run with"
+    ):
         prepare(args)
 
 
@@ -194,7 +206,9 @@ def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
 ) -> None:
     setattr(args, dest, value)
     args.pipeline_transport = "shm"
-    with pytest.raises(ArgumentsError, match="--pipeline-transport shm cannot run with CUDA graph"):
+    with pytest.raises(
+        ArgumentsError, match="--pipeline-transport shm cannot run with CUDA graph"
+    ):
         prepare(args)
     args.pipeline_transport = "torch"
     prepare(args)
@@ -206,7 +220,11 @@ def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
         ("delay_wgrad_compute", ["1f1b", "zb-v"], []),
         ("defer_embedding_wgrad_compute", ["1f1b", "zb-v"], []),
         ("overlap_dispatch_backward_with_experts_wgrad", ["zb-h1"], ["interleaved"]),
-        ("overlap_param_gather_with_optimizer_step", ["zb-h1"], ["interleaved", "zb-v"]),
+        (
+            "overlap_param_gather_with_optimizer_step",
+            ["zb-h1"],
+            ["interleaved", "zb-v"],
+        ),
     ],
 )
 def test_what_the_table_does_itself_is_dropped(
@@ -227,7 +245,9 @@ def test_a_group_size_without_effect_is_logged(
     args.microbatch_group_size_per_vp_stage = 8
     choose(args, "1f1b")
     [line] = caplog.messages
-    assert line.startswith("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
+    assert line.startswith(
+        "--microbatch-group-size-per-virtual-pipeline-stage has no effect"
+    )
 
 
 EXPERTS = {
@@ -254,7 +274,9 @@ def test_without_experts_on_several_ranks_there_are_no_pairs(
     vars(args).update({**EXPERTS, dest: None})
     assert choose(args, "1f1b").full.pairs == ()
     assert not args.overlap_moe_expert_parallel_comm, "Megatron refuses it"
-    assert caplog.messages[0].startswith("--overlap-moe-expert-parallel-comm has no effect")
+    assert caplog.messages[0].startswith(
+        "--overlap-moe-expert-parallel-comm has no effect"
+    )
 
 
 def test_what_a_table_does_anyway_is_dropped(
@@ -263,14 +285,18 @@ def test_what_a_table_does_anyway_is_dropped(
     vars(args).update({**EXPERTS, "delay_wgrad_compute": True})
     choose(args, "zb-v")
     assert not args.delay_wgrad_compute
-    assert any(line.startswith("--delay-wgrad-compute is dropped") for line in caplog.messages)
+    assert any(
+        line.startswith("--delay-wgrad-compute is dropped") for line in caplog.messages
+    )
 
 
 def test_plans_recompute_whole_layers_in_16_bits(args: Namespace) -> None:
     vars(args).update({**EXPERTS, "recompute_granularity": "full"})
     assert choose(args, "1f1b").config.pairs
     args.fp8 = "e4m3"
-    with pytest.raises(ArgumentsError, match="in another way than a plan; use --recompute-gran"):
+    with pytest.raises(
+        ArgumentsError, match="in another way than a plan; use --recompute-gran"
+    ):
         choose(args, "1f1b")
 
 
@@ -291,7 +317,11 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
 @pytest.mark.parametrize(
     ("dest", "value", "reason"),
     [
-        ("recompute_modules", ["core_attn", "moe"], "use --recompute-modules core_attn, layernorm"),
+        (
+            "recompute_modules",
+            ["core_attn", "moe"],
+            "use --recompute-modules core_attn, layernorm",
+        ),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),
         ("hybrid_layer_pattern", "M*M-", "hybrid models"),
         ("variable_seq_lengths", True, "gives plans no lengths"),
@@ -312,12 +342,20 @@ MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": T
 @pytest.mark.parametrize(
     ("settings", "ranks", "start"),
     [
-        ({**MASKED, "transformer_impl": "local"}, 4, "--reset-attention-mask: Megatron gives"),
+        (
+            {**MASKED, "transformer_impl": "local"},
+            4,
+            "--reset-attention-mask: Megatron gives",
+        ),
         ({**MASKED, "transformer_impl": "local"}, 2, None),
         ({**MASKED, "transformer_impl": "transformer_engine"}, 4, None),
         ({"trace": True, "skip_train": True}, 4, "--trace records training steps"),
         ({"trace": True}, 4, None),
-        ({"timing_log_level": 2}, 4, "--timing-log-level 2: no time is logged for forward-recv"),
+        (
+            {"timing_log_level": 2},
+            4,
+            "--timing-log-level 2: no time is logged for forward-recv",
+        ),
         ({"timing_log_level": 1}, 4, None),
     ],
 )
@@ -330,18 +368,24 @@ def test_what_has_less_effect_than_it_seems_is_logged(
 ) -> None:
     args.pipeline_model_parallel_size = args.world_size = ranks
     args.data_parallel_size = 1
-    vars(args).update({"trace_interval": None, "trace_iterations": None, "trace_dir": None})
+    vars(args).update(
+        {"trace_interval": None, "trace_iterations": None, "trace_dir": None}
+    )
     vars(args).update(settings)
     choose(args, "1f1b")
     check(args)
     warned = [line for line in caplog.messages if line.startswith("--")]
-    assert [line.startswith(start or "") for line in warned] == ([] if start is None else [True])
+    assert [line.startswith(start or "") for line in warned] == (
+        [] if start is None else [True]
+    )
 
 
 def test_a_dynamic_order_leaves_backwards_whole_where_splitting_is_excluded(
     args: Namespace,
 ) -> None:
-    vars(args).update(use_transformer_engine_op_fuser=True, num_experts=4, use_dpp=True, seed=1)
+    vars(args).update(
+        use_transformer_engine_op_fuser=True, num_experts=4, use_dpp=True, seed=1
+    )
     assert not choose(args, "1f1b").full.splits_backward
     assert args.use_transformer_engine_op_fuser
     assert choose(args, "zb-h1").full.splits_backward
@@ -363,20 +407,28 @@ def test_a_bad_file_is_shown_with_its_row(
     args: Namespace, tmp_path: Path, damage: Any, message: str
 ) -> None:
     path = tmp_path / "table.csv"
-    path.write_text(damage(table_files.csv_text(generate("1f1b", 4, 8)).replace("\r", "")))
+    path.write_text(
+        damage(table_files.csv_text(generate("1f1b", 4, 8)).replace("\r", ""))
+    )
     with pytest.raises(UserError) as caught:
         choose(args, f"csv:{path}")
     assert message in str(caught.value)
 
 
-def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: Path) -> None:
+def test_a_file_of_another_size_says_which_flags_fit(
+    args: Namespace, tmp_path: Path
+) -> None:
     path = tmp_path / "table.csv"
     path.write_text(table_files.csv_text(generate("zb-h1", 4, 6)))
-    with pytest.raises(UserError, match=r"runs 6 micro-batches, not 8 .* --global-batch-size 6$"):
+    with pytest.raises(
+        UserError, match=r"runs 6 micro-batches, not 8 .* --global-batch-size 6$"
+    ):
         choose(args, f"csv:{path}")
     args.global_batch_size = 6
     assert choose(args, f"csv:{path}").schedule(6).rows == generate("zb-h1", 4, 6).rows
-    args.pipeline_model_parallel_size = args.world_size = 2  # what was changed since is not undone
+    args.pipeline_model_parallel_size = args.world_size = (
+        2  # what was changed since is not undone
+    )
     with pytest.raises(UserError, match="use --pipeline-model-parallel-size 4"):
         choose(args, f"csv:{path}")
 
@@ -396,7 +448,9 @@ def test_a_file_runs_pairs_apart_and_the_slices_of_the_flag(
     args.pipeline_slices = 2
     assert choose(args, f"csv:{path}").full.num_slices == 2
     args.pipeline_slices = 4
-    with pytest.raises(UserError, match="the file fixes the number of slices, which is 2, not 4"):
+    with pytest.raises(
+        UserError, match="the file fixes the number of slices, which is 2, not 4"
+    ):
         choose(args, f"csv:{path}")
 
 
@@ -413,7 +467,9 @@ def test_auto_leaves_tables_between_devices_to_torch(
 ) -> None:
     def chosen(world_size: int = 2, **asked: Any) -> str:
         vars(args).update(world_size=world_size, pipeline_model_parallel_size=2, seed=1)
-        vars(args).update(pipeline_transport=None, pipeline_device_path=None, use_dpp=False)
+        vars(args).update(
+            pipeline_transport=None, pipeline_device_path=None, use_dpp=False
+        )
         vars(args).update(asked)
         return choose(args, "1f1b").transport
 
@@ -422,7 +478,11 @@ def test_auto_leaves_tables_between_devices_to_torch(
     assert chosen(pipeline_transport="auto") == "auto"  # on the CPU
     monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(is_host=False))
     assert chosen(pipeline_transport="shm") == "shm"
-    assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
+    assert (
+        chosen(pipeline_transport="auto", use_dpp=True)
+        == chosen(use_dpp=True)
+        == "auto"
+    )
     assert chosen(pipeline_transport="auto", pipeline_device_path="ipc") == "auto"
     assert not caplog.records
     assert chosen(pipeline_transport="auto") == chosen() == "torch"
@@ -477,14 +537,20 @@ def test_lengths_that_vary(args: Namespace) -> None:
     prepare(args)
     assert active.required().config.variable_seq_lengths
     args.num_experts, args.moe_token_dispatcher_type = 4, "allgather"
-    with pytest.raises(ArgumentsError, match="allgather and --num-experts: it gathers tokens"):
+    with pytest.raises(
+        ArgumentsError, match="allgather and --num-experts: it gathers tokens"
+    ):
         prepare(args)
 
 
 @pytest.mark.parametrize(
     ("schedule", "settings", "layout"),
     [
-        ("interleaved", {"decoder_first_pipeline_num_layers": 2, "num_layers": 8}, None),
+        (
+            "interleaved",
+            {"decoder_first_pipeline_num_layers": 2, "num_layers": 8},
+            None,
+        ),
         (
             "interleaved",
             {

@@ -32,37 +32,77 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     [
         ({"schedule": "zb_v"}, "no schedule 'zb_v'"),
         ({"schedule": "fbd"}, "schedule=fbd needs processes of two roles"),
-        ({"schedule": "zb-v", "options": {"order": "zb"}}, "zb-v has no option 'order'"),
+        (
+            {"schedule": "zb-v", "options": {"order": "zb"}},
+            "zb-v has no option 'order'",
+        ),
         ({"schedule": "interleaved", "chunks": 1}, "at least 2 chunks, got 1"),
         ({"schedule": "csv:x", "chunks": 2}, "schedule=csv:x: the file fixes chunks"),
-        ({"costs": Costs()}, "costs is for schedules of this package; add schedule=NAME"),
-        ({"weights_at_once": True}, "weights_at_once is for schedules of this package; add sched"),
-        ({"stash_ratio": 1.65}, "stash_ratio is for schedules of this package; add schedule=NAME"),
         (
-            {"disaggregation": Disaggregation(), "transport": "shm", "node_ips": ["10.0.0.1"]},
+            {"costs": Costs()},
+            "costs is for schedules of this package; add schedule=NAME",
+        ),
+        (
+            {"weights_at_once": True},
+            "weights_at_once is for schedules of this package; add sched",
+        ),
+        (
+            {"stash_ratio": 1.65},
+            "stash_ratio is for schedules of this package; add schedule=NAME",
+        ),
+        (
+            {
+                "disaggregation": Disaggregation(),
+                "transport": "shm",
+                "node_ips": ["10.0.0.1"],
+            },
             "transport=shm has none; use transport=auto",
         ),
-        ({"transport": "pigeon"}, "transport 'pigeon' must be one of torch, auto, shm, tcp, rdma"),
-        ({"dynamic": DynamicOrder(), "transport": "torch"}, "leave transport=torch out"),
+        (
+            {"transport": "pigeon"},
+            "transport 'pigeon' must be one of torch, auto, shm, tcp, rdma",
+        ),
+        (
+            {"dynamic": DynamicOrder(), "transport": "torch"},
+            "leave transport=torch out",
+        ),
         ({"node_ips": ("10.0.0.1",)}, "transport=torch has none; use transport=auto"),
-        ({"device_path": "ipc"}, "device_path=ipc needs shared memory, transport is torch"),
+        (
+            {"device_path": "ipc"},
+            "device_path=ipc needs shared memory, transport is torch",
+        ),
         ({"device": "tpu"}, "device=tpu must be one of auto"),
-        ({"hang_timeout_s": 0.0}, "hang_timeout_s=0.0 must be a positive number of seconds"),
-        ({"message_timeout_s": -1.0}, "message_timeout_s=-1.0 must be a positive number"),
+        (
+            {"hang_timeout_s": 0.0},
+            "hang_timeout_s=0.0 must be a positive number of seconds",
+        ),
+        (
+            {"message_timeout_s": -1.0},
+            "message_timeout_s=-1.0 must be a positive number",
+        ),
         ({"stash_ratio": 0.5}, "stash_ratio=0.5 must be at least 1"),
         ({"chunks": 0}, "chunks=0 must be at least 1"),
         ({"chunks": "2"}, "chunks '2' must be a whole number or None"),
-        ({"schedule": "zb-v", "costs": (1, 2)}, "costs (1, 2) must be a Costs object or None"),
+        (
+            {"schedule": "zb-v", "costs": (1, 2)},
+            "costs (1, 2) must be a Costs object or None",
+        ),
         ({"dynamic": True}, "dynamic True must be a DynamicOrder object or None"),
         ({"tracing": True}, "tracing True must be a Tracing object or None"),
         ({"transport": 3}, "transport 3 must be one of torch, auto, shm"),
         ({"options": [1]}, "options [1] must be a dict with values by name"),
-        ({"schedule": "bitpipe", "options": {"order": None}}, "must be a dict with values"),
+        (
+            {"schedule": "bitpipe", "options": {"order": None}},
+            "must be a dict with values",
+        ),
         ({"node_ips": "10.0.0.1"}, "node_ips '10.0.0.1' must be a tuple of strings"),
         ({"checksums": 1}, "checksums 1 must be True or False"),
         ({"hang_timeout_s": True}, "hang_timeout_s True must be a number or None"),
         ({"stash_ratio": "1"}, "stash_ratio '1' must be a number"),
-        ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
+        (
+            {"disaggregation": Disaggregation(), "schedule": "1f1b"},
+            "brings its own schedule",
+        ),
         (
             {"disaggregation": Disaggregation(), "transport": "torch"},
             "are two jobs; use transport=auto",
@@ -79,14 +119,20 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DynamicOrder(extra_activations=-1), "extra_activations=-1: a rank cannot keep"),
+        (
+            lambda: DynamicOrder(extra_activations=-1),
+            "extra_activations=-1: a rank cannot keep",
+        ),
         (
             lambda: DynamicOrder(policy="depth-first", extra_activations=1),
             "policy=depth-first has no bound on memory",
         ),
         (lambda: Tracing(interval=0), "interval=0 must be at least 1"),
         (lambda: Tracing(interval=1.5), "interval 1.5 must be a whole number"),
-        (lambda: DynamicOrder(policy="x"), "policy 'x' must be one of hint, breadth-first"),
+        (
+            lambda: DynamicOrder(policy="x"),
+            "policy 'x' must be one of hint, breadth-first",
+        ),
         (lambda: Tracing(interval=3, iterations=4), "must be between 1 and interval=3"),
     ],
 )
@@ -112,7 +158,9 @@ def test_completion_shows_what_is_exported_and_nothing_else() -> None:
 
 
 def test_it_is_frozen_and_travels() -> None:
-    config = PipelineConfig(schedule="bitpipe", options={"order": "paper"}, tracing=Tracing())
+    config = PipelineConfig(
+        schedule="bitpipe", options={"order": "paper"}, tracing=Tracing()
+    )
     with pytest.raises(FrozenInstanceError):
         config.schedule = "zb-v"  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(config)) == config
@@ -132,11 +180,15 @@ def test_it_is_frozen_and_travels() -> None:
         ),
         (
             "--use-dpp --dpp-extra-activations 2 --hang-timeout 5",
-            PipelineConfig(dynamic=DynamicOrder(extra_activations=2), hang_timeout_s=5.0),
+            PipelineConfig(
+                dynamic=DynamicOrder(extra_activations=2), hang_timeout_s=5.0
+            ),
         ),
         (
             "--forward-backward-disaggregating --fbd-activations ship --trace",
-            PipelineConfig(disaggregation=Disaggregation(activations="ship"), tracing=Tracing()),
+            PipelineConfig(
+                disaggregation=Disaggregation(activations="ship"), tracing=Tracing()
+            ),
         ),
     ],
 )
@@ -157,9 +209,14 @@ def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
     ],
 )
 def test_what_transformer_engine_keeps_for_w_follows_from_flags(
-    monkeypatch: pytest.MonkeyPatch, installed: bool, settings: dict[str, Any], ratio: float
+    monkeypatch: pytest.MonkeyPatch,
+    installed: bool,
+    settings: dict[str, Any],
+    ratio: float,
 ) -> None:
-    monkeypatch.setattr(completion, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(
+        completion, "find_spec", lambda name: name if installed else None
+    )
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
     vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})
@@ -197,7 +254,9 @@ def test_what_recomputation_leaves_for_w_follows_from_flags(
 def test_flags_are_named_where_flags_were_given() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args("--use-dpp --pipeline-transport torch".split())
-    with pytest.raises(ArgumentsError, match=r"--use-dpp chooses .* leave --pipeline-transport"):
+    with pytest.raises(
+        ArgumentsError, match=r"--use-dpp chooses .* leave --pipeline-transport"
+    ):
         inspect(args).raise_refusals()
 
 
@@ -207,7 +266,11 @@ def test_it_costs_no_import_of_torch() -> None:
         "print(*{'torch', 'numpy', 'megatron.core'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.split() == []
 

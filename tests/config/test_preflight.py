@@ -22,12 +22,16 @@ SIZES = {
     "seq_length": 4096,
 }
 ZB_V = PipelineConfig(schedule="zb-v")
-SLICES = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --pipeline-slices 2"
+SLICES = (
+    "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --pipeline-slices 2"
+)
 
 
 def rules(settings: dict[str, Any], config: PipelineConfig = ZB_V) -> list[str]:
     """Return the rules that refuse settings."""
-    return [refusal.rule for refusal in preflight({**SIZES, **settings}, config).refusals]
+    return [
+        refusal.rule for refusal in preflight({**SIZES, **settings}, config).refusals
+    ]
 
 
 def test_a_recipe_is_accepted() -> None:
@@ -58,7 +62,9 @@ def test_all_refusals_are_collected() -> None:
         assert str(refusal) == f"{refusal.reason}; {refusal.remedy}"
     with pytest.raises(megatron_ext.errors.ArgumentsError) as caught:
         found.raise_refusals()
-    assert str(caught.value).splitlines() == [str(refusal) for refusal in found.refusals]
+    assert str(caught.value).splitlines() == [
+        str(refusal) for refusal in found.refusals
+    ]
 
 
 def test_a_training_names_all_refusals_too() -> None:
@@ -174,7 +180,9 @@ def test_names_of_configuration_objects(
 def test_slices_run_without_pairs() -> None:
     config = PipelineConfig(schedule="zb-v", slices=2)
     experts = {"num_experts": 8, "expert_model_parallel_size": 2, "world_size": 8}
-    found = preflight({**SIZES, **experts, "overlap_moe_expert_parallel_comm": True}, config)
+    found = preflight(
+        {**SIZES, **experts, "overlap_moe_expert_parallel_comm": True}, config
+    )
     assert found.accepted
     assert found.arguments["overlap_moe_expert_parallel_comm"] is False
     assert any(line.startswith("--overlap-moe-expert-p") for line in found.changes)
@@ -189,20 +197,33 @@ def test_roles_have_their_rules_by_fields_too() -> None:
 
 
 def test_settings_within_settings_are_refused() -> None:
-    [refusal] = preflight({"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V).refusals
-    assert str(refusal) == "model holds settings, which are not read; give each by its name"
+    [refusal] = preflight(
+        {"model": {**SIZES, "use_megatron_fsdp": True}}, ZB_V
+    ).refusals
+    assert (
+        str(refusal)
+        == "model holds settings, which are not read; give each by its name"
+    )
     assert preflight({**SIZES, "tp_comm_overlap_cfg": {"qkv_fprop": {}}}, ZB_V).accepted
 
 
 def test_what_nobody_knows_is_ignored() -> None:
-    settings = {**SIZES, "lr": 1e-4, "hidden_size": 64, "gpu_type": "b200", "_hf": "some/model"}
+    settings = {
+        **SIZES,
+        "lr": 1e-4,
+        "hidden_size": 64,
+        "gpu_type": "b200",
+        "_hf": "some/model",
+    }
     assert preflight(settings, ZB_V).ignored == ["_hf", "gpu_type"]
 
 
 def test_what_sizes_do_not_say_is_not_checked() -> None:
     found = preflight({"pipeline_model_parallel_size": 4}, ZB_V)
     assert found.accepted
-    unchecked = [line.partition(" is not checked: there is no ") for line in found.notices]
+    unchecked = [
+        line.partition(" is not checked: there is no ") for line in found.notices
+    ]
     assert [(subject, missing) for subject, found_, missing in unchecked if found_] == [
         ("the number of micro-batches", "--micro-batch-size or no --global-batch-size"),
         ("the cut into stages", "--num-layers"),
@@ -221,21 +242,31 @@ def test_words_of_a_command_line() -> None:
     assert line.name == "zb-v"
     with pytest.raises(megatron_ext.errors.ArgumentsError, match="close the quotation"):
         preflight(f"{words} --tokenizer-model 'my model")
-    words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
+    words += (
+        " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
+    )
     words += " --use-megatron-fsdp"
     found = preflight(words.split(), world_size=8)
     assert [refusal.rule for refusal in found.refusals] == ["use_megatron_fsdp"]
     assert [line.split()[0] for line in found.changes] == ["--delay-wgrad-compute"]
     words = "--use-dpp --pipeline-schedule zb-v --dpp-policy wrong"
     [refusal] = preflight(words.split()).refusals
-    assert str(refusal).startswith("'wrong' is not a value of --dpp-policy; use one of hint, ")
+    assert str(refusal).startswith(
+        "'wrong' is not a value of --dpp-policy; use one of hint, "
+    )
 
 
-def test_flags_of_the_environment_count_for_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--pipeline-model-parallel-size 4 --num-layers 32 --use-megatron-fsdp".split()
+def test_flags_of_the_environment_count_for_a_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = (
+        "--pipeline-model-parallel-size 4 --num-layers 32 --use-megatron-fsdp".split()
+    )
     assert preflight(words).accepted
     monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
-    assert [refusal.rule for refusal in preflight(words).refusals] == ["use_megatron_fsdp"]
+    assert [refusal.rule for refusal in preflight(words).refusals] == [
+        "use_megatron_fsdp"
+    ]
     found = preflight([*words[:-1], "--pipeline-schedule", "zb-h1"])
     assert found.pipeline is not None
     assert found.pipeline.name == "zb-h1"
@@ -246,21 +277,37 @@ def test_the_layers_of_a_pattern_are_cut() -> None:
     settings = {"pipeline_model_parallel_size": 2, "hybrid_layer_pattern": "M*M*/MM"}
     found = preflight(settings, PipelineConfig(schedule="zb-v"))
     assert found.arguments["hybrid_layer_pattern"] == "M|*|M|*/MM"
-    assert any(line.endswith("--hybrid-layer-pattern 'M|*|M|*/MM'") for line in found.changes)
+    assert any(
+        line.endswith("--hybrid-layer-pattern 'M|*|M|*/MM'") for line in found.changes
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"world_size": float("nan")}, "--world-size nan must be a whole number of at least 0"),
+        (
+            {"world_size": float("nan")},
+            "--world-size nan must be a whole number of at least 0",
+        ),
         ({"num_layers": "32"}, "'32'"),
-        ({"pipeline_model_parallel_layout": 2}, "layout 2 must be text in Megatron's notation"),
-        ({"pipeline_model_parallel_layout": [["x"]]}, "has a layer 'x'; use embedding, "),
-        ({"micro_batch_size": None, "global_batch_size": True}, "must be a whole number"),
+        (
+            {"pipeline_model_parallel_layout": 2},
+            "layout 2 must be text in Megatron's notation",
+        ),
+        (
+            {"pipeline_model_parallel_layout": [["x"]]},
+            "has a layer 'x'; use embedding, ",
+        ),
+        (
+            {"micro_batch_size": None, "global_batch_size": True},
+            "must be a whole number",
+        ),
         ({"num_experts": [8]}, "must be a whole number"),
     ],
 )
-def test_values_of_other_types_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_values_of_other_types_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     [refusal] = preflight({**SIZES, **settings}, ZB_V).refusals
     assert reason in str(refusal)
 
@@ -275,7 +322,9 @@ def test_a_configuration_of_another_type_is_refused() -> None:
 def test_flags_that_megatron_needs_are_named() -> None:
     words = "--num-layers 8 --seq-length 16 --pipeline-model-parallel-size 2".split()
     assert preflight(words).accepted, "flags alone may be some of a training's"
-    missing = [refusal.rule for refusal in preflight(["pretrain_gpt.py", *words]).refusals]
+    missing = [
+        refusal.rule for refusal in preflight(["pretrain_gpt.py", *words]).refusals
+    ]
     needed = "hidden_size num_attention_heads max_position_embeddings micro_batch_size train_iters"
     assert missing == [*needed.split(), "eval_interval"]
     assert preflight(["pretrain_gpt.py", *words, "--use-checkpoint-args"]).accepted
@@ -284,8 +333,14 @@ def test_flags_that_megatron_needs_are_named() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--seq-length 32", "--seq-length above --max-position-embeddings: tokens would have"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size above 1 without --num"),
+        (
+            "--seq-length 32",
+            "--seq-length above --max-position-embeddings: tokens would have",
+        ),
+        (
+            "--expert-model-parallel-size 2",
+            "--expert-model-parallel-size above 1 without --num",
+        ),
         (
             "--num-attention-heads 3",
             "--hidden-size 64 is not a multiple of --num-att",
@@ -294,16 +349,24 @@ def test_flags_that_megatron_needs_are_named() -> None:
     ],
 )
 def test_sizes_that_megatron_asserts(flags: str, reason: str) -> None:
-    words = "pretrain_gpt.py --num-layers 8 --seq-length 16 --max-position-embeddings 16 "
-    words += "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --train-iters 3 "
+    words = (
+        "pretrain_gpt.py --num-layers 8 --seq-length 16 --max-position-embeddings 16 "
+    )
+    words += (
+        "--hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --train-iters 3 "
+    )
     refusals = preflight(f"{words}--eval-interval 3 {flags}", world_size=2).refusals
-    assert [str(refusal).startswith(reason) for refusal in refusals] == [True] * bool(reason)
+    assert [str(refusal).startswith(reason) for refusal in refusals] == [True] * bool(
+        reason
+    )
 
 
 def test_stages_without_layers_are_said() -> None:
     found = preflight({**SIZES, "num_layers": 3}, ZB_V)
     [line] = [line for line in found.changes if "have no layer" in line]
-    assert line.startswith("5 of the 8 stages of --pipeline-schedule zb-v have no layer")
+    assert line.startswith(
+        "5 of the 8 stages of --pipeline-schedule zb-v have no layer"
+    )
     assert line.endswith("; use --num-layers 8 or more, or fewer ranks")
 
 
@@ -318,7 +381,11 @@ def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
     settings = {**SIZES, **by_rank, "enable_gloo_process_groups": False}
     found = preflight(settings, ZB_V)
     assert found.arguments["enable_gloo_process_groups"] is True
-    assert [line for line in found.changes if line.startswith("Gloo process groups are made")]
+    assert [
+        line
+        for line in found.changes
+        if line.startswith("Gloo process groups are made")
+    ]
     settings["enable_gloo_process_groups"] = True
     assert not any("Gloo" in line for line in preflight(settings, ZB_V).changes)
 
@@ -356,14 +423,22 @@ def test_what_another_order_has_no_use_for_is_dropped(
     ("config", "settings", "refused"),
     [
         (PipelineConfig(dynamic=DynamicOrder()), {}, []),
-        (PipelineConfig(dynamic=DynamicOrder()), {"fp8": "hybrid", "fp8_recipe": "delayed"}, 1),
+        (
+            PipelineConfig(dynamic=DynamicOrder()),
+            {"fp8": "hybrid", "fp8_recipe": "delayed"},
+            1,
+        ),
         (PipelineConfig(disaggregation=Disaggregation()), {}, []),
         (
             PipelineConfig(disaggregation=Disaggregation()),
             {"context_parallel_size": 2, "world_size": 32},
             [],
         ),
-        (PipelineConfig(disaggregation=Disaggregation()), {"world_size": 8}, ["disaggregation"]),
+        (
+            PipelineConfig(disaggregation=Disaggregation()),
+            {"world_size": 8},
+            ["disaggregation"],
+        ),
         (PipelineConfig(), {"cuda_graph_impl": "local"}, []),
         (PipelineConfig(transport="tcp"), {"use_ring_exchange_p2p": True}, 1),
     ],
@@ -387,5 +462,7 @@ def test_it_needs_neither_torch_nor_megatron() -> None:
         "    print(megatron_ext.preflight(sizes, config).refusals)\n"
         "assert 'megatron.core' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["[]"] * 3, done.stderr

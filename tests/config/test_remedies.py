@@ -42,7 +42,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--use-legacy-models",
             "--ckpt-format torch_dcp",
             "--tensor-parallel-num-weight-shards 2",
-            EXPERTS.replace("alltoall", "flex") + "--moe-flex-dispatcher-backend ncclep",
+            EXPERTS.replace("alltoall", "flex")
+            + "--moe-flex-dispatcher-backend ncclep",
         ],
     ),
     "unfused": (
@@ -57,7 +58,11 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "chunks": (
         ZB_V,
-        ["--multiple-validation-sets", "--perform-rl-step", "--moe-routing-trace-path traces"],
+        [
+            "--multiple-validation-sets",
+            "--perform-rl-step",
+            "--moe-routing-trace-path traces",
+        ],
     ),
     "twins": ("--pipeline-schedule bitpipe ", ["--use-mp-args-from-checkpoint-args"]),
     "pairs": (
@@ -276,7 +281,9 @@ def options(words: str) -> dict[str, list[str]]:
     return found
 
 
-def pasted(given: dict[str, list[str]], reason: str, remedy: str) -> Iterator[dict[str, list[str]]]:
+def pasted(
+    given: dict[str, list[str]], reason: str, remedy: str
+) -> Iterator[dict[str, list[str]]]:
     """Yield the flags after each alternative of a remedy.
 
     Args:
@@ -287,12 +294,19 @@ def pasted(given: dict[str, list[str]], reason: str, remedy: str) -> Iterator[di
             the reason names, or `without` others.
     """
     subject, _, refused = reason.partition(" cannot run with ")
-    its = [flag for flag in re.findall(r"--[a-z0-9-]+", refused or subject) if flag in given]
+    its = [
+        flag
+        for flag in re.findall(r"--[a-z0-9-]+", refused or subject)
+        if flag in given
+    ]
     for way in re.split(
-        r",? or (?=use |leave |add |--)", re.sub(r", (which|such as) [^,;]*", "", remedy)
+        r",? or (?=use |leave |add |--)",
+        re.sub(r", (which|such as) [^,;]*", "", remedy),
     ):
         if way == "leave one of them out":
-            for flag in [one for one in re.findall(r"--[a-z0-9-]+", reason) if one in given]:
+            for flag in [
+                one for one in re.findall(r"--[a-z0-9-]+", reason) if one in given
+            ]:
                 yield {one: values for one, values in given.items() if one != flag}
             continue
         if way in ("leave it out", "leave them out"):
@@ -302,10 +316,15 @@ def pasted(given: dict[str, list[str]], reason: str, remedy: str) -> Iterator[di
         elif left := re.fullmatch(r"leave (--.*) out", way):
             out, flags = re.findall(r"--[a-z0-9-]+", left[1]), ""
         else:
-            used = re.fullmatch(r"(?:use |add )?(--.*?)( instead)?(?: without (--.*))?", way)
+            used = re.fullmatch(
+                r"(?:use |add )?(--.*?)( instead)?(?: without (--.*))?", way
+            )
             assert used, f"no flags: {way}"
             flags = used[1]
-            out = [*(its if used[2] else ()), *re.findall(r"--[a-z0-9-]+", used[3] or "")]
+            out = [
+                *(its if used[2] else ()),
+                *re.findall(r"--[a-z0-9-]+", used[3] or ""),
+            ]
         kept = {flag: values for flag, values in given.items() if flag not in out}
         if not flags:
             assert out, f"names nothing that was given: {way}"
@@ -314,7 +333,9 @@ def pasted(given: dict[str, list[str]], reason: str, remedy: str) -> Iterator[di
         *before, last = re.split(r" (?=--)", flags)
         flag, _, values = last.partition(" ")
         for value in re.split(r", | or ", values):
-            added = options(f"{' '.join(before)} {flag} {value}".replace("NAME", "zb-v"))
+            added = options(
+                f"{' '.join(before)} {flag} {value}".replace("NAME", "zb-v")
+            )
             opposites = {re.sub("^--(no-)?", "--" if f.startswith("--no-") else "--no-", f)
                          for f in added}  # fmt: skip
             yield {f: v for f, v in kept.items() if f not in opposites} | added
@@ -361,6 +382,10 @@ def test_all_rules_are_tried() -> None:
     assert set(CASES) | set(ON_OBJECTS) | later == set(RULES)
     for group in ON_OBJECTS:
         for rule in RULES[group]:
-            [refusal] = refusals("zb-v", Namespace(**dict.fromkeys(rule.reads, True)), [rule])
+            [refusal] = refusals(
+                "zb-v", Namespace(**dict.fromkeys(rule.reads, True)), [rule]
+            )
             assert refusal.remedy in ("leave it out", "leave them out")
-            assert refusals("zb-v", Namespace(**dict.fromkeys(rule.reads)), [rule]) == []
+            assert (
+                refusals("zb-v", Namespace(**dict.fromkeys(rule.reads)), [rule]) == []
+            )

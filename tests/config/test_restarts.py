@@ -30,9 +30,15 @@ def checked(schedule: str, **settings: Any) -> Preflight:
 
 @pytest.mark.parametrize(
     ("schedule", "directory"),
-    [("zb-v", "v-of-8-stages"), ("v-half", "v-of-8-stages"), ("bitpipe", "w-of-8-stages")],
+    [
+        ("zb-v", "v-of-8-stages"),
+        ("v-half", "v-of-8-stages"),
+        ("bitpipe", "w-of-8-stages"),
+    ],
 )
-def test_local_checkpoints_of_folded_pipelines_lie_apart(schedule: str, directory: str) -> None:
+def test_local_checkpoints_of_folded_pipelines_lie_apart(
+    schedule: str, directory: str
+) -> None:
     answer = checked(schedule, **LOCAL)
     assert answer.accepted, answer.refusals
     path = answer.arguments["non_persistent_local_ckpt_dir"]
@@ -45,7 +51,9 @@ def test_local_checkpoints_of_folded_pipelines_lie_apart(schedule: str, director
 
 def test_local_checkpoints_of_megatrons_own_placements_stay_where_they_are() -> None:
     for schedule in ("1f1b", "zb-h1", "interleaved"):
-        assert "non_persistent_local_ckpt_dir" not in checked(schedule, **LOCAL).arguments
+        assert (
+            "non_persistent_local_ckpt_dir" not in checked(schedule, **LOCAL).arguments
+        )
 
 
 @pytest.mark.parametrize(
@@ -56,9 +64,13 @@ def test_local_checkpoints_of_megatrons_own_placements_stay_where_they_are() -> 
         ({"inprocess_granularity": "node"}, ["--inprocess-granularity rank"]),
     ],
 )
-def test_what_a_loss_would_cost_is_said(change: dict[str, Any], said: list[str]) -> None:
+def test_what_a_loss_would_cost_is_said(
+    change: dict[str, Any], said: list[str]
+) -> None:
     notices = checked("zb-h1", **{**RESTART, **change}).notices
-    about_restarts = [notice for notice in notices if notice.startswith("--inprocess-restart")]
+    about_restarts = [
+        notice for notice in notices if notice.startswith("--inprocess-restart")
+    ]
     assert len(about_restarts) == len(said)
     for notice, words in zip(about_restarts, said, strict=True):
         assert words in notice
@@ -72,12 +84,16 @@ def test_a_process_without_the_library_refuses(monkeypatch: pytest.MonkeyPatch) 
     assert "pip install 'megatron-ext[resilience]'" in str(refusal)
     monkeypatch.setattr(restarts, "find_spec", find_spec)
     answer = Preflight(pipeline=answer.pipeline)
-    restarts.check_restart(answer, Namespace(**RESTART), in_job=False)  # the job runs elsewhere
+    restarts.check_restart(
+        answer, Namespace(**RESTART), in_job=False
+    )  # the job runs elsewhere
     assert answer.refusals == []
 
 
 def test_ranks_with_roles_are_not_replaced() -> None:
     config = PipelineConfig(disaggregation=Disaggregation())
     answer = preflight({**SIZES, "world_size": 8, **RESTART}, config)
-    [refusal] = [refusal for refusal in answer.refusals if refusal.rule == "inprocess_restart"]
+    [refusal] = [
+        refusal for refusal in answer.refusals if refusal.rule == "inprocess_restart"
+    ]
     assert "cannot take over a role" in str(refusal)

@@ -80,7 +80,9 @@ def outcomes(cases: list[tuple[str, str, int]]) -> list[dict[str, Any] | str]:
 
 def run(*cases: tuple[str, int]) -> list[Any]:
     require_training()
-    return run_ranks(1, outcomes, [("gpt", MODEL + flags, world) for flags, world in cases])[0]
+    return run_ranks(
+        1, outcomes, [("gpt", MODEL + flags, world) for flags, world in cases]
+    )[0]
 
 
 def tables() -> list[tuple[str, Any]]:
@@ -405,7 +407,10 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
             {"masked_softmax_fusion": True, "bf16": True, "transformer_impl": "local"},
             "--no-masked-softmax-fusion",
         ),
-        ({"transformer_impl": "inference_optimized"}, "use --transformer-impl local or"),
+        (
+            {"transformer_impl": "inference_optimized"},
+            "use --transformer-impl local or",
+        ),
         ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "leave it out"),
         ({"context_parallel_size": 2}, "leave it out"),
         ({"hybrid_layer_pattern": "M*"}, "leave --pipeline-slices out"),
@@ -419,7 +424,11 @@ def test_slices_refuse_what_the_cpu_corrects_or_lacks(
 ) -> None:
     [refusal] = refusals("slices 4", Namespace(**settings), RULES["slices"])
     assert remedy in refusal.remedy
-    fine = {"masked_softmax_fusion": True, "apply_rope_fusion": True, "transformer_impl": "local"}
+    fine = {
+        "masked_softmax_fusion": True,
+        "apply_rope_fusion": True,
+        "transformer_impl": "local",
+    }
     sizes = {"context_parallel_size": 1, "tensor_model_parallel_size": 1, "bf16": False}
     assert refusals("slices 4", Namespace(**fine, **sizes), RULES["slices"]) == []
 
@@ -443,7 +452,10 @@ def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
 
 
 def test_mistakes_end_in_one_line() -> None:
-    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5 "
+    flags = (
+        MODEL
+        + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5 "
+    )
     flags += "--pipeline-model-parallel-layout Et|t|t|tL"
     run = start_script(2, "pretrain_gpt.py", flags.split())
     [line] = set(errors(run))

@@ -85,7 +85,9 @@ def test_a_mistake_has_no_flags_in_python_and_no_fields_on_a_command_line(
     assert str(error) == error.worded(in_python)
     flags = error.worded(in_flags)
     # Whatever has a flag is called by it.
-    named = [field for field in FLAG_OF if re.search(rf"{{{field}[:}}]", error.template)]
+    named = [
+        field for field in FLAG_OF if re.search(rf"{{{field}[:}}]", error.template)
+    ]
     assert all(FLAG_OF[field] in flags for field in named)
     assert not any(f"{field}=" in flags for field in FLAG_OF)
 
@@ -113,9 +115,13 @@ def test_a_command_line_gets_flags(words: str, message: str) -> None:
 
 
 def test_parts_are_named_by_their_fields() -> None:
-    with pytest.raises(ConfigurationError, match="iterations=4 must be between 1 and interval=3"):
+    with pytest.raises(
+        ConfigurationError, match="iterations=4 must be between 1 and interval=3"
+    ):
         Tracing(interval=3, iterations=4)
-    with pytest.raises(ConfigurationError, match="extra_activations=2: policy=breadth-first has"):
+    with pytest.raises(
+        ConfigurationError, match="extra_activations=2: policy=breadth-first has"
+    ):
         DynamicOrder(policy="breadth-first", extra_activations=2)
 
 
@@ -168,7 +174,9 @@ MISCOUNTED = (
 
 
 @pytest.mark.parametrize("words", MISCOUNTED)
-def test_errors_of_batches_and_of_the_cut_have_a_form_for_each_reader(words: str) -> None:
+def test_errors_of_batches_and_of_the_cut_have_a_form_for_each_reader(
+    words: str,
+) -> None:
     """In Python no flag is left, and every value belongs to its field."""
     answer = preflight(
         f"{SIZES} --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2 "
@@ -178,7 +186,9 @@ def test_errors_of_batches_and_of_the_cut_have_a_form_for_each_reader(words: str
     on_command_line, in_program = str(refusal), refusal.worded(in_fields)
     assert not re.search(r"--[a-z0-9-]+=", on_command_line)
     assert "--" not in in_program
-    settings = re.findall(r"(--[a-z0-9-]+) (-?[0-9]+|Et[|]tL)(?![0-9 ]*[0-9])", on_command_line)
+    settings = re.findall(
+        r"(--[a-z0-9-]+) (-?[0-9]+|Et[|]tL)(?![0-9 ]*[0-9])", on_command_line
+    )
     assert settings
     for flag, value in settings:
         assert in_fields(flag, value) in in_program
@@ -201,7 +211,9 @@ def test_each_rule_has_a_form_for_each_reader(group: str) -> None:
         # Bridge has all of Megatron's in one part here, and says so.
         dests = [dest_of(flag) for flag in flags if flag not in FIELD_OF]
         fields = [dest.removeprefix("no_") for dest in dests]
-        model = make_dataclass("Model", [(name, Any, None) for name in dict.fromkeys(fields)])()
+        model = make_dataclass(
+            "Model", [(name, Any, None) for name in dict.fromkeys(fields)]
+        )()
         in_bridge = refusal.worded(Settings(SimpleNamespace(model=model)).in_fields)
         assert in_bridge.count("model.") == len(dests)
         for name, bridge_name in MEGATRON_FIELDS.items():

@@ -93,7 +93,9 @@ assert accelerator.current_accelerator() == asked == torch.device("cuda")
 @pytest.mark.slow
 def test_a_training(tmp_path: Path) -> None:
     """With worker processes of the data loader, an evaluation, a checkpoint and its resumption."""
-    flags = f"{MOCK}--num-workers 1 --save {tmp_path} --load {tmp_path} --save-interval 2"
+    flags = (
+        f"{MOCK}--num-workers 1 --save {tmp_path} --load {tmp_path} --save-interval 2"
+    )
     code = """
 import os, sys
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost",
@@ -109,10 +111,18 @@ raise SystemExit(runner.run("pretrain_gpt.py", sys.argv[1:]))
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(not is_real(), reason="needs torch's CUDA build on a machine without a driver")
+@pytest.mark.skipif(
+    not is_real(), reason="needs torch's CUDA build on a machine without a driver"
+)
 @pytest.mark.parametrize("flags", [(), ("--pipeline-schedule", "zb-v", "--use-dpp")])
-def test_the_first_command_of_the_readme(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_the_first_command_of_the_readme(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     few = ("--train-iters", "4", "--log-interval", "1", "--eval-iters", "1")
-    done = bash(LLAMA3, "--tiny", "--out", str(tmp_path), *few, *flags, MEGATRON_EXT_DEVICE=None)
+    done = bash(
+        LLAMA3, "--tiny", "--out", str(tmp_path), *few, *flags, MEGATRON_EXT_DEVICE=None
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"run.sh: loss \S+ at iteration 1, \S+ at iteration 4", done.stdout)
+    assert re.search(
+        r"run.sh: loss \S+ at iteration 1, \S+ at iteration 4", done.stdout
+    )

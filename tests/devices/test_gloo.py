@@ -72,7 +72,9 @@ def a_blocked_collective_is_aborted_and_nothing_else() -> None:
         mine = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
     threading.Timer(0.3, device.abort_collectives).start()
-    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|not connected"):
+    with pytest.raises(
+        RuntimeError, match=r"Connection (closed|reset) by peer|not connected"
+    ):
         dist.all_reduce(torch.ones(1), group=group)
     mine.sendall(b"whole")
     assert peer.recv(5) == b"whole"
@@ -82,7 +84,9 @@ def a_blocked_collective_is_aborted_and_nothing_else() -> None:
 def test_torch_since_2_15_hands_over_what_older_ones_do_not_know() -> None:
     made: list[tuple[Any, ...]] = []
     initialize = cpu._one_worker(lambda *args: made.append(args))
-    initialize(None, "store", 0, 2, timeout=timedelta(seconds=5), enable_reconfigure=False)
+    initialize(
+        None, "store", 0, 2, timeout=timedelta(seconds=5), enable_reconfigure=False
+    )
     [(_, store, rank, size, options)] = made
     assert (store, rank, size) == ("store", 0, 2)
     assert (options._threads, options._timeout) == (1, timedelta(seconds=5))

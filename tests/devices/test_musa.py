@@ -14,7 +14,9 @@ def test_missing_names_what_to_install():
 
 
 def test_argument_defaults_need_no_transformer_engine():
-    defaults = {dest: value for dest, (value, _) in MusaDevice().argument_defaults.items()}
+    defaults = {
+        dest: value for dest, (value, _) in MusaDevice().argument_defaults.items()
+    }
     assert defaults["transformer_impl"] == "local"
     assert defaults["distributed_backend"] == "mccl"
     assert "enable_gloo_process_groups" not in defaults  # groups for host tensors stay
@@ -35,7 +37,9 @@ def test_arguments_that_need_nvidia_are_refused(arguments, flag):
 
 
 def test_plain_arguments_are_accepted():
-    arguments = argparse.Namespace(tensor_model_parallel_size=2, overlap_p2p_comm_warmup_flush=True)
+    arguments = argparse.Namespace(
+        tensor_model_parallel_size=2, overlap_p2p_comm_warmup_flush=True
+    )
     assert MusaDevice().argument_errors(arguments) == []
 
 

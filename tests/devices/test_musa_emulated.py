@@ -45,7 +45,10 @@ def test_node_defaults_give_way_to_the_users_environment():
         "import os; from megatron_ext.patches import device; device.arm();"
         "print(os.environ['MCCL_PROTOS'], os.environ['MUSA_KERNEL_TIMEOUT'])"
     )
-    assert _python(code, {"MEGATRON_EXT_DEVICE": "musa", "MCCL_PROTOS": "1"}) == ["1", "3200000"]
+    assert _python(code, {"MEGATRON_EXT_DEVICE": "musa", "MCCL_PROTOS": "1"}) == [
+        "1",
+        "3200000",
+    ]
 
 
 _TORCHADA = """
@@ -206,7 +209,9 @@ def _random_numbers():
     drawn = torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
     torch.cuda.set_rng_state(state)
     again = torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
-    by_generator = torch.rand(4, generator=torch.cuda.default_generators[0], device="cuda")
+    by_generator = torch.rand(
+        4, generator=torch.cuda.default_generators[0], device="cuda"
+    )
     return {
         "host undisturbed": torch.equal(host, torch.get_rng_state()),
         "fork differs": not torch.equal(forked, outside),
@@ -270,7 +275,13 @@ def _memory():
 def test_memory_counters_are_the_allocators():
     (found,) = run_ranks(1, _memory, device="musa")
     size = 4 * _MEBI
-    assert found == {"held": size, "left": 0, "peak": size, "stats": size, "device": size}
+    assert found == {
+        "held": size,
+        "left": 0,
+        "peak": size,
+        "stats": size,
+        "device": size,
+    }
 
 
 class _Matmul(torch.autograd.Function):
@@ -312,7 +323,11 @@ def _moved():
     module.weight.sequence_parallel = True
     weight = module.weight
     module.cuda()
-    return module.weight is weight, module.weight.sequence_parallel, module.weight.device.type
+    return (
+        module.weight is weight,
+        module.weight.sequence_parallel,
+        module.weight.device.type,
+    )
 
 
 def test_parameters_keep_their_marks_when_moved():

@@ -33,19 +33,25 @@ def _shapes_of_both() -> None:
     keys = [Message("FB"[i % 2], me, i) for i in range(6)]
     # Rank 0 sends all, then takes all; rank 1 the other way round.
     expected = [
-        Expected(peer, key._replace(stage=peer), None, torch.float32, 0 if me else len(keys))
+        Expected(
+            peer, key._replace(stage=peer), None, torch.float32, 0 if me else len(keys)
+        )
         for key in keys
     ]
     transport.begin(expected, slots=6)
 
     def send() -> None:
         for key in keys:
-            transport.isend(torch.full((key.microbatch, 3), 1.0 + me, device=device), peer, key)
+            transport.isend(
+                torch.full((key.microbatch, 3), 1.0 + me, device=device), peer, key
+            )
 
     def take() -> None:
         for item in expected[::-1]:  # not the order in which they were sent
             tensor = transport.recv(peer, item.message, 30)
-            assert torch.equal(tensor.cpu(), torch.full((item.message.microbatch, 3), 1.0 + peer))
+            assert torch.equal(
+                tensor.cpu(), torch.full((item.message.microbatch, 3), 1.0 + peer)
+            )
 
     for act in (take, send) if me else (send, take):
         act()

@@ -152,7 +152,9 @@ def train(tp, pp, options):
         "device": next(model.parameters()).device.type,
         "backend": torch.distributed.get_backend(),
         "losses": losses,
-        "norms": {name: p.float().norm().item() for name, p in model.named_parameters()},
+        "norms": {
+            name: p.float().norm().item() for name, p in model.named_parameters()
+        },
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
 

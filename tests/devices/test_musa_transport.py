@@ -13,8 +13,10 @@ _CASES = {
     "a table": "--pipeline-schedule zb-h1 --pipeline-transport shm",
     "Megatron's own schedule": "--pipeline-transport shm",
     "what arrives first": "--pipeline-schedule 1f1b --use-dpp --pipeline-device-path staged",
-    "Megatron's own schedule, from device to device": "--pipeline-transport auto" + _IPC,
-    "what arrives first, from device to device": "--pipeline-schedule 1f1b --use-dpp" + _IPC,
+    "Megatron's own schedule, from device to device": "--pipeline-transport auto"
+    + _IPC,
+    "what arrives first, from device to device": "--pipeline-schedule 1f1b --use-dpp"
+    + _IPC,
 }
 
 
@@ -33,7 +35,9 @@ def on_cpu():
 def test_training_equals_that_of_the_cpu(case, on_cpu):
     on_musa = _train(_CASES[case], "musa")
     for cpu, musa in zip(on_cpu, on_musa, strict=True):
-        assert musa.transports == ["DirectTransport" if _IPC in _CASES[case] else "StagedTransport"]
+        assert musa.transports == [
+            "DirectTransport" if _IPC in _CASES[case] else "StagedTransport"
+        ]
         assert musa.losses == cpu.losses
         assert musa.gradients == cpu.gradients
         assert musa.parameters == cpu.parameters

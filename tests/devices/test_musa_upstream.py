@@ -20,7 +20,9 @@ _STEPS = 5
 
 
 def _train(flags, device):
-    logs = run_script(2, "pretrain_gpt.py", flags.split(), timeout_s=runs.TIMEOUT_S, device=device)
+    logs = run_script(
+        2, "pretrain_gpt.py", flags.split(), timeout_s=runs.TIMEOUT_S, device=device
+    )
     return losses(logs)
 
 
@@ -28,15 +30,20 @@ def _train(flags, device):
     "flags",
     [
         pytest.param(_PP2, id="pp2"),
-        pytest.param(_PP2 + "--num-layers-per-virtual-pipeline-stage 1", id="pp2-vpp2-overlap"),
+        pytest.param(
+            _PP2 + "--num-layers-per-virtual-pipeline-stage 1", id="pp2-vpp2-overlap"
+        ),
         pytest.param(_TP2, id="tp2"),
         pytest.param(_TP2 + "--sequence-parallel", id="tp2-sp"),
-        pytest.param(_SHARDED + "--overlap-grad-reduce --overlap-param-gather", id="dp2-sharded"),
+        pytest.param(
+            _SHARDED + "--overlap-grad-reduce --overlap-param-gather", id="dp2-sharded"
+        ),
         pytest.param(_PP2 + "--bf16", id="pp2-bf16"),
         pytest.param(_TP2 + "--fp16 --initial-loss-scale 1024", id="tp2-fp16"),
         pytest.param("--distributed-backend nccl", id="dp2-script-written-for-gpus"),
         pytest.param(
-            runs.MIXTRAL + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+            runs.MIXTRAL
+            + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
             id="moe-ep2",
         ),
         pytest.param(runs.DEEPSEEK + _PP2, id="mla-mtp-pp2"),
@@ -51,9 +58,13 @@ def test_losses_equal_those_of_the_cpu(flags):
 
 @pytest.mark.slow
 def test_a_sharded_run_resumes(tmp_path):
-    flags = runs.GPT + _SHARDED + f"--save {tmp_path} --load {tmp_path} --save-interval 3 "
+    flags = (
+        runs.GPT + _SHARDED + f"--save {tmp_path} --load {tmp_path} --save-interval 3 "
+    )
     whole = _train(runs.GPT + _SHARDED, "musa")
     first = _train(flags + "--exit-interval 3", "musa")
     rest = _train(flags, "musa")
     assert first == whole[:3]
-    assert runs.step_losses(rest) == pytest.approx(runs.step_losses(whole)[3:], rel=1e-6)
+    assert runs.step_losses(rest) == pytest.approx(
+        runs.step_losses(whole)[3:], rel=1e-6
+    )

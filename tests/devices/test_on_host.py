@@ -32,7 +32,10 @@ def factories() -> None:
         assert torch.ones(2).new_zeros(3, device=device).device == cpu
         assert torch.fft.fftfreq(4, device=device).device == cpu
         assert torch.ones(2).to(device).device == cpu
-        assert torch.ones(2).to(device=device, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert (
+            torch.ones(2).to(device=device, dtype=torch.bfloat16).dtype
+            == torch.bfloat16
+        )
     assert torch.nn.Linear(2, 2, device="cuda").cuda().to("cuda").weight.device == cpu
     assert torch.ones(2).cuda(non_blocking=True).pin_memory().device == cpu
 
@@ -73,16 +76,24 @@ def namespace() -> None:
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push("a")
     torch.cuda.nvtx.range_pop()
-    with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("a"):
+    with (
+        torch.cuda.device(0),
+        torch.cuda.stream(torch.cuda.Stream()),
+        torch.cuda.nvtx.range("a"),
+    ):
         torch.ones(1).record_stream(torch.cuda.current_stream())
     _, high = torch.cuda.Stream.priority_range()  # for --high-priority-a2a-comm-stream
     assert torch.cuda.Stream(priority=high) == torch.cuda.current_stream()
-    assert torch.cuda.nvtx.range("a {}", 1)(abs)(-1) == 1  # ranges decorate functions too
+    assert (
+        torch.cuda.nvtx.range("a {}", 1)(abs)(-1) == 1
+    )  # ranges decorate functions too
     with pytest.raises(ZeroDivisionError), torch.cuda.nvtx.range("a"):
         raise ZeroDivisionError
     free, total = torch.cuda.mem_get_info()
     assert 0 < free < total
-    assert torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated() + (1 << 20)
+    assert torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated() + (
+        1 << 20
+    )
 
 
 def random_numbers() -> None:
@@ -105,7 +116,10 @@ def random_numbers() -> None:
 
 def dropout_repeats_under_the_tracker() -> None:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import (
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
 
     torch.distributed.init_process_group("nccl")
     assert torch.distributed.get_backend() == "gloo"
@@ -206,7 +220,9 @@ def test_argument_rules_refuse_the_persistent_checkpoint_worker() -> None:
     (message,) = CpuDevice().argument_errors(Namespace(**_WORKER))
     # Without the worker, Megatron drops --async-save and Megatron-Bridge ends.
     assert message.endswith("; leave --async-save out")
-    assert CpuDevice().argument_errors(Namespace(**{**_WORKER, "async_save": False})) == []
+    assert (
+        CpuDevice().argument_errors(Namespace(**{**_WORKER, "async_save": False})) == []
+    )
 
 
 def test_every_argument_rule_is_tested() -> None:
@@ -228,7 +244,9 @@ def test_rules_and_defaults_name_upstream_arguments() -> None:
     named = {*_REFUSED, *_WORKER, *CpuDevice.argument_defaults}
     named |= {"use_torch_fsdp2", "use_pytorch_profiler"}
     # Later releases call some arguments as the fields that they set.
-    assert {name for name in named if not {name, MEGATRON_FIELDS.get(name)} & known} == set()
+    assert {
+        name for name in named if not {name, MEGATRON_FIELDS.get(name)} & known
+    } == set()
 
 
 def test_argument_rules_let_the_rest_pass() -> None:

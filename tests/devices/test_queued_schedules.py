@@ -65,8 +65,12 @@ def test_pairs_have_a_stream_for_communication(
         pytest.param("", 1, id="gpt, 1", marks=pytest.mark.slow),
         pytest.param(MLA, 8, id="latent, 8", marks=pytest.mark.slow),
         pytest.param(MLA, 1, id="latent, 1", marks=pytest.mark.slow),
-        pytest.param(LLAMA + BALANCED + FULL, 8, id="experts, 8", marks=pytest.mark.slow),
-        pytest.param(LLAMA + BALANCED + FULL, 1, id="experts, 1", marks=pytest.mark.slow),
+        pytest.param(
+            LLAMA + BALANCED + FULL, 8, id="experts, 8", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            LLAMA + BALANCED + FULL, 1, id="experts, 1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_slices_keep_what_later_ones_read(model: str, connections: int) -> None:
@@ -78,7 +82,9 @@ def test_slices_keep_what_later_ones_read(model: str, connections: int) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_layers_that_gather_their_input_ahead_of_w(schedule: str) -> None:
     """Sequence parallelism: W gathers the next layer's input while a product of this one runs."""
-    connections = 1  # before Blackwell, Megatron demands one queue with tensor parallelism
+    connections = (
+        1  # before Blackwell, Megatron demands one queue with tensor parallelism
+    )
     sizes = f"{_FLAGS}{PP2}--tensor-model-parallel-size 2 --sequence-parallel "
     env = queued(connections=connections, jitter_us=100, seed=connections)
     found = train(4, f"{sizes}--pipeline-schedule {schedule} ", device="musa", env=env)
@@ -105,7 +111,9 @@ def _beside_the_rest() -> list[float]:
     weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
     for microbatch in range(4):
         with runtime.stream(side), split.defer(0, microbatch):
-            operands = [torch.full((8, 8), 1.0 + microbatch, device=device) for _ in range(2)]
+            operands = [
+                torch.full((8, 8), 1.0 + microbatch, device=device) for _ in range(2)
+            ]
             assert split.record is not None
             split.record(_Product([weight], operands))
             del operands
@@ -140,8 +148,12 @@ def _beside_actions() -> list[float]:
     from megatron_ext.features.pairs.waiting_weights import DeviceWeights, SideStreams
 
     split, streams = SplitBackward(), SideStreams.of_device(backend, device)
-    weight, *others = (torch.nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(5))
-    row = tuple(map(Action.parse, ("0I0", "0I1", "0W0", "0I2", "0W1", "0I3", "0W2", "0W3")))
+    weight, *others = (
+        torch.nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(5)
+    )
+    row = tuple(
+        map(Action.parse, ("0I0", "0I1", "0W0", "0I2", "0W1", "0I3", "0W2", "0W3"))
+    )
     weights = DeviceWeights(row, split, streams)
     with streams.around_step():
         large_operands = [torch.full((8, 8), 2.0**14, device=device) for _ in range(2)]
@@ -156,9 +168,14 @@ def _beside_actions() -> list[float]:
                     torch.full((8, 8), -1.0, device=device)
                 continue
             with split.defer(0, action.microbatch):
-                for layer in (*others, weight):  # the other layers make the weight's sum late
+                for layer in (
+                    *others,
+                    weight,
+                ):  # the other layers make the weight's sum late
                     value = 1.0 + action.microbatch
-                    operands = [torch.full((8, 8), value, device=device) for _ in range(2)]
+                    operands = [
+                        torch.full((8, 8), value, device=device) for _ in range(2)
+                    ]
                     split.record(_KeptProduct([layer], operands))
                 del operands
             weights.ended(action)
@@ -169,7 +186,9 @@ def _beside_actions() -> list[float]:
 
 @pytest.mark.parametrize("connections", [1, 8])
 def test_w_beside_actions_keeps_its_operands_and_its_order(connections: int) -> None:
-    env = queued(connections=connections, kernel_us=500, jitter_us=300, seed=connections)
+    env = queued(
+        connections=connections, kernel_us=500, jitter_us=300, seed=connections
+    )
     [gradient] = run_ranks(1, _beside_actions, device="musa", env=env)
     # The sum before, 8 * (1 + 4 + 9 + 16), changes the large number only as a whole.
     assert gradient == [2 * (2.0**31 + 256)] * 64
@@ -177,8 +196,12 @@ def test_w_beside_actions_keeps_its_operands_and_its_order(connections: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connections", [8, 1])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe", "csv"])
-def test_w_that_fills_waits_keeps_the_bits(name: str, connections: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe", "csv"]
+)
+def test_w_that_fills_waits_keeps_the_bits(
+    name: str, connections: int, tmp_path: Path
+) -> None:
     ranks, ours, theirs = paired(name, tmp_path)
     env = queued(connections=connections, jitter_us=100, seed=connections)
     ours += "--pipeline-waiting-weights 3 "
@@ -235,10 +258,17 @@ def _check_waits(more_flags: str, connections: int) -> None:
         # The threads beside a staged transport are there to wait. In 0.16 Megatron's script waits
         # for copies of lengths.
         own = [
-            [(what, where) for what, where, thread in step if "megatron-ext" not in thread]
+            [
+                (what, where)
+                for what, where, thread in step
+                if "megatron-ext" not in thread
+            ]
             for step in steps
         ]
-        own = [[line for line in step if "_broadcast_cu_seqlens" not in line[1]] for step in own]
+        own = [
+            [line for line in step if "_broadcast_cu_seqlens" not in line[1]]
+            for step in own
+        ]
         assert own == [[]] * 2
 
 
@@ -256,7 +286,9 @@ def test_disaggregation(activations: str, connections: int) -> None:
     env = queued(connections=connections, jitter_us=100, seed=connections)
     shipped = SHIP if activations else ""
     words = (flags + FBD + shipped).split()
-    ours, _ = together(run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240))
+    ours, _ = together(
+        run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240)
+    )
     assert_equal(ours, stock(2, flags))
 
 
@@ -272,7 +304,9 @@ _DELAYED = {  # how tensors travel, in which order; the first two also run in th
 
 
 _WITH_SEEDS = [
-    pytest.param(name, seed, marks=() if number < 2 and seed < _QUICK_SEEDS else pytest.mark.slow)
+    pytest.param(
+        name, seed, marks=() if number < 2 and seed < _QUICK_SEEDS else pytest.mark.slow
+    )
     for number, name in enumerate(_DELAYED)
     for seed in range(_SEEDS)
 ]
@@ -291,5 +325,7 @@ def test_delays_of_many_seeds_between_disaggregated_ranks(seed: int) -> None:
     flags = _FLAGS + PP2
     env = queued(connections=(1, 8)[seed % 2], seed=seed, **_DELAYS)
     words = (flags + FBD).split()
-    ours, _ = together(run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240))
+    ours, _ = together(
+        run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240)
+    )
     assert_equal(ours, stock(2, flags))

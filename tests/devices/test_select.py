@@ -56,18 +56,30 @@ def test_select_refuses_an_unknown_name() -> None:
         devices.select("tpu")
 
 
-def test_select_refuses_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuDevice, "missing", lambda _self: "torch was built without gloo")
-    with pytest.raises(DeviceError, match="cpu cannot run here: torch was built without gloo"):
+def test_select_refuses_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        CpuDevice, "missing", lambda _self: "torch was built without gloo"
+    )
+    with pytest.raises(
+        DeviceError, match="cpu cannot run here: torch was built without gloo"
+    ):
         devices.select("cpu")
 
 
 def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process without a GPU whose device is chosen from nothing but `env`."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_")}
-    clean.update(PYTHONPATH=str(_ROOT), CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS="ignore", **env)
+    clean.update(
+        PYTHONPATH=str(_ROOT), CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS="ignore", **env
+    )
     return subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -12,7 +12,10 @@ from megatron_ext.errors import DeviceError
 
 @pytest.mark.parametrize(
     ("library", "reason"),
-    [("libnothing.so.1", "libnothing.so.1: cannot open"), ("libc.so.6", "symbol: cudaMalloc")],
+    [
+        ("libnothing.so.1", "libnothing.so.1: cannot open"),
+        ("libc.so.6", "symbol: cudaMalloc"),
+    ],
 )
 def test_a_library_that_cannot_share_is_named(library: str, reason: str) -> None:
     with pytest.raises(DeviceError, match=reason) as refused:
@@ -21,5 +24,7 @@ def test_a_library_that_cannot_share_is_named(library: str, reason: str) -> None
 
 
 def test_the_host_needs_no_sharing() -> None:
-    with pytest.raises(DeviceError, match="--pipeline-device-path ipc bypasses host memory"):
+    with pytest.raises(
+        DeviceError, match="--pipeline-device-path ipc bypasses host memory"
+    ):
         CpuDevice().sharing(torch.device("cpu"))

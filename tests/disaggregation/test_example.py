@@ -21,10 +21,17 @@ SCRIPT = "examples/gpt/pretrain_gpt_fbd.sh"
     [
         (SCRIPT, ["--mock-data"], 2, "6"),
         (SCRIPT, ["--tiny"], 2, "6"),
-        ("examples/llama3/run.sh", ["--tiny", "--forward-backward-disaggregating"], 1, "4"),
+        (
+            "examples/llama3/run.sh",
+            ["--tiny", "--forward-backward-disaggregating"],
+            1,
+            "4",
+        ),
     ],
 )
-def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processes: str) -> None:
+def test_what_the_scripts_start(
+    script: str, flags: list[str], tp: int, processes: str
+) -> None:
     words = dry_run(script, *flags)
     assert value_of(words, "--nproc-per-node") == processes
     given = megatron_flags(words)
@@ -51,7 +58,9 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
         ),
     ],
 )
-def test_the_scripts_train(script: str, flags: list[str], processes: int, tmp_path: Path) -> None:
+def test_the_scripts_train(
+    script: str, flags: list[str], processes: int, tmp_path: Path
+) -> None:
     make_data("python_reference")
     few = "--train-iters=3 --log-interval=1 --eval-iters=1 --num-workers=0".split()
     words = dry_run(script, *flags, "--tiny", "--out", str(tmp_path), *few)

@@ -43,7 +43,9 @@ def killed(argv: list[str], victim: int, when: str) -> str:
         train_here("gpt", argv)
     except MegatronExtError as error:
         return str(error)
-    except RuntimeError as error:  # of torch.distributed, where forward ranks evaluate together
+    except (
+        RuntimeError
+    ) as error:  # of torch.distributed, where forward ranks evaluate together
         return f"torch: {error}"
     return ""
 
@@ -52,7 +54,9 @@ def killed(argv: list[str], victim: int, when: str) -> str:
     ("victim", "when", "witnesses"),
     [(0, "step", [1, 2, 3]), (3, "step", [0, 1, 2]), (2, "evaluation", [1, 3])],
 )
-def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int]) -> None:
+def test_a_killed_process_is_named(
+    victim: int, when: str, witnesses: list[int]
+) -> None:
     """Ranks 0 and 2 run forwards, 1 and 3 backwards; all others end, too."""
     run = start_ranks(4, killed, (GPT + PP2 + FBD).split(), victim, when)
     expected = [0] * 4
@@ -68,13 +72,19 @@ def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_both_roles_end_where_there_is_no_checkpoint(tmp_path: Path, num_ranks: int) -> None:
+def test_both_roles_end_where_there_is_no_checkpoint(
+    tmp_path: Path, num_ranks: int
+) -> None:
     """Megatron's own exit code for it is 0, which no launcher takes for a failure."""
     loading = f"--load {tmp_path} --exit-on-missing-checkpoint "
-    run = start_ranks(num_ranks, train_here, "gpt", (GPT + FBD + loading).split(), timeout_s=60)
+    run = start_ranks(
+        num_ranks, train_here, "gpt", (GPT + FBD + loading).split(), timeout_s=60
+    )
     assert run.exit_codes == [0] * num_ranks, run.describe()
     told = "".join(run.logs)
-    assert re.search(r"backward rank \d .* ended the training with exit code 0; so do", told)
+    assert re.search(
+        r"backward rank \d .* ended the training with exit code 0; so do", told
+    )
 
 
 def declaring(argv: list[str]) -> str:
@@ -100,11 +110,18 @@ def declaring(argv: list[str]) -> str:
 
 def test_trees_are_refused_by_every_rank() -> None:
     for message in run_ranks(4, declaring, (GPT + PP2 + FBD).split()):
-        assert "one tensor [s, b, h]; leave --forward-backward-disaggregating out" in message
+        assert (
+            "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
+            in message
+        )
 
 
 def test_shapes_that_a_program_adjusts_are_refused() -> None:
     from megatron_ext.disaggregation.step import forward_backward
 
-    with pytest.raises(ScheduleError, match="leave --forward-backward-disaggregating out"):
-        forward_backward(print, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
+    with pytest.raises(
+        ScheduleError, match="leave --forward-backward-disaggregating out"
+    ):
+        forward_backward(
+            print, adjust_tensor_shapes_fn=lambda received, sent: (received, sent)
+        )

@@ -56,7 +56,9 @@ def watched(argv: list[str], slow: int) -> tuple[str, Any, tuple[int, int]]:
         pytest.param(PP4, 4, 1, "", marks=pytest.mark.slow),
     ],
 )
-def test_little_waits_for_a_slow_rank(parallel: str, pp: int, slow: int, flags: str) -> None:
+def test_little_waits_for_a_slow_rank(
+    parallel: str, pp: int, slow: int, flags: str
+) -> None:
     """Twenty micro-batches; a forward rank would have sent all before the second is needed."""
     argv = (MANY + parallel + flags + FBD).split()
     by_rank = run_ranks(2 * pp, watched, argv, slow, timeout_s=100)

@@ -32,7 +32,9 @@ def test_steps_by_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "roles"), [(4, FBD), (6, MERGED)])
-def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_path: Path) -> None:
+def test_evaluation_is_that_of_an_ordinary_job(
+    num_ranks: int, roles: str, tmp_path: Path
+) -> None:
     """Forward ranks evaluate, with the weights of the step; backward ranks log and write it."""
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2
     shards = "--tensor-model-parallel-size 2 " if roles == MERGED else ""
@@ -46,16 +48,25 @@ def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_p
     ours, theirs = (_validation(logs) for logs in (found, expected))
     assert len(theirs) == 5
     assert ours == pytest.approx(theirs, abs=0 if roles == FBD else 1e-5)
-    assert losses(found) == pytest.approx(losses(expected), abs=0 if roles == FBD else 1e-5)
+    assert losses(found) == pytest.approx(
+        losses(expected), abs=0 if roles == FBD else 1e-5
+    )
     written = written_scalars(tmp_path)
     assert {value for _, value in written["world-size"]} == {num_ranks}, "of both roles"
     # The second line of a log is the mean of two steps.
     assert [value for _, value in written["lm loss"]][::2] == pytest.approx(
         losses(found)[::2], abs=1e-6
     )
-    assert [value for _, value in written["lm loss validation"]] == pytest.approx(ours, abs=1e-6)
+    assert [value for _, value in written["lm loss validation"]] == pytest.approx(
+        ours, abs=1e-6
+    )
 
 
 def _validation(logs: list[str]) -> list[float]:
-    lines = [line for log in logs for line in log.splitlines() if "validation loss at" in line]
+    lines = [
+        line
+        for log in logs
+        for line in log.splitlines()
+        if "validation loss at" in line
+    ]
     return [float(line.split("lm loss value: ")[1].split()[0]) for line in lines]

@@ -34,9 +34,13 @@ def run_role(argv: list[str], values: bool = False) -> tuple[str, Captured]:
     return (job.role if job else "backward"), captured
 
 
-def train(num_ranks: int, flags: str, *, values: bool = False) -> tuple[Captured, list[Captured]]:
+def train(
+    num_ranks: int, flags: str, *, values: bool = False
+) -> tuple[Captured, list[Captured]]:
     """Return what the backward ranks computed together, and the forward ranks one by one."""
-    return together(run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=240))
+    return together(
+        run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=240)
+    )
 
 
 def together(by_rank: list[tuple[str, Captured]]) -> tuple[Captured, list[Captured]]:
@@ -64,7 +68,9 @@ ROUTED = GPT + RNG + "--moe-router-force-load-balancing "
 JITTER = GPT + RNG + "--moe-input-jitter-eps 0.1 "
 BF16 = "--bf16 "
 MOE_LAYERS = f"{MOE}--swiglu --disable-bias-linear "
-EP2 = MOE_LAYERS + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+EP2 = (
+    MOE_LAYERS + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+)
 EXPERT_BIAS = (
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-bias-update-rate 0.1 "
@@ -73,7 +79,9 @@ TOP4 = "--num-experts 8 --moe-router-topk 4 "
 MTP = "--mtp-num-layers 1 --position-embedding-type rope "
 ETP1 = "--expert-tensor-parallel-size 1 "
 RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe "
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+)
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
 
 
@@ -132,7 +140,9 @@ def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> No
         pytest.param(1, 2, 1, ROUTED + MOE_LAYERS, marks=slow),
     ],
 )
-def test_shipped_activations_give_the_same(tp: int, pp: int, dp: int, flags: str) -> None:
+def test_shipped_activations_give_the_same(
+    tp: int, pp: int, dp: int, flags: str
+) -> None:
     flags += sizes(tp, pp) + RECOMPUTE
     ours, _ = train(2 * tp * pp * dp, flags.replace(RNG, "") + FBD + SHIP)
     assert_equal(ours, stock(tp * pp * dp, flags))
@@ -166,9 +176,13 @@ def run_varying(argv: list[str]) -> tuple[str, Captured]:
 @pytest.mark.parametrize("activations", ["", RECOMPUTE + SHIP])
 def test_lengths_may_vary(activations: str) -> None:
     flags = GPT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2") + PP2
-    flags += "--micro-batch-size 1 --variable-seq-lengths " + activations.removesuffix(SHIP)
+    flags += "--micro-batch-size 1 --variable-seq-lengths " + activations.removesuffix(
+        SHIP
+    )
     megatrons, _ = together(run_ranks(2, run_varying, flags.split()))
-    ours, _ = together(run_ranks(4, run_varying, (flags + FBD + activations[-len(SHIP) :]).split()))
+    ours, _ = together(
+        run_ranks(4, run_varying, (flags + FBD + activations[-len(SHIP) :]).split())
+    )
     assert_equal(ours, megatrons)
 
 
@@ -179,7 +193,9 @@ def run_in_parts(argv: list[str]) -> tuple[str, Captured]:
     setattr(type(devices.current()), "argument_errors", lambda *_: [])  # noqa: B010
     import torch
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region as gather,
+    )
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     build: Any = DotProductAttention.__init__
@@ -244,7 +260,10 @@ def run_clipping(argv: list[str]) -> tuple[str, Captured]:
                     weight.main_param.data.mul_(0.5)
         return 0.0
 
-    training.train_step, training.clip_qk = step, clip  # this process is a rank and ends
+    training.train_step, training.clip_qk = (
+        step,
+        clip,
+    )  # this process is a rank and ends
     return run_role(argv)
 
 
@@ -276,11 +295,15 @@ def run_changing(argv: list[str], change: str) -> tuple[str, Captured]:
             self.scale = torch.nn.Parameter(scale, requires_grad=False)
         else:
             self.register_buffer("scale", scale, persistent=False)
-        self.decoder.register_forward_hook(lambda _module, _inputs, output: output * self.scale)
+        self.decoder.register_forward_hook(
+            lambda _module, _inputs, output: output * self.scale
+        )
 
     train_step = training.train_step
 
-    def step(forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def step(
+        forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
         results = train_step(forward_step, data, chunks, *args, **kwargs)
         # Forward ranks have no gradients or moments, from which such changes often follow.
         for model in [] if active.has_role("forward") else unwrap_model(chunks):
@@ -309,11 +332,17 @@ def run_changing(argv: list[str], change: str) -> tuple[str, Captured]:
         pytest.param(GPT, "replaced", marks=slow),
     ],
 )
-def test_forwards_see_what_the_loop_changes_between_two_steps(flags: str, change: str) -> None:
+def test_forwards_see_what_the_loop_changes_between_two_steps(
+    flags: str, change: str
+) -> None:
     replicas = 2 if SHARDED in flags else 1
     flags += PP2
-    megatrons, _ = together(run_ranks(2 * replicas, run_changing, flags.split(), change))
-    ours, _ = together(run_ranks(4 * replicas, run_changing, (flags + FBD).split(), change))
+    megatrons, _ = together(
+        run_ranks(2 * replicas, run_changing, flags.split(), change)
+    )
+    ours, _ = together(
+        run_ranks(4 * replicas, run_changing, (flags + FBD).split(), change)
+    )
     assert_equal(ours, megatrons)
 
 
@@ -329,7 +358,9 @@ def run_replacing(argv: list[str]) -> str:
 def test_a_weight_that_leaves_megatrons_buffer_is_refused() -> None:
     """Its replicas then send what the buffer still holds."""
     refusals = run_ranks(4, run_replacing, (GPT + SHARDED + FBD).split())
-    assert any("linear_fc1.weight.data was replaced" in refusal for refusal in refusals), refusals
+    assert any(
+        "linear_fc1.weight.data was replaced" in refusal for refusal in refusals
+    ), refusals
 
 
 def run_drawing(argv: list[str]) -> tuple[str, Captured]:
@@ -417,7 +448,9 @@ def run_signalled(argv: list[str]) -> tuple[str, Captured]:
 def test_a_signal_to_one_backward_rank_ends_all_after_the_same_step() -> None:
     flags = GPT + PP2
     expected = stock(2, flags)
-    by_rank = run_ranks(4, run_signalled, (flags + FBD + "--exit-signal-handler ").split())
+    by_rank = run_ranks(
+        4, run_signalled, (flags + FBD + "--exit-signal-handler ").split()
+    )
     assert {role for role, _ in by_rank} == {"forward", "backward"}
     ours, _ = together(by_rank)
     assert [len(one.gradients) for role, one in by_rank if role == "backward"] == [2, 2]

@@ -60,9 +60,15 @@ def alone(model: str) -> Any:
 def assert_equal(found: Any, expected: Any) -> None:
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
-    different = [n for n, gradient in found[1].items() if (gradient != expected[1][n]).any()]
+    different = [
+        n for n, gradient in found[1].items() if (gradient != expected[1][n]).any()
+    ]
     assert not different, different
-    idle = {n for n, gradient in found[1].items() if n.endswith("weight") and not gradient.any()}
+    idle = {
+        n
+        for n, gradient in found[1].items()
+        if n.endswith("weight") and not gradient.any()
+    }
     assert {name.partition(".")[2] for name in idle} <= {"layers.query0.weight"}, (
         "what has one block to choose from has no gradient"
     )
@@ -93,7 +99,9 @@ def test_as_in_one_stage(model: str) -> None:
         (8, "zb-v", {"transport": "tcp"}),
     ],
 )
-def test_every_schedule(model: str, ranks: int, schedule: str, settings: dict[str, Any]) -> None:
+def test_every_schedule(
+    model: str, ranks: int, schedule: str, settings: dict[str, Any]
+) -> None:
     assert_equal(train(ranks, model, schedule, **settings), alone(model))
 
 
@@ -108,9 +116,14 @@ REPLICAS = {"replicas": 2}
 @pytest.mark.parametrize(
     "beside", [TENSOR, SEQUENCE, REPLICAS], ids=["tensor", "sequence", "replicas"]
 )
-def test_beside_other_parallelism(model: str, schedule: str, beside: dict[str, Any]) -> None:
+def test_beside_other_parallelism(
+    model: str, schedule: str, beside: dict[str, Any]
+) -> None:
     """Two stages on four ranks have the bits of one stage on two."""
-    found, expected = train(4, model, schedule, **beside), train(2, model, None, **beside)
+    found, expected = (
+        train(4, model, schedule, **beside),
+        train(2, model, None, **beside),
+    )
     assert_equal(found, expected)
     assert len(found[0]) == beside.get("replicas", 1)
 
@@ -134,7 +147,9 @@ def test_bitpipe_sums_over_its_two_pipelines(model: str, ranks: int) -> None:
     expected = train(1, model, None, steps=1)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in found[1].items():
-        np.testing.assert_allclose(gradient, expected[1][name], rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            gradient, expected[1][name], rtol=1e-5, atol=1e-7, err_msg=name
+        )
 
 
 def _traffic_here(model: str, chunks: int) -> tuple[int, int, int]:

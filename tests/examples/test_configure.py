@@ -29,7 +29,13 @@ def losses(*words: str, program: Path = PROGRAM) -> dict[int, float]:
 
 
 def _run(*words: str, program: Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_EXT_DEVICE": ""}
     return subprocess.run(
         [*launcher, str(program), *words],
@@ -51,7 +57,9 @@ def megatrons() -> dict[int, float]:
 
 
 def test_it_has_fewer_than_thirty_statements() -> None:
-    statements = [node for node in ast.walk(ast.parse(PROGRAM.read_text())) if _is_code(node)]
+    statements = [
+        node for node in ast.walk(ast.parse(PROGRAM.read_text())) if _is_code(node)
+    ]
     assert 20 < len(statements) < 30
 
 
@@ -64,7 +72,9 @@ def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
     assert losses("zb-v") == megatrons
 
 
-_TIES = "from megatron_ext.runtime.folded import tie_embeddings\ntie_embeddings(chunks)\n"
+_TIES = (
+    "from megatron_ext.runtime.folded import tie_embeddings\ntie_embeddings(chunks)\n"
+)
 _LOOP = "for step in range(3):"
 
 
@@ -81,13 +91,16 @@ def _tied(folder: Path, *changes: tuple[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("loop", ["training", "evaluation"])
-def test_tied_embeddings_that_nobody_filled_are_missed(tmp_path: Path, loop: str) -> None:
+def test_tied_embeddings_that_nobody_filled_are_missed(
+    tmp_path: Path, loop: str
+) -> None:
     forward_only = ("model=chunks,", "model=chunks, forward_only=True,")
     program = _tied(tmp_path, *([forward_only] if loop == "evaluation" else []))
     done = _run("zb-v", program=program)
     assert done.returncode != 0
-    assert "(the second is zero); call megatron_ext.runtime.folded.tie_embeddings(chunks)" in (
-        done.stderr
+    assert (
+        "(the second is zero); call megatron_ext.runtime.folded.tie_embeddings(chunks)"
+        in (done.stderr)
     )
 
 
@@ -107,7 +120,9 @@ def test_a_module_of_ones_own_has_the_bits_of_1f1b() -> None:
 
 
 def test_a_module_of_ones_own_is_short() -> None:
-    [stage] = [n for n in ast.parse(OWN.read_text()).body if isinstance(n, ast.ClassDef)]
+    [stage] = [
+        n for n in ast.parse(OWN.read_text()).body if isinstance(n, ast.ClassDef)
+    ]
     assert stage.end_lineno is not None
     assert stage.end_lineno - stage.lineno < 25
 

@@ -49,7 +49,9 @@ def test_one_line_at_every_stage(stage: str, line: str, tmp_path: Path) -> None:
         assert run.stdout is not None
         assert "begins" in run.stdout.readline()
         os.killpg(run.pid, signal.SIGINT)
-        assert run.stdout.read() == f"run.sh: {line}\n"  # ends when the last process has ended
+        assert (
+            run.stdout.read() == f"run.sh: {line}\n"
+        )  # ends when the last process has ended
         assert run.wait(60) == 130
 
 
@@ -68,7 +70,14 @@ time.sleep(60)
 def test_a_job_on_hosts_has_its_grace(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(SAVING)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    words = ["--tiny", "--mock-data", "--hostfile", "hosts", "--out", str(tmp_path / "out")]
+    words = [
+        "--tiny",
+        "--mock-data",
+        "--hostfile",
+        "hosts",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     own = {"VIRTUAL_ENV": sys.prefix, "MEGATRON_EXT_RUNS": str(tmp_path / "runs")}
     with subprocess.Popen(
         ["bash", str(REPO / LLAMA3), *words],
@@ -87,7 +96,9 @@ def test_a_job_on_hosts_has_its_grace(tmp_path: Path) -> None:
         rest = run.stdout.read()
         assert run.wait(60) == 130, rest
     assert "megatron-ext: SIGTERM: stops the job; once more kills it" in rest
-    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}, rest
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}, (
+        rest
+    )
     assert rest.endswith(
         "run.sh: interrupted at iteration 3; checkpoint none; run again to resume\n"
     )

@@ -52,7 +52,9 @@ def losses(printed: str) -> list[tuple[float, float]]:
 
 def messages(printed: str) -> dict[str, tuple[int, int]]:
     """Messages and bytes of a step, by strategy."""
-    found = re.findall(r"^  (TP|PP|DP) +(\d+) messages +(\d+) bytes", printed, re.MULTILINE)
+    found = re.findall(
+        r"^  (TP|PP|DP) +(\d+) messages +(\d+) bytes", printed, re.MULTILINE
+    )
     return {name: (int(count), int(size)) for name, count, size in found}
 
 
@@ -60,7 +62,9 @@ def messages(printed: str) -> dict[str, tuple[int, int]]:
     ("tp", "pp", "dp", "schedule"),
     [(2, 2, 2, "gpipe"), (2, 2, 1, "1f1b"), (2, 1, 1, "gpipe"), (1, 2, 1, "zb-v")],
 )
-def test_losses_are_those_of_a_single_process(tp: int, pp: int, dp: int, schedule: str) -> None:
+def test_losses_are_those_of_a_single_process(
+    tp: int, pp: int, dp: int, schedule: str
+) -> None:
     ended = run(tp, pp, dp, "--schedule", schedule)
     assert not any(ended.exit_codes), ended.describe()
     found = losses(ended.logs[0])
@@ -95,7 +99,11 @@ def test_one_process_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("ranks", "flags", "message"),
     [
-        (1, "--tp 2 --pp 2 --dp 1", "world size 1 must equal tp x pp x dp = 2 x 2 x 1 = 4"),
+        (
+            1,
+            "--tp 2 --pp 2 --dp 1",
+            "world size 1 must equal tp x pp x dp = 2 x 2 x 1 = 4",
+        ),
         (1, "--tp 0", "all sizes are at least 1"),
         (2, "--pp 2 --schedule bitpipe", "--schedule bitpipe mirrors two pipelines"),
         (2, "--pp 2 --schedule no-such", "--schedule there is no schedule 'no-such'"),
@@ -118,7 +126,9 @@ def test_mistakes_end_in_one_line(ranks: int, flags: str, message: str) -> None:
         ),
     ],
 )
-def test_without_gpus_and_torchrun_the_remedy_is_named(flags: list[str], message: str) -> None:
+def test_without_gpus_and_torchrun_the_remedy_is_named(
+    flags: list[str], message: str
+) -> None:
     done = subprocess.run(
         [sys.executable, str(DEMO), *flags],
         capture_output=True,
@@ -134,4 +144,6 @@ def test_without_gpus_and_torchrun_the_remedy_is_named(flags: list[str], message
 def test_the_pictures_of_its_readme_are_current(name: str) -> None:
     drawn = svg.draw(simulate(generate(name, 4, 8)))
     command = f"megatron-ext plot {name} --pp 4 --microbatches 8 -o {name}.svg"
-    assert DEMO.with_name(f"{name}.svg").read_text(encoding="utf-8") == drawn, f"run `{command}`"
+    assert DEMO.with_name(f"{name}.svg").read_text(encoding="utf-8") == drawn, (
+        f"run `{command}`"
+    )

@@ -126,7 +126,9 @@ def count(size: Size, flags: list[str], dense: int, extra: int) -> int:
     set_args(args)
     with torch.device("meta"):
         model = build(size, args)
-    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("mtp."))
+    return sum(
+        p.numel() for name, p in model.named_parameters() if not name.startswith("mtp.")
+    )
 
 
 def build(size: Size, args: Any) -> Any:
@@ -158,13 +160,18 @@ def found(megatron_lm_path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_upstream_takes_the_flags(size: Size, found: dict[str, dict[str, Any]]) -> None:
     fact = found[f"{size.example}-{size.name}"]
-    assert (fact["replicas"], fact["microbatches"]) == (size.replicas, size.microbatches)
+    assert (fact["replicas"], fact["microbatches"]) == (
+        size.replicas,
+        size.microbatches,
+    )
     assert fact["config"].startswith("MLA") == size.example.startswith("deepseek")
     assert fact["recompute"] == size.recompute
 
 
 @pytest.mark.tree
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
-def test_parameters_are_the_published_ones(size: Size, found: dict[str, dict[str, Any]]) -> None:
+def test_parameters_are_the_published_ones(
+    size: Size, found: dict[str, dict[str, Any]]
+) -> None:
     counted = found[f"{size.example}-{size.name}"]["parameters"]
     assert counted == pytest.approx(size.parameters, rel=0.01)

@@ -47,10 +47,16 @@ def test_sizes_fit_the_pods() -> None:
     assert words[:4] == ["torchrun", "-m", "megatron_ext", "pretrain_gpt.py"]
     nproc = trainer["numProcPerNode"]
     replicas = Parallel.of(words).data_parallel(trainer["numNodes"] * nproc)
-    name, batch = flag_value(words, "--pipeline-schedule"), flag_value(words, "--global-batch-size")
+    name, batch = (
+        flag_value(words, "--pipeline-schedule"),
+        flag_value(words, "--global-batch-size"),
+    )
     assert name is not None
     assert batch is not None
-    assert generate(name, Parallel.of(words).pipeline, int(batch) // replicas).num_stages == 16
+    assert (
+        generate(name, Parallel.of(words).pipeline, int(batch) // replicas).num_stages
+        == 16
+    )
     resources = trainer["resourcesPerNode"]
     assert resources["limits"]["nvidia.com/gpu"] == str(nproc)
     [patch] = manifest()["spec"]["runtimePatches"]

@@ -15,7 +15,13 @@ PROGRAM = REPO / "examples" / "rl" / "log_probabilities.py"
 
 
 def _shown(program: Path, *words: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]
     done = subprocess.run(
         [*launcher, str(program), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_EXT_DEVICE": ""},

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_python
-from tests.examples.scripts import REPO, bash, dry_run, make_data, megatron_flags, value_of
+from tests.examples.scripts import (
+    REPO,
+    bash,
+    dry_run,
+    make_data,
+    megatron_flags,
+    value_of,
+)
 from tests.ranks import losses, run_script
 
 SINGLE = "examples/gpt/run_single.sh"
@@ -18,7 +25,10 @@ TWO = "--node-ips 10.0.0.1 10.0.0.2".split()
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    [("gpt", {"tensor": "2", "pipeline": "2"}), ("bert", {"tensor": "1", "pipeline": "4"})],
+    [
+        ("gpt", {"tensor": "2", "pipeline": "2"}),
+        ("bert", {"tensor": "1", "pipeline": "4"}),
+    ],
 )
 def test_one_node(model: str, sizes: dict[str, str]) -> None:
     words = dry_run(f"examples/{model}/run_single.sh", "--mock-data")
@@ -35,7 +45,10 @@ def test_two_nodes_run_the_same_but_for_their_rank(model: str) -> None:
     assert value_of(master, "--node-rank") == "0"
     assert value_of(worker, "--node-rank") == "1"
     position = master.index("--node-rank") + 1
-    assert master[:position] + master[position + 1 :] == worker[:position] + worker[position + 1 :]
+    assert (
+        master[:position] + master[position + 1 :]
+        == worker[:position] + worker[position + 1 :]
+    )
     assert value_of(worker, "--nnodes") == "2"
     assert value_of(worker, "--master-addr") == "10.0.0.1"
     assert value_of(worker, "--tensor-model-parallel-size") == "4"
@@ -59,20 +72,39 @@ def test_a_published_cut_is_kept_where_the_schedule_can(
 ) -> None:
     chosen = ["--size", size, "--pipeline-schedule", schedule]
     words = dry_run("examples/llama3/run.sh", *chosen, "--mock-data", NPROC="32")
-    cuts = ("--decoder-last-pipeline-num-layers", "--num-layers-per-virtual-pipeline-stage")
+    cuts = (
+        "--decoder-last-pipeline-num-layers",
+        "--num-layers-per-virtual-pipeline-stage",
+    )
     assert [flag for flag in cuts if flag in words] == ([cut] if cut else [])
 
 
 @pytest.mark.parametrize(
     ("flags", "nproc", "told"),
     [
-        (["--expert-model-parallel-size", "8"], "16", "tensor 1 x expert 8 x pipeline 4 = 32"),
-        (["--context-parallel-size", "2"], "12", "pipeline 4 x context 2 = 8 processes"),
-        (["--enable-bitpipe-schedule", "--expert-model-parallel-size", "8"], "16", None),
+        (
+            ["--expert-model-parallel-size", "8"],
+            "16",
+            "tensor 1 x expert 8 x pipeline 4 = 32",
+        ),
+        (
+            ["--context-parallel-size", "2"],
+            "12",
+            "pipeline 4 x context 2 = 8 processes",
+        ),
+        (
+            ["--enable-bitpipe-schedule", "--expert-model-parallel-size", "8"],
+            "16",
+            None,
+        ),
     ],
 )
-def test_processes_have_to_hold_the_experts(flags: list[str], nproc: str, told: str | None) -> None:
-    done = bash("examples/mixtral/run.sh", "--dry-run", "--mock-data", *flags, NPROC=nproc)
+def test_processes_have_to_hold_the_experts(
+    flags: list[str], nproc: str, told: str | None
+) -> None:
+    done = bash(
+        "examples/mixtral/run.sh", "--dry-run", "--mock-data", *flags, NPROC=nproc
+    )
     assert done.returncode == (0 if told is None else 2), done.stderr
     assert (told or "") in done.stderr
 
@@ -80,7 +112,10 @@ def test_processes_have_to_hold_the_experts(flags: list[str], nproc: str, told: 
 def test_a_worker_needs_the_address_of_the_master() -> None:
     done = bash("examples/gpt/run_worker.sh", "--dry-run")
     assert done.returncode == 2
-    assert "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR" in done.stderr.splitlines()[-1]
+    assert (
+        "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR"
+        in done.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("size", ["--tiny", "--size=1b"])
@@ -88,13 +123,21 @@ def test_dynamic_order_is_one_flag(size: str, tmp_path: Path) -> None:
     """With its line removed from the script, Megatron's own interleaved schedule runs."""
     folder = tmp_path / "examples"
     (folder / "gpt").mkdir(parents=True)
-    for name in ("common.sh", "train.sh", "gpt/run.sh", "gpt/model.env", "gpt/run_single.sh"):
+    for name in (
+        "common.sh",
+        "train.sh",
+        "gpt/run.sh",
+        "gpt/model.env",
+        "gpt/run_single.sh",
+    ):
         shutil.copy(REPO / "examples" / name, folder / name)
     script = folder / "gpt/run_single.sh"
     kept = [line for line in script.read_text().splitlines() if "--use-dpp" not in line]
     script.write_text("\n".join(kept) + "\n")
     asked = size.split("=")
-    ours, theirs = (dry_run(path, *asked, "--mock-data") for path in (SINGLE, str(script)))
+    ours, theirs = (
+        dry_run(path, *asked, "--mock-data") for path in (SINGLE, str(script))
+    )
     here, there = str(REPO), str(tmp_path)
     assert [word for word in ours if word != "--use-dpp"] == [
         w.replace(there, here) for w in theirs
@@ -103,7 +146,10 @@ def test_dynamic_order_is_one_flag(size: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    [("gpt", "python_reference"), pytest.param("bert", "word_pieces", marks=pytest.mark.slow)],
+    [
+        ("gpt", "python_reference"),
+        pytest.param("bert", "word_pieces", marks=pytest.mark.slow),
+    ],
 )
 def test_dynamic_order_changes_no_loss(model: str, data: str, tmp_path: Path) -> None:
     make_data(data)
@@ -132,7 +178,9 @@ def test_dynamic_order_changes_no_loss(model: str, data: str, tmp_path: Path) ->
     )
     found = losses(dynamic_logs)
     assert len(found) == 2
-    if model == "bert":  # HuggingFace's order of the vocabulary, which masks are of, changes
+    if (
+        model == "bert"
+    ):  # HuggingFace's order of the vocabulary, which masks are of, changes
         assert found == pytest.approx(losses(static_logs), rel=0.01)
     else:
         assert found == losses(static_logs)
@@ -141,7 +189,11 @@ def test_dynamic_order_changes_no_loss(model: str, data: str, tmp_path: Path) ->
 
 def test_a_hostfile_starts_the_launcher() -> None:
     words = dry_run(
-        "examples/llama3/run.sh", "--tiny", "--hostfile", "hostfiles/localhost", NPROC="2"
+        "examples/llama3/run.sh",
+        "--tiny",
+        "--hostfile",
+        "hostfiles/localhost",
+        NPROC="2",
     )
     assert words[:3] == ["#", "localhost", "cd"]
     assert value_of(words, "--nproc-per-node") == "2"
@@ -160,7 +212,14 @@ if os.environ["RANK"] == "1":
 def test_a_hostfile_shows_what_the_launcher_shows(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(FAILING)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    words = ["--tiny", "--mock-data", "--hostfile", "hosts", "--out", str(tmp_path / "out")]
+    words = [
+        "--tiny",
+        "--mock-data",
+        "--hostfile",
+        "hosts",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     env = {"MEGATRON_EXT_RUNS": str(tmp_path / "runs")}
     done = bash(str(REPO / "examples/llama3/run.sh"), *words, cwd=tmp_path, **env)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -185,7 +244,9 @@ def test_names_that_users_know(script: str, layers: str, tmp_path: Path) -> None
         HOSTFILE=str(hosts), MEGATRON_EXT_DEVICE=None,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second = (line for line in done.stdout.splitlines() if "torch.distributed.run" in line)
+    first, second = (
+        line for line in done.stdout.splitlines() if "torch.distributed.run" in line
+    )
     assert "--node-rank 0" in first
     assert "--node-rank 1" in second
     assert f"--num-layers {layers} " in second
@@ -199,7 +260,9 @@ def test_scripts_remove_nothing_of_the_user() -> None:
     assert len(scripts) > 12
     for script in scripts:
         text = re.sub(r"^\s*#.*", "", script.read_text(), flags=re.MULTILINE)
-        assert not re.search(r"\brm\b|/dev/shm|\bpkill\b|\bkillall\b|sed -i", text), script
+        assert not re.search(r"\brm\b|/dev/shm|\bpkill\b|\bkillall\b|sed -i", text), (
+            script
+        )
 
 
 @pytest.mark.parametrize("program", ["python_reference", "word_pieces"])

@@ -14,7 +14,12 @@ from tests.ranks import losses, run_script
 
 # Llama 3 trains in tests/test_examples.py, through its script.
 MODELS = ("mixtral", "deepseek-v2", "deepseek-v3", "gpt", "bert")
-_FEW_STEPS = ("--train-iters=3", "--log-interval=1", "--eval-iters=1", "--num-workers=0")
+_FEW_STEPS = (
+    "--train-iters=3",
+    "--log-interval=1",
+    "--eval-iters=1",
+    "--num-workers=0",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +73,9 @@ def test_deepseek_in_pairs(schedule: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
-def test_moore_threads(model: str, tmp_path: Path, on_cpu: Callable[[str], list[float]]) -> None:
+def test_moore_threads(
+    model: str, tmp_path: Path, on_cpu: Callable[[str], list[float]]
+) -> None:
     """On the emulated device: the script takes its flags, and losses are those of the CPU."""
     from tests.fake_musa.build import environment
 

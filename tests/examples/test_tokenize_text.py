@@ -14,9 +14,19 @@ EOD = 0
 
 
 def tokenize(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", REPO / "examples/data/tokenize_text.py", *words]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        REPO / "examples/data/tokenize_text.py",
+        *words,
+    ]
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=100, check=False
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 
@@ -24,7 +34,9 @@ def test_bytes_come_back_document_by_document(tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     source = tmp_path / "corpus.jsonl"
-    source.write_text('{"text": "One. Two \\u00e4!"}\n{"text": ""}\n{"text": "Three"}\n')
+    source.write_text(
+        '{"text": "One. Two \\u00e4!"}\n{"text": ""}\n{"text": "Three"}\n'
+    )
     for flags, lengths in (
         (["--append-eod"], [13, 6]),
         (["--append-eod", "--split-sentences"], [4, 8, 6]),
@@ -45,12 +57,19 @@ def test_bytes_come_back_document_by_document(tmp_path: Path) -> None:
         ('{"text": "\\ud800"}\n', [], ":1: the text holds half of a surrogate pair"),
         (
             '{"text": "a"}\n',
-            ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/no/such/folder"],
+            [
+                "--tokenizer-type",
+                "HuggingFaceTokenizer",
+                "--tokenizer-model",
+                "/no/such/folder",
+            ],
             "--tokenizer-model /no/such/folder: there is no such file or folder",
         ),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, text: str, flags: list[str], message: str) -> None:
+def test_bad_input_is_one_line(
+    tmp_path: Path, text: str, flags: list[str], message: str
+) -> None:
     source = tmp_path / "corpus.jsonl"
     source.write_text(text)
     done = tokenize(source, "--output-prefix", tmp_path / "made", *flags)

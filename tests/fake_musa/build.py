@@ -104,7 +104,9 @@ def _compile(target: Path) -> None:
         "-o",
         str(part),
     ]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600
+    )
     if run.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{run.stderr[-8000:]}")
     part.replace(target)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 
-def queued(*, connections: int = 8, stuck_s: float = 10, **costs: float) -> dict[str, str]:
+def queued(
+    *, connections: int = 8, stuck_s: float = 10, **costs: float
+) -> dict[str, str]:
     """Return the variables to add to a rank's environment.
 
     Args:

@@ -64,7 +64,9 @@ def _told_late(by_event: bool) -> float:
     store = dist.distributed_c10d._get_default_store()
     end, flag = torch.musa.Event(enable_timing=True), torch.zeros(1, dtype=torch.int32)
     tensor = torch.ones(1, device="musa")
-    (dist.recv if rank else dist.send)(tensor, 1 - rank)  # the first use makes the communicator
+    (dist.recv if rank else dist.send)(
+        tensor, 1 - rank
+    )  # the first use makes the communicator
     if rank == 0:
         torch.ops.fake_musa.spin(rank, flag)
         torch.ops.fake_musa.spend(rank, 50_000)

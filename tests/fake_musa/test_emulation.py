@@ -133,7 +133,11 @@ def _random():
 
 def test_the_generator_is_separate_from_the_hosts(env):
     (found,) = run_ranks(1, _random, device="musa", env=env)
-    assert found == {"as on the host": True, "host generator used": False, "dropped": True}
+    assert found == {
+        "as on the host": True,
+        "host generator used": False,
+        "dropped": True,
+    }
 
 
 def _collectives():
@@ -159,7 +163,9 @@ def _collectives():
     dist.reduce_scatter_tensor(scattered, torch.arange(float(size), device="musa"))
     found["scatter"] = scattered.tolist()
     exchanged = torch.empty(size, device="musa")
-    dist.all_to_all_single(exchanged, torch.arange(float(size), device="musa") + 10 * rank)
+    dist.all_to_all_single(
+        exchanged, torch.arange(float(size), device="musa") + 10 * rank
+    )
     found["exchange"] = exchanged.tolist()
     with dist._coalescing_manager(async_ops=True) as pending:
         parts = [ones(2), ones(3)]
@@ -198,13 +204,17 @@ def _transfers():
     torch.musa.set_device(rank)
     refused = {
         "host": _error(lambda: dist.all_reduce(torch.ones(1))),
-        "strided": _error(lambda: dist.all_reduce(torch.ones(2, 2, device="musa")[:, :1])),
+        "strided": _error(
+            lambda: dist.all_reduce(torch.ones(2, 2, device="musa")[:, :1])
+        ),
     }
     # A sender may let go of the tensor while the transfer runs, as upstream's schedules do.
     big = torch.full((1 << 20,), float(rank), device="musa")
     received = torch.empty_like(big)
     begin = [lambda: dist.isend(big, 1 - rank), lambda: dist.irecv(received, 1 - rank)]
-    works = [one() for one in begin[:: 1 if rank else -1]]  # who both send first wait for ever
+    works = [
+        one() for one in begin[:: 1 if rank else -1]
+    ]  # who both send first wait for ever
     big.data = torch.empty(1, device="musa")
     for work in works:
         work.wait()

@@ -50,7 +50,10 @@ def test_who_does_not_wait_for_a_stream_reads_poison() -> None:
 
 def test_one_hardware_queue_hides_a_missing_wait() -> None:
     """Streams that share a queue run in the order of their submission, by luck."""
-    assert _alone(_a_side_stream_reads, connections=1, kernel_us=50_000) == [[2.0], [2.0]]
+    assert _alone(_a_side_stream_reads, connections=1, kernel_us=50_000) == [
+        [2.0],
+        [2.0],
+    ]
 
 
 def _overwritten():
@@ -301,7 +304,9 @@ def test_two_receives_ahead_stop_where_there_is_one_queue() -> None:
 
 
 def test_eight_queues_let_them_pass() -> None:
-    first, second = run_ranks(2, _receives_ahead, 2, device="musa", env=queued(connections=8))
+    first, second = run_ranks(
+        2, _receives_ahead, 2, device="musa", env=queued(connections=8)
+    )
     assert second == [1.0, 2.0, 3.0, 4.0]
     assert first == [10.0, 20.0, 30.0]
 
@@ -309,9 +314,15 @@ def test_eight_queues_let_them_pass() -> None:
 def _swap(together: bool) -> list[float]:
     rank, device = _join()
     peer = 1 - rank
-    mine, theirs = torch.full((3,), 1.0 + rank, device=device), torch.empty(3, device=device)
+    mine, theirs = (
+        torch.full((3,), 1.0 + rank, device=device),
+        torch.empty(3, device=device),
+    )
     if together:
-        send, receive = dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)
+        send, receive = (
+            dist.P2POp(dist.isend, mine, peer),
+            dist.P2POp(dist.irecv, theirs, peer),
+        )
         works = dist.batch_isend_irecv([send, receive])
     else:
         works = [dist.isend(mine, peer), dist.irecv(theirs, peer)]
@@ -353,7 +364,9 @@ def _two_kinds_of_wait() -> tuple[dict, dict]:
 
 
 def test_a_wait_with_a_time_out_blocks_the_host() -> None:
-    for without, with_it in run_ranks(2, _two_kinds_of_wait, device="musa", env=queued()):
+    for without, with_it in run_ranks(
+        2, _two_kinds_of_wait, device="musa", env=queued()
+    ):
         assert without == {}
         ((what, _, _),) = with_it
         assert what == "wait for a communicator"
@@ -371,7 +384,10 @@ def _tags_mean_nothing() -> list[float]:
 
 
 def test_messages_match_by_their_order() -> None:
-    assert run_ranks(2, _tags_mean_nothing, device="musa", env=queued())[1] == [0.0, 1.0]
+    assert run_ranks(2, _tags_mean_nothing, device="musa", env=queued())[1] == [
+        0.0,
+        1.0,
+    ]
 
 
 def _sent_and_dropped() -> list[float]:
@@ -391,7 +407,13 @@ def _sent_and_dropped() -> list[float]:
 
 def test_what_was_sent_may_be_dropped() -> None:
     env = queued(message_us=20_000)
-    assert run_ranks(2, _sent_and_dropped, device="musa", env=env)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert run_ranks(2, _sent_and_dropped, device="musa", env=env)[1] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
 
 
 def _a_peer_dies() -> None:

@@ -17,9 +17,13 @@ from megatron_ext.schedules.table import table_change
 
 REPO = Path(__file__).parents[2]
 FEATURES = sorted(
-    path.parent.name for path in (REPO / "megatron_ext" / "features").glob("*/__init__.py")
+    path.parent.name
+    for path in (REPO / "megatron_ext" / "features").glob("*/__init__.py")
 )
-TESTS = ("tests/schedules/table/test_communication.py", "tests/runtime/test_executor.py")
+TESTS = (
+    "tests/schedules/table/test_communication.py",
+    "tests/runtime/test_executor.py",
+)
 """Tests of the core: its tables, and what carries them out."""
 
 # The finder of an editable installation would find the package where it was installed from.
@@ -75,10 +79,14 @@ def test_the_core_needs_no_feature(feature: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_an_option_whose_feature_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_whose_feature_is_gone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(table_change, "_classes", dict)
     for option in ({"slices": 2}, {"pairs": True}):
-        with pytest.raises(ScheduleError, match=f"1f1b has no option '{next(iter(option))}'"):
+        with pytest.raises(
+            ScheduleError, match=f"1f1b has no option '{next(iter(option))}'"
+        ):
             generate("1f1b", 4, 8, **table_change.in_use(**option))
     whole = generate("1f1b", 4, 8, **table_change.in_use(slices=1, pairs=False))
     assert (whole.num_slices, whole.pairs) == (1, ())

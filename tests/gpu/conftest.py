@@ -59,6 +59,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 # The report of a module that cannot be imported has no properties.
                 properties = getattr(report, "user_properties", ())
                 measured = "; ".join(f"{name}: {value}" for name, value in properties)
-                rows.append((report.nodeid.removeprefix("tests/gpu/"), outcome, measured))
+                rows.append(
+                    (report.nodeid.removeprefix("tests/gpu/"), outcome, measured)
+                )
     for row in rows:
         terminalreporter.write_line(f"| {' | '.join(row)} |")

@@ -110,23 +110,35 @@ def run(
     if any(codes):
         tails = (_tail(directory / f"{rank}.log") for rank in range(num_ranks))
         raise AssertionError(f"exit codes {codes}\n" + "\n".join(tails))
-    return [pickle.loads((directory / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+    return [
+        pickle.loads((directory / f"{rank}.result").read_bytes())
+        for rank in range(num_ranks)
+    ]
 
 
 def _stand_in(path: str) -> dict[str, str]:
     """Return the emulated device's variables, with jitter to expose missing waits."""
     if not EMULATED:
         return {}
-    variables = {**build.environment(devices=1), **queued(connections=1, jitter_us=100, seed=1)}
+    variables = {
+        **build.environment(devices=1),
+        **queued(connections=1, jitter_us=100, seed=1),
+    }
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], path])
     return variables
 
 
-def _start(directory: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    directory: Path, rank: int, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.gpu.processes", str(directory)]
     with (directory / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            command, env=environment, cwd=directory, stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            cwd=directory,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
 
@@ -160,7 +172,9 @@ def join() -> None:
     """Create the default process group with gloo; the emulated MCCL accepts ranks of one device."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "mccl" if EMULATED else "gloo"
-    torch.distributed.init_process_group(backend, store=store(), rank=rank, world_size=size)
+    torch.distributed.init_process_group(
+        backend, store=store(), rank=rank, world_size=size
+    )
     if not EMULATED:
         torch.distributed.ProcessGroup.allreduce = _allreduce
         # Gloo reduces a single GPU tensor, but not several in one call, which Megatron needs.

@@ -63,7 +63,9 @@ def _pin() -> None:
 
 _ACTS = {"a kernel": _kernel}
 _LOADING = ["EAGER"]
-if not processes.EMULATED:  # which has no lazy loading, no full memory and no driver to ask
+if (
+    not processes.EMULATED
+):  # which has no lazy loading, no full memory and no driver to ask
     _ACTS |= {
         "a new kernel": _new_kernel,
         "memory is freed": _free,
@@ -82,7 +84,9 @@ def beside_a_spinning_kernel(what: str) -> tuple[bool, float]:
     devices.current().bind(0)
     _kernel()
     devices.current().synchronize()
-    block = torch.ones(64 << 20, dtype=torch.uint8, device=devices.current().torch_device(0))
+    block = torch.ones(
+        64 << 20, dtype=torch.uint8, device=devices.current().torch_device(0)
+    )
     del block  # something to free
     with spinning(_LONG_S) as behind:
         begin_s = time.perf_counter()
@@ -109,7 +113,9 @@ def test_what_a_spinning_kernel_blocks(
     ((went_on, took_s),) = processes.run(
         1, beside_a_spinning_kernel, what, directory=tmp_path / "run", **environment
     )
-    record_property(what, f"{'goes on' if went_on else 'is blocked'}, {1e3 * took_s:.1f} ms")
+    record_property(
+        what, f"{'goes on' if went_on else 'is blocked'}, {1e3 * took_s:.1f} ms"
+    )
     if what == "a kernel" and connections > 1:
         assert went_on
     if processes.EMULATED and connections == 1:
@@ -137,14 +143,18 @@ def _no_waits() -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [each for each in waits if each.startswith("called a synchronizing")]
     if waits:
-        lines = "\n".join(f"{number} x {line}" for line, number in Counter(waits).items())
+        lines = "\n".join(
+            f"{number} x {line}" for line, number in Counter(waits).items()
+        )
         raise RuntimeError(f"the host waits for the device:\n{lines}")
 
 
 def _where(message: object) -> str:
     """Return a warning with the innermost lines that led to it."""
     stack = traceback.extract_stack()[:-2]
-    lines = [f"{Path(each.filename).name}:{each.lineno}" for each in reversed(stack[-8:])]
+    lines = [
+        f"{Path(each.filename).name}:{each.lineno}" for each in reversed(stack[-8:])
+    ]
     return f"{message} <- {' <- '.join(lines)}"
 
 

@@ -64,18 +64,28 @@ class Case(NamedTuple):
 
 def _pipeline(schedule: str, layout: str) -> Case:
     flags = (
-        f"--pipeline-model-parallel-size 4 --pipeline-transport shm --pipeline-schedule {schedule}"
+        "--pipeline-model-parallel-size 4 --pipeline-transport shm "
+        f"--pipeline-schedule {schedule}"
     )
-    return Case(_SMALL, f"pp=4,recompute=none,schedule={schedule},layout={layout}", flags, ranks=4)
+    return Case(
+        _SMALL,
+        f"pp=4,recompute=none,schedule={schedule},layout={layout}",
+        flags,
+        ranks=4,
+    )
 
 
 _LLAMA_8B = f"{_LLAMA}{_WIDE}--num-layers 4 --vocab-size 128255 "
-_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_FULL = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
 CASES = {
     "Llama 3 8B, 4 layers": Case(_LLAMA_8B),
     "the same, recomputed": Case(_LLAMA_8B, "pp=1,recompute=full", _FULL),
     "the same, fp8": Case(
-        _LLAMA_8B, flags="--fp8-format hybrid --fp8-recipe tensorwise", options="--precision fp8"
+        _LLAMA_8B,
+        flags="--fp8-format hybrid --fp8-recipe tensorwise",
+        options="--precision fp8",
     ),
     "Mixtral 8x7B, 2 layers": Case(
         f"{_LLAMA}{_WIDE}--num-layers 2 --vocab-size 31999 {_EXPERTS}8 --moe-router-topk 2 ",
@@ -97,7 +107,9 @@ def train(flags: str) -> float:
     """Train as one rank; return the most memory that torch had allocated, in GiB."""
     devices.current().bind(0)
     if os.environ["WORLD_SIZE"] == "1":
-        torch.distributed.init_process_group("nccl", store=processes.store(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "nccl", store=processes.store(), rank=0, world_size=1
+        )
     else:
         processes.join()
     from tests.ranks import train_here
@@ -120,7 +132,9 @@ def forecast(case: Case, batch: int) -> dict[str, Any]:
         "--fix", f"tp=1,micro_batch=1,{case.fix}", *case.options.split(),
         "--", *case.model.split(), *_UNFUSED.split(), "--cuda-graph-impl", "none",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     plan: dict[str, Any] = json.loads(done.stdout)["plans"][0]
     return plan
@@ -142,12 +156,15 @@ def test_ranks_hold_what_is_forecast(
     )  # fmt: skip
     errors = [own / of - 1 for own, of in zip(plan["memory_gib"], found, strict=True)]
     record_property("GiB", " ".join(f"{size:.2f}" for size in found))
-    record_property("forecast off by", " ".join(f"{100 * error:+.1f} %" for error in errors))
+    record_property(
+        "forecast off by", " ".join(f"{100 * error:+.1f} %" for error in errors)
+    )
     if case.ranks == 1:
         logs = (tmp_path / "run/0.log").read_text(errors="replace")
         steps = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", logs)
         step_s = statistics.median(map(float, steps[2:])) / 1e3
         record_property(
-            "step", f"{step_s:.3f} s, forecast {100 * (plan['step_s'] / step_s - 1):+.1f} %"
+            "step",
+            f"{step_s:.3f} s, forecast {100 * (plan['step_s'] / step_s - 1):+.1f} %",
         )
     assert max(map(abs, errors)) < 0.03

@@ -20,7 +20,9 @@ from tests.training.helpers import LLAMA, MOE
 
 from . import processes
 
-needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="needs megatron-core"
+)
 
 pytestmark = [pytest.mark.gpu, needs_megatron]
 
@@ -35,8 +37,12 @@ _TE = (
     f"{_BASE}{LLAMA}--bf16 --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
     "--hidden-size 128 --seq-length 64 --max-position-embeddings 64 "
 )
-_LEARNED = _TE.replace(LLAMA, "")  # as many query groups as heads, positions in the embedding
-_FULL = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --microbatch-rng " + RECOMPUTE
+_LEARNED = _TE.replace(
+    LLAMA, ""
+)  # as many query groups as heads, positions in the embedding
+_FULL = (
+    "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --microbatch-rng " + RECOMPUTE
+)
 _OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules "
 
 MODELS = {
@@ -86,7 +92,9 @@ CASES = {
     "zb-v by ipc, eight queues": Case(
         "bf16", PP4 + _IPC + "--pipeline-schedule zb-v", "Direct", queues=8
     ),
-    "interleaved, eight queues": Case("llama", _TABLE + "interleaved " + VPP2, queues=8),
+    "interleaved, eight queues": Case(
+        "llama", _TABLE + "interleaved " + VPP2, queues=8
+    ),
     "dualpipe-v": Case("bf16", _TABLE + "dualpipe-v"),
     "bitpipe": Case("llama", _TABLE + "bitpipe", reference=_REPLICAS),
     "dpp": Case("llama", PP4 + "--pipeline-schedule 1f1b --use-dpp", "Direct"),
@@ -99,9 +107,14 @@ CASES = {
     "accumulation fused": Case("llama, fused", _TABLE + "zb-h1"),
     # Random numbers are drawn by stage.
     "dropout": Case("dropout, recomputed", _TABLE + "zb-h1", reference=_OWN),
-    "pairs": Case("experts", f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v", reference=_EXPERTS),
+    "pairs": Case(
+        "experts", f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v", reference=_EXPERTS
+    ),
     "pairs, eight queues": Case(
-        "experts", f"{_EXPERTS}{PAIRS}--pipeline-schedule 1f1b", queues=8, reference=_EXPERTS
+        "experts",
+        f"{_EXPERTS}{PAIRS}--pipeline-schedule 1f1b",
+        queues=8,
+        reference=_EXPERTS,
     ),
 }
 if processes.TRANSFORMER_ENGINE:
@@ -113,7 +126,9 @@ if processes.TRANSFORMER_ENGINE:
         "TE, dpp": Case("TE", PP4 + "--pipeline-schedule 1f1b --use-dpp", "Direct"),
         "TE, slices": Case("TE", _TABLE + "zb-h1 --pipeline-slices 2", same_bits=False),
         "TE, slices, learned positions": Case(
-            "TE, learned positions", _TABLE + "zb-h1 --pipeline-slices 2", same_bits=False
+            "TE, learned positions",
+            _TABLE + "zb-h1 --pipeline-slices 2",
+            same_bits=False,
         ),
         "TE, offloading": Case("TE", _TABLE + f"zb-v {_OFFLOAD}attn_norm mlp_norm"),
         "TE, offloading, eight queues": Case(
@@ -125,10 +140,14 @@ if processes.TRANSFORMER_ENGINE:
         "TE, experts": Case("TE, experts", _TABLE + "zb-v"),
         "TE, experts, fused": Case("TE, experts, fused", _TABLE + "zb-h1"),
         "TE, pairs": Case(
-            "TE, experts", f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v", reference=_EXPERTS
+            "TE, experts",
+            f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v",
+            reference=_EXPERTS,
         ),
         "TE, pairs, fused": Case(
-            "TE, experts, fused", f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v", reference=_EXPERTS
+            "TE, experts, fused",
+            f"{_EXPERTS}{PAIRS}--pipeline-schedule zb-v",
+            reference=_EXPERTS,
         ),
     }
 
@@ -146,7 +165,8 @@ def _stand_in_for_apex() -> None:
     if find_spec(name) is None:
         kernels = ModuleType(name)
         vars(kernels).update(
-            wgrad_gemm_accum_fp32=_wgrad_gemm_accum, wgrad_gemm_accum_fp16=_wgrad_gemm_accum
+            wgrad_gemm_accum_fp32=_wgrad_gemm_accum,
+            wgrad_gemm_accum_fp16=_wgrad_gemm_accum,
         )
         sys.modules[name] = kernels
 
@@ -174,7 +194,11 @@ class Result(NamedTuple):
 def trained(flags: str, ranks: int, directory: Path, queues: int = 1) -> Result:
     """Train on ranks that share the GPU."""
     found = processes.run(
-        ranks, train, flags, directory=directory, CUDA_DEVICE_MAX_CONNECTIONS=str(queues)
+        ranks,
+        train,
+        flags,
+        directory=directory,
+        CUDA_DEVICE_MAX_CONNECTIONS=str(queues),
     )
     return Result(
         next(rank.losses for rank in found if any(rank.losses)),
@@ -188,7 +212,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     """Results of a model under other flags, each computed once."""
     return functools.cache(
         lambda model, flags: trained(
-            MODELS[model] + flags, 4 if flags else 1, tmp_path_factory.mktemp("reference") / "run"
+            MODELS[model] + flags,
+            4 if flags else 1,
+            tmp_path_factory.mktemp("reference") / "run",
         )
     )
 
@@ -204,9 +230,12 @@ def test_stages_compute_what_one_process_does(
     expected = reference(case.model, case.reference)
     found = trained(MODELS[case.model] + case.flags, 4, tmp_path / "run", case.queues)
     assert found.transports == {case.opened + "Transport"}
-    same = sum(found.gradients[key] == digest for key, digest in expected.gradients.items())
+    same = sum(
+        found.gradients[key] == digest for key, digest in expected.gradients.items()
+    )
     record_property(
-        "gradients of the first step equal in all bits", f"{same} of {len(expected.gradients)}"
+        "gradients of the first step equal in all bits",
+        f"{same} of {len(expected.gradients)}",
     )
     worst = max(
         abs(step[key] - value) / abs(value)

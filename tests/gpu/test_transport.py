@@ -83,14 +83,22 @@ def _step(transport: Transport, num_messages: int, size: int) -> None:
     device = devices.current().torch_device(0)
     inbound = [Message("F", peer, number) for number in range(num_messages)]
     transport.begin(
-        [Expected(peer, key, None, _values(key.microbatch, peer).dtype) for key in inbound], 1
+        [
+            Expected(peer, key, None, _values(key.microbatch, peer).dtype)
+            for key in inbound
+        ],
+        1,
     )
     work = torch.ones(size, size, device=device)
     for number in range(num_messages):
         values = _values(number, me).to(device)
         for _ in range(4):
             work = work @ work * 0  # what computes the tensor is late
-        tensor = values + work[0, 0].to(values.dtype) if values.dtype != torch.bool else values
+        tensor = (
+            values + work[0, 0].to(values.dtype)
+            if values.dtype != torch.bool
+            else values
+        )
         transport.isend(tensor, peer, Message("F", me, number))
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
     received = [(key, transport.recv(peer, key, _LONG_S)) for key in reversed(inbound)]
@@ -103,8 +111,12 @@ def _step(transport: Transport, num_messages: int, size: int) -> None:
 @pytest.mark.parametrize("way", ["shm", "tcp", "ipc"])
 def test_tensors_arrive_bit_by_bit(way: str, tmp_path: Path) -> None:
     for messages in processes.run(2, exchange, way, directory=tmp_path / "run"):
-        assert any("of memory for messages" in message for message in messages) == (way != "ipc")
-        assert not [message for message in messages if "cannot be registered" in message]
+        assert any("of memory for messages" in message for message in messages) == (
+            way != "ipc"
+        )
+        assert not [
+            message for message in messages if "cannot be registered" in message
+        ]
 
 
 def speed(way: str) -> tuple[float, float]:
@@ -134,7 +146,9 @@ def speed(way: str) -> tuple[float, float]:
         backend.synchronize()
         copied.append(time.perf_counter() - begin_s)
     transport.close()
-    return _SIZE_BYTES / statistics.median(sent), _SIZE_BYTES / statistics.median(copied)
+    return _SIZE_BYTES / statistics.median(sent), _SIZE_BYTES / statistics.median(
+        copied
+    )
 
 
 @pytest.mark.parametrize("way", ["shm", "ipc"])
@@ -143,7 +157,9 @@ def test_how_fast_it_is(
 ) -> None:
     """Shown; how fast it has to be depends on the machine."""
     (message, copy), _ = processes.run(2, speed, way, directory=tmp_path / "run")
-    record_property(f"{_SIZE_BYTES // _MIB} MiB between processes", f"{message / 1e9:.1f} GB/s")
+    record_property(
+        f"{_SIZE_BYTES // _MIB} MiB between processes", f"{message / 1e9:.1f} GB/s"
+    )
     record_property("to pinned memory and back", f"{copy / 1e9:.1f} GB/s")
     record_property("ratio", f"{message / copy:.2f}")
     assert message > 0

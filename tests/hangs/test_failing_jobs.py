@@ -141,7 +141,10 @@ class Fault:
         if kind == "raise":
             detail = f"the fault of seed {seed}"
         elif kind == "nan":
-            place, detail = draw.choice(("hook", "gradient")), draw.choice(("once", "always"))
+            place, detail = (
+                draw.choice(("hook", "gradient")),
+                draw.choice(("once", "always")),
+            )
         elif kind == "signal":
             detail = draw.choice(_SIGNALS)
         elif kind == "exit":
@@ -163,7 +166,9 @@ class Fault:
         has_workers = self.seed % 2 and (self.place != "data" or self.kind == "raise")
         flags += f"--distributed-timeout-minutes 1 --num-workers {int(has_workers)} "
         if self.schedule:
-            flags += f"--pipeline-schedule {self.schedule} --pipeline-transport {self.wire} "
+            flags += (
+                f"--pipeline-schedule {self.schedule} --pipeline-transport {self.wire} "
+            )
         if self.schedule and self.kind in ("stop", "sleep"):
             flags += "--hang-timeout 15 "
         if self.detail == "always":  # Megatron saves before it gives up
@@ -195,9 +200,9 @@ class Fault:
             return rf"rank {self.rank} was ended by {self.detail} (in|after) iteration \d; "
         if self.kind == "exit":
             place = r": sys\.exit\(5\) at pretrain_faulty\.py:\d+"
-            return (
-                rf"{ended} 5 (in|after) iteration \d{place if self.detail == 'sys.exit' else ''}; "
-            )
+            if self.detail != "sys.exit":
+                place = ""
+            return rf"{ended} 5 (in|after) iteration \d{place}; "
         if self.kind == "stop":
             return rf"rank {self.rank} stands still in iteration \d: its process \d+ is stopped, by"
         if self.kind == "sleep":
@@ -216,7 +221,16 @@ def run_job(fault: Fault, directory: Path) -> tuple[int, str]:
     temporary = directory / "temporary"
     temporary.mkdir()
     command = [
-        *(sys.executable, "-m", "megatron_ext", "launch", "--nproc", "2", "--grace", "1"),
+        *(
+            sys.executable,
+            "-m",
+            "megatron_ext",
+            "launch",
+            "--nproc",
+            "2",
+            "--grace",
+            "1",
+        ),
         *("--env", f"FAULT={json.dumps(asdict(fault))}", "--"),
         *("pretrain_faulty.py", *fault.flags.split()),
     ]
@@ -257,7 +271,9 @@ def _seeds() -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("seed", _seeds())
-def test_the_last_line_of_a_failed_job_names_the_cause(seed: int, tmp_path: Path) -> None:
+def test_the_last_line_of_a_failed_job_names_the_cause(
+    seed: int, tmp_path: Path
+) -> None:
     require_training()
     fault = Fault.drawn(seed)
     code, output = run_job(fault, tmp_path)

@@ -65,8 +65,12 @@ class Training:
         schedule = draw.choice(_SCHEDULES[ranks])
         transport = draw.choice(_TRANSPORTS)
         if transport == "torch" and ("--use-dpp" in schedule or not schedule):
-            transport = "auto" if schedule else "shm"  # not for dpp, and nothing of ours
-        flags = f"--pipeline-model-parallel-size {ranks} --pipeline-transport {transport}"
+            transport = (
+                "auto" if schedule else "shm"
+            )  # not for dpp, and nothing of ours
+        flags = (
+            f"--pipeline-model-parallel-size {ranks} --pipeline-transport {transport}"
+        )
         if schedule:
             flags += f" --pipeline-schedule {schedule}"
         place = draw.choice(_PLACES)
@@ -167,7 +171,9 @@ def test_a_failing_training_ends_everywhere(seed: int, tmp_path: Path) -> None:
     assert set(ended.exit_codes) <= {1, 2}, f"{ended.exit_codes} {told}"
     faults = ["InjectedError: call" in log for log in ended.logs]
     assert any(faults), told
-    others = [log for rank, log in enumerate(ended.logs) if training.rank not in (None, rank)]
+    others = [
+        log for rank, log in enumerate(ended.logs) if training.rank not in (None, rank)
+    ]
     for log in others:
         assert "Traceback" not in log, f"{log[-4000:]}\n{told}"
     # Equal lines of several ranks are shown once.

@@ -56,7 +56,9 @@ def _run(programs: Sequence[Program]) -> list[float]:
     torch.musa.set_device(rank)
     dist.init_process_group("mccl")
     device = torch.device("musa", rank)
-    dist.all_reduce(torch.zeros(1, device=device))  # of all ranks: there before anything else
+    dist.all_reduce(
+        torch.zeros(1, device=device)
+    )  # of all ranks: there before anything else
     received = []
     for step in programs[rank]:
         operations = []
@@ -80,7 +82,9 @@ def _run(programs: Sequence[Program]) -> list[float]:
 def test_the_published_order_stops(name: str, connections: int) -> None:
     programs, _ = _STOPS[name]
     env = queued(connections=connections, stuck_s=2)
-    run = start_ranks(len(programs), _run, programs, device="musa", env=env, timeout_s=60)
+    run = start_ranks(
+        len(programs), _run, programs, device="musa", env=env, timeout_s=60
+    )
     assert any(run.exit_codes)
     assert not run.timed_out
     text = max(run.logs, key=len)
@@ -117,7 +121,9 @@ def _both_ways_at_once(exchange: str) -> tuple[float, float]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     rank, device = _join()
-    to_previous, to_next = (torch.full((2,), value, device=device) for value in (1.0, 2.0))
+    to_previous, to_next = (
+        torch.full((2,), value, device=device) for value in (1.0, 2.0)
+    )
     from_previous, from_next = (torch.empty(2, device=device) for _ in range(2))
     works = getattr(p2p_communication, exchange)(
         tensor_send_prev=to_previous,
@@ -156,7 +162,9 @@ def _exchange_shapes(one_by_one: bool) -> tuple[list[int], list[int]]:
     if one_by_one:
         dist.batch_isend_irecv = start_one_by_one  # this process is a rank and ends
     config = ModelParallelConfig(
-        pipeline_model_parallel_size=4, pipeline_dtype=torch.float32, variable_seq_lengths=True
+        pipeline_model_parallel_size=4,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
     )
     assert dist.group.WORLD is not None
     communicator = P2PCommunicator(dist.group.WORLD, config)

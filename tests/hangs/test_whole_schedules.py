@@ -43,7 +43,9 @@ _LENGTHS_ON_TWO = Step(2, 2, toy.VARYING)
 _LENGTHS_ON_FOUR = Step(4, None, toy.VARYING)
 
 
-def _run(step: Step, ours: str | None = None, one_by_one: bool = False) -> dict[int, Any]:
+def _run(
+    step: Step, ours: str | None = None, one_by_one: bool = False
+) -> dict[int, Any]:
     """Run a step as one rank; return the gradients of its stages.
 
     Args:
@@ -78,7 +80,9 @@ def _run(step: Step, ours: str | None = None, one_by_one: bool = False) -> dict[
         forward_only=False,
     )
     gradients = {chunk.number: chunk.weight.grad for chunk in model}
-    return {stage: grad.tolist() for stage, grad in gradients.items() if grad is not None}
+    return {
+        stage: grad.tolist() for stage, grad in gradients.items() if grad is not None
+    }
 
 
 def _samples(device: torch.device) -> Iterator[torch.Tensor]:
@@ -96,16 +100,22 @@ def _right(ranks: int, chunks: int | None) -> dict[int, Any]:
     return _together(run_ranks(ranks, _run, Step(ranks, chunks, settings)))
 
 
-def _ends_right(step: Step, schedule: str, connections: int, one_by_one: bool = False) -> None:
+def _ends_right(
+    step: Step, schedule: str, connections: int, one_by_one: bool = False
+) -> None:
     env = queued(connections=connections)
-    found = run_ranks(step.ranks, _run, step, schedule, one_by_one, device="musa", env=env)
+    found = run_ranks(
+        step.ranks, _run, step, schedule, one_by_one, device="musa", env=env
+    )
     gradients = _together(found)
     assert len(gradients) == step.ranks * (step.chunks or 1)
     assert gradients == _right(step.ranks, step.chunks)
 
 
 @pytest.mark.parametrize("connections", [1, 8])
-def test_megatron_1450_hands_gradients_of_another_shape_to_a_backward(connections: int) -> None:
+def test_megatron_1450_hands_gradients_of_another_shape_to_a_backward(
+    connections: int,
+) -> None:
     """Interleaved on two ranks, lengths vary, no overlap: shapes are swapped on their way."""
     env = queued(connections=connections, stuck_s=2)
     run = start_ranks(2, _run, _LENGTHS_ON_TWO, device="musa", env=env, timeout_s=60)
@@ -120,9 +130,13 @@ def test_the_step_of_megatron_1450_ends_right_here(connections: int) -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 8])
-def test_megatron_5100_stops_if_operations_are_started_one_by_one(connections: int) -> None:
+def test_megatron_5100_stops_if_operations_are_started_one_by_one(
+    connections: int,
+) -> None:
     env = queued(connections=connections, stuck_s=2)
-    run = start_ranks(4, _run, _LENGTHS_ON_FOUR, None, True, device="musa", env=env, timeout_s=60)
+    run = start_ranks(
+        4, _run, _LENGTHS_ON_FOUR, None, True, device="musa", env=env, timeout_s=60
+    )
     assert any(run.exit_codes)
     assert not run.timed_out
     assert "nothing can move any more" in max(run.logs, key=len)

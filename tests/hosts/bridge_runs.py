@@ -70,7 +70,10 @@ def _fill(chunks: list[Any]) -> list[Any]:
                 for name, weight in module.named_parameters():
                     if weight.dim() > 1:
                         weight.data.copy_(_value_of(f"{number} {name}", weight.shape))
-            elif prefix == "output_layer" and not chunk.share_embeddings_and_output_weights:
+            elif (
+                prefix == "output_layer"
+                and not chunk.share_embeddings_and_output_weights
+            ):
                 module.weight.data.copy_(_value_of("output", module.weight.shape))
     return chunks
 
@@ -114,8 +117,12 @@ def _as_builder(provider: Any) -> Any:
         "transformer",
         "transformer_layer_spec",
     }
-    inner = {f.name: getattr(provider, f.name) for f in fields(TransformerConfig) if f.init}
-    outer = {name: getattr(provider, name) for name in field_names if hasattr(provider, name)}
+    inner = {
+        f.name: getattr(provider, f.name) for f in fields(TransformerConfig) if f.init
+    }
+    outer = {
+        name: getattr(provider, name) for name in field_names if hasattr(provider, name)
+    }
     spec = local_layer_spec(provider)
     model_config = GPTModelConfig(
         transformer=TransformerConfig(**inner), transformer_layer_spec=spec, **outer
@@ -214,7 +221,9 @@ def filled_from_hugging_face() -> list[str | None]:
     class Import(Callback):
         def on_train_start(self, context: Any) -> None:
             with torch.no_grad():
-                for weight in (w for chunk in context.model for w in chunk.parameters()):
+                for weight in (
+                    w for chunk in context.model for w in chunk.parameters()
+                ):
                     if weight.shape[0] == 512:  # weights with the vocabulary's size
                         weight.random_()
             told.append(differing_copies(context.model))
@@ -239,8 +248,12 @@ def refused(
     with pytest.raises(UserError) as caught:
         pretrain(config)
     after = {f.name: getattr(model, f.name) for f in fields(model)}
-    assert {name for name in before if before[name] is not after[name]} <= {"params_dtype"}
-    assert (active.active() is None) == (settings is None)  # the request must still be in force
+    assert {name for name in before if before[name] is not after[name]} <= {
+        "params_dtype"
+    }
+    assert (active.active() is None) == (
+        settings is None
+    )  # the request must still be in force
     return str(caught.value)
 
 
@@ -276,7 +289,9 @@ def undone() -> list[str]:
     patches = [*bridge.PATCHES, *bridge_weights.PATCHES]
 
     def found() -> dict[str, Any]:
-        return {p.target: resolve_path(sys.modules[p.module], p.path)[2] for p in patches}
+        return {
+            p.target: resolve_path(sys.modules[p.module], p.path)[2] for p in patches
+        }
 
     patched = found()
     megatron_ext.deactivate()

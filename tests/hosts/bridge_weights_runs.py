@@ -89,7 +89,9 @@ def _hf_config(kind: str) -> Any:
 
     if kind == "qwen3":
         return Qwen3Config(**_QWEN3)
-    return DeepseekV3Config(**_DEEPSEEK_V3, tie_word_embeddings=kind == "tied deepseek-v3")
+    return DeepseekV3Config(
+        **_DEEPSEEK_V3, tie_word_embeddings=kind == "tied deepseek-v3"
+    )
 
 
 def _suit(provider: Any, kind: str, changes: Mapping[str, Any]) -> Any:
@@ -103,8 +105,12 @@ def _suit(provider: Any, kind: str, changes: Mapping[str, Any]) -> Any:
     def local_mtp_spec(config: Any, vp_stage: int | None = None) -> Any:
         if not config.mtp_num_layers:
             return None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-        return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, vp_stage=vp_stage
+        )
+        return get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=vp_stage
+        )
 
     # Bridge always builds these layers with Transformer Engine.
     gpt_provider.mtp_block_spec = local_mtp_spec
@@ -118,7 +124,9 @@ def _suit(provider: Any, kind: str, changes: Mapping[str, Any]) -> Any:
     provider.seq_length = 32
     for name in ("bf16", "fp16"):
         setattr(provider, name, False)
-    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = torch.float32
+    provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = (
+        torch.float32
+    )
     return provider
 
 
@@ -143,7 +151,9 @@ def save_model(folder: Path, kind: str) -> dict[str, str]:
     weights = {
         name: _value_of(name, weight.shape)
         for name, weight in bridge.export_hf_weights(model, show_progress=False)
-        if not (provider.share_embeddings_and_output_weights and name == "lm_head.weight")
+        if not (
+            provider.share_embeddings_and_output_weights and name == "lm_head.weight"
+        )
     }
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -153,7 +163,12 @@ def save_model(folder: Path, kind: str) -> dict[str, str]:
 
 def _digests(weights: Any) -> Iterator[tuple[str, str]]:
     for name, weight in weights:
-        yield name, blake2b(weight.detach().float().numpy().tobytes(), digest_size=8).hexdigest()
+        yield (
+            name,
+            blake2b(
+                weight.detach().float().numpy().tobytes(), digest_size=8
+            ).hexdigest(),
+        )
 
 
 def train(
@@ -196,7 +211,9 @@ def train(
             if checkpoints is not None:  # the checkpoint is saved after this
                 return
             with torch.no_grad():
-                for weight in (w for chunk in context.model for w in chunk.parameters()):
+                for weight in (
+                    w for chunk in context.model for w in chunk.parameters()
+                ):
                     weight.fill_(torch.nan)
             bridge.load_hf_weights(context.model)
             moved.reloaded = exported(context.model)
@@ -220,7 +237,9 @@ def _stream(bridge: Any, model: list[Any], moved: Moved) -> None:
     """Record which copies of the embedding a stream of weights leaves out."""
     streamed = {
         (item.vp_stage, item.param_name)
-        for item in bridge._model_bridge.stream_weights_hf_to_megatron(bridge.hf_pretrained, model)
+        for item in bridge._model_bridge.stream_weights_hf_to_megatron(
+            bridge.hf_pretrained, model
+        )
     }
     for chunk_index, chunk in enumerate(model):
         for name, _ in chunk.named_parameters():

@@ -33,11 +33,15 @@ def _configure(schedule: str | None, **settings: Any) -> None:
 
 def _tokens(sample: int) -> torch.Tensor:
     """Return the tokens of a sample: [LENGTH]."""
-    return torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(sample))
+    return torch.randint(
+        VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(sample)
+    )
 
 
 def _init(weight: torch.Tensor) -> None:
-    torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel()))
+    torch.nn.init.normal_(
+        weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel())
+    )
 
 
 def _chunks(**settings: Any) -> list[Any]:
@@ -128,7 +132,9 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     from slime.backends.megatron_utils.model import train_one_step
     from slime.utils.accelerator.torch_accelerator import TorchAccelerator
 
-    TorchAccelerator.current_device = lambda self: 0  # it requires a number, and the host has none
+    TorchAccelerator.current_device = lambda self: (
+        0
+    )  # it requires a number, and the host has none
     _configure(schedule)
     chunks = _chunks()
     args = Namespace(
@@ -162,7 +168,15 @@ def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
         }
         iterator = DataIterator(rollout, [[i] for i in range(MICROBATCHES)])
         losses, _ = train_one_step(
-            args, 0, step, [iterator], chunks, _Sgd(chunks), scheduler, MICROBATCHES, MICROBATCHES
+            args,
+            0,
+            step,
+            [iterator],
+            chunks,
+            _Sgd(chunks),
+            scheduler,
+            MICROBATCHES,
+            MICROBATCHES,
         )
         steps.append({name: float(loss).hex() for name, loss in losses.items()})
     return steps, _weights(chunks), _ran()
@@ -174,7 +188,9 @@ def slime_loss(
     """Return the loss of predicting a response; slime loads this function by its path."""
     tokens, length = batch["unconcat_tokens"][0], batch["response_lengths"][0]
     predicted = logits[0, LENGTH - length - 1 : -1].float()
-    losses = torch.nn.functional.cross_entropy(predicted, tokens[-length:], reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        predicted, tokens[-length:], reduction="none"
+    )
     loss = mean(losses)
     return loss, {"loss": loss.detach().clone()}
 
@@ -182,11 +198,16 @@ def slime_loss(
 def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     """Run `megatron_forward_backward` of NeMo-RL, with its loss for fine-tuning, three times."""
     sys.path.insert(0, path)
-    stand_ins.install(mlflow=(), swanlab=(), matplotlib=("pyplot",))  # loggers that it imports
+    stand_ins.install(
+        mlflow=(), swanlab=(), matplotlib=("pyplot",)
+    )  # loggers that it imports
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron.data import ProcessedMicrobatch
-    from nemo_rl.models.megatron.train import LossPostProcessor, megatron_forward_backward
+    from nemo_rl.models.megatron.train import (
+        LossPostProcessor,
+        megatron_forward_backward,
+    )
 
     _configure(schedule)
     chunks = _chunks()
@@ -196,7 +217,9 @@ def nemo_rl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
         for i in range(MICROBATCHES):
             tokens = _tokens(MICROBATCHES * step + i)[None]
             data = BatchedDataDict(
-                input_ids=tokens, token_mask=torch.ones(1, LENGTH), sample_mask=torch.ones(1)
+                input_ids=tokens,
+                token_mask=torch.ones(1, LENGTH),
+                sample_mask=torch.ones(1),
             )
             batches.append(
                 ProcessedMicrobatch(
@@ -229,18 +252,23 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
     from verl.utils import tensordict_utils
     from verl.workers.engine.megatron import transformer_impl
 
-    transformer_impl.get_device_id = lambda: "cpu"  # it requires a number, and the host has none
+    transformer_impl.get_device_id = lambda: (
+        "cpu"
+    )  # it requires a number, and the host has none
     _configure(schedule, variable_seq_lengths=True)
     chunks = _chunks(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     engine = object.__new__(transformer_impl.MegatronEngineWithLMHead)
     engine.module, engine.tf_config = chunks, chunks[0].config
     engine.engine_config = Namespace(context_parallel_size=1, use_remove_padding=False)
     engine.model_config = Namespace(
-        hf_config=Namespace(architectures=["LlamaForCausalLM"]), tokenizer=Namespace(pad_token_id=0)
+        hf_config=Namespace(architectures=["LlamaForCausalLM"]),
+        tokenizer=Namespace(pad_token_id=0),
     )
     steps = []
     for step in range(3):
-        samples = [_tokens(MICROBATCHES * step + i)[: LENGTH - i] for i in range(MICROBATCHES)]
+        samples = [
+            _tokens(MICROBATCHES * step + i)[: LENGTH - i] for i in range(MICROBATCHES)
+        ]
         nested = [
             torch.nested.as_nested_tensor(part, layout=torch.jagged)
             for part in (samples, [torch.ones_like(sample) for sample in samples])
@@ -253,7 +281,9 @@ def verl(path: str, schedule: str | None) -> tuple[list[Any], str, int]:
             },
             batch_size=[MICROBATCHES],
         )
-        tensordict_utils.assign_non_tensor(batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        tensordict_utils.assign_non_tensor(
+            batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=1
+        )
         for chunk in chunks:
             chunk.zero_grad_buffer()
         output = engine.forward_backward_batch(batch, verl_loss)

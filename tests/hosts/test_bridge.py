@@ -30,7 +30,10 @@ pytestmark = [
 
 PP2 = {"model.pipeline_model_parallel_size": 2}
 UNTIED = {"model.share_embeddings_and_output_weights": False}
-DECENTRALIZED = {"dist.use_decentralized_pg": True, "dist.use_gloo_process_groups": False}
+DECENTRALIZED = {
+    "dist.use_decentralized_pg": True,
+    "dist.use_gloo_process_groups": False,
+}
 SHARDED = {
     "ddp.use_distributed_optimizer": True,
     "ddp.overlap_grad_reduce": True,
@@ -82,7 +85,9 @@ def own() -> Any:
         pytest.param({}, {"transport": "shm"}, {}, id="1f1b over shm"),
         pytest.param({}, {"schedule": "zb-h1"}, {}, id="zb-h1"),
         pytest.param({}, {"schedule": "zb-v"}, {}, id="zb-v, tied"),
-        pytest.param(UNTIED, {"schedule": "zb-v", "transport": "shm"}, UNTIED, id="zb-v, untied"),
+        pytest.param(
+            UNTIED, {"schedule": "zb-v", "transport": "shm"}, UNTIED, id="zb-v, untied"
+        ),
         pytest.param({}, {"dynamic": DynamicOrder()}, {}, id="dynamic order"),
         pytest.param(
             {},
@@ -91,9 +96,14 @@ def own() -> Any:
             id="dynamic order, interleaved",
         ),
         pytest.param({}, {"schedule": "bitpipe"}, PP2, id="bitpipe"),
-        pytest.param(SHARDED, {"schedule": "zb-v"}, SHARDED, id="zb-v, bf16, sharded optimizer"),
         pytest.param(
-            DECENTRALIZED, {"schedule": "zb-h1"}, DECENTRALIZED, id="zb-h1, decentralized groups"
+            SHARDED, {"schedule": "zb-v"}, SHARDED, id="zb-v, bf16, sharded optimizer"
+        ),
+        pytest.param(
+            DECENTRALIZED,
+            {"schedule": "zb-h1"},
+            DECENTRALIZED,
+            id="zb-h1, decentralized groups",
         ),
     ],
 )
@@ -102,7 +112,9 @@ def test_losses_are_those_of_bridges_own_schedule(
 ) -> None:
     expected, ours = own(theirs), trained(changes, settings)
     check(expected, ours)
-    assert ours[-1].schedule == settings.get("schedule", "1f1b" if "dynamic" in settings else None)
+    assert ours[-1].schedule == settings.get(
+        "schedule", "1f1b" if "dynamic" in settings else None
+    )
     assert ours[-1].transport == settings.get(
         "transport", "auto" if "dynamic" in settings else "torch"
     )
@@ -145,7 +157,10 @@ def test_iterations_are_skipped_on_ranks_with_several_chunks(own: Any) -> None:
 def test_slices(own: Any) -> None:
     expected, ours = own({}), trained({}, {"schedule": "zb-h1", "slices": 2})[-1]
     assert ours.steps == 4
-    for losses, evaluated in ((ours.losses, expected.losses), (ours.evaluated, expected.evaluated)):
+    for losses, evaluated in (
+        (ours.losses, expected.losses),
+        (ours.evaluated, expected.evaluated),
+    ):
         # Sums over slices are rounded in other places.
         theirs = list(map(float.fromhex, evaluated))
         assert list(map(float.fromhex, losses)) == pytest.approx(theirs, rel=1e-6)
@@ -166,9 +181,13 @@ def test_flags_in_the_environment(own: Any) -> None:
 
 def test_sizes_that_configure_was_given_are_compared(own: Any) -> None:
     check(own({}), trained({}, {"schedule": "zb-v"}, sizes=(4, 8, 8)))
-    told = run_ranks(4, bridge_runs.refused, {}, {"schedule": "zb-v"}, (4, 16, 8), timeout_s=280)
+    told = run_ranks(
+        4, bridge_runs.refused, {}, {"schedule": "zb-v"}, (4, 16, 8), timeout_s=280
+    )
     [message] = set(told)
-    assert "num_microbatches 16, but Bridge's configuration has 4 and 8; leave" in message
+    assert (
+        "num_microbatches 16, but Bridge's configuration has 4 and 8; leave" in message
+    )
 
 
 def test_a_model_of_the_newer_form(own: Any) -> None:
@@ -191,7 +210,9 @@ def test_the_last_rank_logs_the_losses_of_a_folded_pipeline() -> None:
         return re.findall(r"lm loss(?: value)?: \S+", run.logs[-1])
 
     theirs = lines(start_ranks(4, bridge_runs.train, {}, timeout_s=280))
-    ours = lines(start_ranks(4, bridge_runs.train, {}, {"schedule": "zb-v"}, timeout_s=280))
+    ours = lines(
+        start_ranks(4, bridge_runs.train, {}, {"schedule": "zb-v"}, timeout_s=280)
+    )
     assert ours == theirs
     assert len(theirs) >= 6  # four steps and two evaluations
 
@@ -209,11 +230,18 @@ def test_undoing_restores_bridge() -> None:
 def test_without_its_hook_a_tied_embedding_is_missed() -> None:
     found = start_ranks(4, bridge_runs.train_without_hook, timeout_s=280)
     assert found.values[0] is not None, found.describe()
-    assert "the copies of the tied embedding on the first rank are equal, but" in found.values[0]
+    assert (
+        "the copies of the tied embedding on the first rank are equal, but"
+        in found.values[0]
+    )
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole optimizer", "sharded optimizer"])
-@pytest.mark.parametrize("saver", [None, {"schedule": "zb-v"}], ids=["from 1f1b", "from zb-v"])
+@pytest.mark.parametrize(
+    "sharded", [False, True], ids=["whole optimizer", "sharded optimizer"]
+)
+@pytest.mark.parametrize(
+    "saver", [None, {"schedule": "zb-v"}], ids=["from 1f1b", "from zb-v"]
+)
 def test_a_checkpoint_goes_on_under_the_other_schedule(
     tmp_path: Path, sharded: bool, saver: dict[str, Any] | None, own: Any
 ) -> None:
@@ -222,7 +250,11 @@ def test_a_checkpoint_goes_on_under_the_other_schedule(
         "checkpoint.dist_ckpt_optim_fully_reshardable": True,
     }
     folder = str(tmp_path / "checkpoints")
-    saving = {"checkpoint.save": folder, "checkpoint.save_interval": 2, "train.exit_interval": 2}
+    saving = {
+        "checkpoint.save": folder,
+        "checkpoint.save_interval": 2,
+        "train.exit_interval": 2,
+    }
     trained({**common, **saving}, saver)
     loader = None if saver else {"schedule": "zb-v"}
     resumed = trained({**common, "checkpoint.load": folder}, loader)[-1]
@@ -232,12 +264,20 @@ def test_a_checkpoint_goes_on_under_the_other_schedule(
 def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     common = {"ddp.use_distributed_optimizer": True}
     folder = str(tmp_path / "checkpoints")
-    saving = {"checkpoint.save": folder, "checkpoint.save_interval": 2, "train.exit_interval": 2}
+    saving = {
+        "checkpoint.save": folder,
+        "checkpoint.save_interval": 2,
+        "train.exit_interval": 2,
+    }
     trained({**common, **saving})
     loading = {**common, "checkpoint.load": folder}
-    told = run_ranks(4, bridge_runs.failed, loading, {"schedule": "zb-v"}, timeout_s=280)
+    told = run_ranks(
+        4, bridge_runs.failed, loading, {"schedule": "zb-v"}, timeout_s=280
+    )
     for line in told:
-        assert "save with checkpoint.dist_ckpt_optim_fully_reshardable to change" in line
+        assert (
+            "save with checkpoint.dist_ckpt_optim_fully_reshardable to change" in line
+        )
         assert "load the weights alone with checkpoint.load_optim False" in line
 
 
@@ -256,12 +296,31 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             "",
             "schedule zb-v needs a pipeline",
         ),
-        (DECENTRALIZED, {"schedule": "bitpipe"}, "", "schedule bitpipe finds its mirrored ranks"),
-        (DECENTRALIZED, {"schedule": "zb-v"}, "", "schedule zb-v has a layout, and Megatron"),
-        (DECENTRALIZED, {"dynamic": DynamicOrder()}, "", "dynamic or microbatch_rng seeds random"),
+        (
+            DECENTRALIZED,
+            {"schedule": "bitpipe"},
+            "",
+            "schedule bitpipe finds its mirrored ranks",
+        ),
+        (
+            DECENTRALIZED,
+            {"schedule": "zb-v"},
+            "",
+            "schedule zb-v has a layout, and Megatron",
+        ),
+        (
+            DECENTRALIZED,
+            {"dynamic": DynamicOrder()},
+            "",
+            "dynamic or microbatch_rng seeds random",
+        ),
         (DECENTRALIZED, None, "--trace", "tracing places its ranks"),
         (
-            {"model.dist_train": SimpleNamespace(use_dist_train=True, language_world_size=4)},
+            {
+                "model.dist_train": SimpleNamespace(
+                    use_dist_train=True, language_world_size=4
+                )
+            },
             {"schedule": "zb-h1"},
             "",
             "model.dist_train.use_dist_train gives encoder and language model ranks",
@@ -278,15 +337,30 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             "--pipeline-schedul zb-v",
             "unknown argument --pipeline-schedul; did you mean --pipeline-schedule",
         ),
-        ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for --trace"),
-        ({}, None, "--forward-backward-disaggregating", "needs a training loop that supports both"),
+        (
+            {},
+            None,
+            "--pipeline-schedule zb-v --trace-dir x",
+            "--trace-dir is for --trace",
+        ),
+        (
+            {},
+            None,
+            "--forward-backward-disaggregating",
+            "needs a training loop that supports both",
+        ),
     ],
 )
 def test_refused(
     changes: dict[str, Any], settings: dict[str, Any] | None, flags: str, message: str
 ) -> None:
     told = run_ranks(
-        4, bridge_runs.refused, changes, settings, env={"MEGATRON_EXT_FLAGS": flags}, timeout_s=280
+        4,
+        bridge_runs.refused,
+        changes,
+        settings,
+        env={"MEGATRON_EXT_FLAGS": flags},
+        timeout_s=280,
     )
     assert len(set(told)) == 1
     assert message in told[0]

@@ -32,14 +32,18 @@ EXPERTS = {**PP2, "expert_model_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, str]]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, dict[str, str]]]:
     """Return the folder of a model's files and the digests of its weights, by kind."""
     models: dict[str, tuple[Path, dict[str, str]]] = {}
 
     def model(kind: str) -> tuple[Path, dict[str, str]]:
         if kind not in models:
             folder = tmp_path_factory.mktemp("hugging_face") / kind.replace(" ", "-")
-            [digests] = run_ranks(1, bridge_weights_runs.save_model, folder, kind, timeout_s=280)
+            [digests] = run_ranks(
+                1, bridge_weights_runs.save_model, folder, kind, timeout_s=280
+            )
             models[kind] = folder, digests
         return models[kind]
 
@@ -59,7 +63,13 @@ def moved(saved: Any) -> Callable[..., list[Moved]]:
             return own[key]
         folder, _ = saved(kind)
         ranks = run_ranks(
-            4, bridge_weights_runs.train, folder, kind, dict(changes), settings, timeout_s=280
+            4,
+            bridge_weights_runs.train,
+            folder,
+            kind,
+            dict(changes),
+            settings,
+            timeout_s=280,
         )
         if settings is None:
             own[key] = ranks

@@ -58,7 +58,11 @@ def test_nothing_of_a_host_is_imported_without_it() -> None:
         "print(*sorted(m for m in sys.modules if m.startswith('megatron_ext.hosts.')))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == []
 
@@ -149,7 +153,10 @@ def _not_read() -> list[str]:
 def test_a_program_that_configures_what_is_switched_off_is_told_so() -> None:
     code = "import megatron_ext; megatron_ext.configure(megatron_ext.PipelineConfig())"
     done = run_python("-c", code, MEGATRON_EXT_DISABLE="1")
-    assert "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force" in done.stderr
+    assert (
+        "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force"
+        in done.stderr
+    )
 
 
 def test_flags_in_the_environment_that_nobody_reads_are_refused() -> None:
@@ -162,11 +169,15 @@ def test_flags_in_the_environment_that_nobody_reads_are_refused() -> None:
 @pytest.mark.skipif(HAS_BRIDGE, reason="there is a host here")
 def test_a_configuration_without_sizes_needs_a_host() -> None:
     [[nobody, too_late]] = run_ranks(1, _await)
-    assert "give pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
+    assert (
+        "give pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
+    )
     assert "no host that knows them came before the first step" in too_late
 
 
-def _installed(monkeypatch: pytest.MonkeyPatch, version: str, core: str, *missing: str) -> None:
+def _installed(
+    monkeypatch: pytest.MonkeyPatch, version: str, core: str, *missing: str
+) -> None:
     def find_spec(name: str) -> Any:
         return None if name in missing else object()
 
@@ -185,8 +196,12 @@ def test_a_bridge_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
     assert python.endswith(
         "needs Python 3.12, but this is 3.11; make an environment with Python 3.12"
     )
-    assert imports.startswith("megatron-bridge 0.6.2 always imports transformer_engine, modelopt")
-    assert imports.endswith("; pip install 'transformer-engine[pytorch]' 'nvidia-modelopt'")
+    assert imports.startswith(
+        "megatron-bridge 0.6.2 always imports transformer_engine, modelopt"
+    )
+    assert imports.endswith(
+        "; pip install 'transformer-engine[pytorch]' 'nvidia-modelopt'"
+    )
     with pytest.raises(UserError, match="needs megatron-core"):
         bridge_requirements.check_installed()
 
@@ -217,11 +232,15 @@ def test_the_core_that_a_bridge_needs(
 ) -> None:
     _installed(monkeypatch, version, core)
     monkeypatch.setattr(bridge_requirements.sys, "version_info", (3, 12, 1))
-    assert [line.partition("; ")[2] for line in bridge_requirements.problems()] == remedies
+    assert [
+        line.partition("; ")[2] for line in bridge_requirements.problems()
+    ] == remedies
 
 
 def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
-    variables = {"MEGATRON_EXT_FLAGS": "--pipeline-schedule 'csv:a table.csv' --use-dpp"}
+    variables = {
+        "MEGATRON_EXT_FLAGS": "--pipeline-schedule 'csv:a table.csv' --use-dpp"
+    }
     words = requested_flags(variables)
     assert words == ("--pipeline-schedule", "csv:a table.csv", "--use-dpp")
     assert vars(parse_words(words, "here")) == {
@@ -229,9 +248,13 @@ def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
         "use_dpp": True,
     }
     assert requested_flags({}) == ()
-    with pytest.raises(ArgumentsError, match="No closing quotation; close the quotation"):
+    with pytest.raises(
+        ArgumentsError, match="No closing quotation; close the quotation"
+    ):
         requested_flags({"MEGATRON_EXT_FLAGS": "--trace-dir 'x"})
-    with pytest.raises(ArgumentsError, match="it takes the flags of megatron_ext alone"):
+    with pytest.raises(
+        ArgumentsError, match="it takes the flags of megatron_ext alone"
+    ):
         parse_words(["--num-layers", "8"], "here")
 
 
@@ -259,7 +282,9 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     [refusal] = refusals("schedule zb-v", args, RULES["placed"])
     assert "cannot run with --decoder-first-pipeline" in str(refusal)
     in_bridge = refusal.worded(settings.in_fields)
-    assert "cannot run with model.num_layers_in_first_pipeline_stage, model." in in_bridge
+    assert (
+        "cannot run with model.num_layers_in_first_pipeline_stage, model." in in_bridge
+    )
     args.moe_token_dispatcher_type = "allgather"
     [refusal] = refusals("variable_seq_lengths", args, RULES["lengths"])
     assert refusal.reason.endswith("it gathers tokens in buffers of one size")
@@ -270,7 +295,9 @@ def test_bridges_names_are_those_of_the_rules() -> None:
 
 
 @pytest.mark.parametrize("more", [{"slices": 2}, {"variable_seq_lengths": True}])
-def test_bridge_gets_the_settings_that_a_configuration_needs(more: dict[str, Any]) -> None:
+def test_bridge_gets_the_settings_that_a_configuration_needs(
+    more: dict[str, Any],
+) -> None:
     model = _Model(num_moe_experts=None, num_layers_in_first_pipeline_stage=None)
     settings = Settings(SimpleNamespace(model=model))
     args = settings.arguments(world_size=4, rank=0)
@@ -281,10 +308,14 @@ def test_bridge_gets_the_settings_that_a_configuration_needs(more: dict[str, Any
     assert model.disable_parameter_transpose_cache == ("slices" in more)
 
 
-@pytest.mark.parametrize("packing", ["enable_offline_packing", "enable_in_batch_packing"])
+@pytest.mark.parametrize(
+    "packing", ["enable_offline_packing", "enable_in_batch_packing"]
+)
 def test_packed_sequences_of_bridge_have_no_pairs(packing: str) -> None:
     """Its forward step gives plans of pairs no bounds, as Megatron's."""
-    model = _Model(num_layers_in_first_pipeline_stage=None, expert_model_parallel_size=2)
+    model = _Model(
+        num_layers_in_first_pipeline_stage=None, expert_model_parallel_size=2
+    )
     model.overlap_moe_expert_parallel_comm = True
     data = SimpleNamespace(**{packing: True})
     settings = Settings(SimpleNamespace(model=model, dataset=data))
@@ -336,7 +367,9 @@ def _tasks(chunks: list[torch.nn.Module], names: list[str]) -> list[_Task | None
 
 
 def test_bridge_converts_the_first_copy_of_a_rank(folded_chunks: list[Any]) -> None:
-    def build_conversion_tasks(hf_pretrained: Any, megatron_model: Any) -> list[_Task | None]:
+    def build_conversion_tasks(
+        hf_pretrained: Any, megatron_model: Any
+    ) -> list[_Task | None]:
         return _tasks(megatron_model, ["embedding", "layers", "output_layer"])
 
     convert = bridge_weights._convert_first_copies
@@ -354,7 +387,9 @@ def test_bridge_converts_the_first_copy_of_a_rank(folded_chunks: list[Any]) -> N
     assert unknown is None
 
 
-def test_bridge_streams_weights_to_every_copy_of_a_rank(folded_chunks: list[Any]) -> None:
+def test_bridge_streams_weights_to_every_copy_of_a_rank(
+    folded_chunks: list[Any],
+) -> None:
     def stream_weights_hf_to_megatron(
         hf_pretrained: Any, megatron_model: Any, conversion_tasks: Any = None
     ) -> Iterator[_Streamed]:
@@ -371,7 +406,9 @@ def test_bridge_streams_weights_to_every_copy_of_a_rank(folded_chunks: list[Any]
     ]
 
 
-def test_bridge_fills_later_copies_of_a_rank_from_the_first(folded_chunks: list[Any]) -> None:
+def test_bridge_fills_later_copies_of_a_rank_from_the_first(
+    folded_chunks: list[Any],
+) -> None:
     def broadcast_shared_embeddings(megatron_model: Any) -> None:
         raise AssertionError("Bridge would fill them from another rank")
 

@@ -21,7 +21,9 @@ FRAMEWORKS = {
 
 
 @pytest.mark.parametrize("variable", FRAMEWORKS)
-def test_a_training_step_has_the_losses_and_weights_of_megatrons_own(variable: str) -> None:
+def test_a_training_step_has_the_losses_and_weights_of_megatrons_own(
+    variable: str,
+) -> None:
     path = os.environ.get(variable)
     if not path:
         pytest.skip(f"{variable} names no checkout")

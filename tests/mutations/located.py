@@ -92,7 +92,9 @@ class Outcome:
             verdict = "MISSED"
         elif self.is_detected:
             verdict = "located" if self.is_located else "detected"
-        outcome = self.error or (self.difference.sentence() if self.difference else "no difference")
+        outcome = self.error or (
+            self.difference.sentence() if self.difference else "no difference"
+        )
         return f"{verdict:9}{self.fault.name} ({self.fault.setting}): {outcome}"
 
 
@@ -103,7 +105,9 @@ def no_fault(setting: str) -> Fault:
 
 def mutants() -> list[Fault]:
     """Return the mutants of the runtime in each of `MUTANT_SETTINGS`."""
-    return [_mutant(mutant.name, name) for mutant in MUTANTS for name in MUTANT_SETTINGS]
+    return [
+        _mutant(mutant.name, name) for mutant in MUTANTS for name in MUTANT_SETTINGS
+    ]
 
 
 def _mutant(name: str, setting: str) -> Fault:
@@ -194,7 +198,9 @@ def run(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
     """Plant faults, in as few worlds of ranks as possible; return the outcome of each."""
     outcomes = []
     for size in sorted({SETTINGS[fault.setting].world_size for fault in faults}):
-        waiting = [fault for fault in faults if SETTINGS[fault.setting].world_size == size]
+        waiting = [
+            fault for fault in faults if SETTINGS[fault.setting].world_size == size
+        ]
         world = 0
         while waiting:
             world += 1
@@ -204,7 +210,12 @@ def run(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
             names = [fault.name for fault in waiting]
             under_way.write_text(names[0])
             ended = start_ranks(
-                size, _train_all, str(place), names, str(under_way), timeout_s=60 + 30 * len(names)
+                size,
+                _train_all,
+                str(place),
+                names,
+                str(under_way),
+                timeout_s=60 + 30 * len(names),
             )
             has_failed = any(code != 0 for code in ended.exit_codes)
             last = under_way.read_text() if has_failed else names[-1]
@@ -240,7 +251,9 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     faults = mutants() if args.mutants else FAULTS
-    chosen = [fault for fault in faults if all(word in fault.name for word in args.words)]
+    chosen = [
+        fault for fault in faults if all(word in fault.name for word in args.words)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(chosen, Path(folder))
     for outcome in outcomes:
@@ -252,6 +265,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.mutations import located  # ranks find what they run by the name of its module
+    from tests.mutations import (
+        located,  # ranks find what they run by the name of its module
+    )
 
     raise SystemExit(located.main())

@@ -38,7 +38,9 @@ class _Loader(SourceFileLoader):
 
     def __init__(self, mutant: Mutant, path: Path) -> None:
         super().__init__(mutant.module, str(path))
-        self._changed = path.read_text(encoding="utf-8").replace(mutant.text, mutant.instead)
+        self._changed = path.read_text(encoding="utf-8").replace(
+            mutant.text, mutant.instead
+        )
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the changed text, without caching."""

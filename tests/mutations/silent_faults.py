@@ -48,9 +48,14 @@ SETTINGS = {
     "1f1b": Setting("1f1b"),
     "zb-h1": Setting("zb-h1"),
     "zb-v": Setting("zb-v"),
-    "dropout": Setting("zb-h1", settings={"microbatch_rng": True}, model=_DROPOUT, seed=7),
+    "dropout": Setting(
+        "zb-h1", settings={"microbatch_rng": True}, model=_DROPOUT, seed=7
+    ),
     "recompute": Setting(
-        "zb-h1", settings={"microbatch_rng": True}, model={**_DROPOUT, **_RECOMPUTE}, seed=7
+        "zb-h1",
+        settings={"microbatch_rng": True},
+        model={**_DROPOUT, **_RECOMPUTE},
+        seed=7,
     ),
     "replicas": Setting("zb-h1", world_size=4),
     "overlap": Setting("zb-h1", world_size=4, reduction={"overlap_grad_reduce": True}),
@@ -94,7 +99,10 @@ def layer_of(chunks: list[Any], number: int) -> Any:
 
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, TransformerLayer) and module.layer_number == number + 1:
+            if (
+                isinstance(module, TransformerLayer)
+                and module.layer_number == number + 1
+            ):
                 return module
     return None
 
@@ -188,7 +196,9 @@ def text(name: str) -> Change:
         module = importlib.import_module(mutant.module)
         source = inspect.getsource(module)
         assert source.count(mutant.text) == 1
-        codes = _functions(compile(source.replace(mutant.text, mutant.instead), "mutant", "exec"))
+        codes = _functions(
+            compile(source.replace(mutant.text, mutant.instead), "mutant", "exec")
+        )
         functions = [(function, function.__code__) for function in _live(module)]
         for function, code in functions:
             function.__code__ = codes.get(function.__qualname__, code)
@@ -220,8 +230,12 @@ def _live(module: Any) -> list[FunctionType]:
     for value in list(values):
         if isinstance(value, type) and value.__module__ == module.__name__:
             values += vars(value).values()
-    functions = [inspect.unwrap(value) for value in values if isinstance(value, FunctionType)]
-    return [function for function in functions if function.__module__ == module.__name__]
+    functions = [
+        inspect.unwrap(value) for value in values if isinstance(value, FunctionType)
+    ]
+    return [
+        function for function in functions if function.__module__ == module.__name__
+    ]
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -235,7 +249,10 @@ def swapped(kind: str, stage: int) -> Change:
             outputs = []
             for transfer in exchange.outputs:
                 message = transfer.message
-                if (message.kind, message.stage) == (kind, stage) and message.microbatch < 2:
+                if (message.kind, message.stage) == (
+                    kind,
+                    stage,
+                ) and message.microbatch < 2:
                     message = message._replace(microbatch=1 - message.microbatch)
                 outputs.append(transfer._replace(message=message))
             deliver(executor, exchange._replace(outputs=outputs), tensors)
@@ -245,7 +262,9 @@ def swapped(kind: str, stage: int) -> Change:
     return replaced(f"{_EXECUTOR}._deliver", make)
 
 
-def sent(kind: str, stage: int, change: Callable[[Any, list[Any]], Any], *numbers: int) -> Change:
+def sent(
+    kind: str, stage: int, change: Callable[[Any, list[Any]], Any], *numbers: int
+) -> Change:
     """Change a message to a stage; the function also gets the earlier messages to it."""
 
     def make(deliver: Any) -> Any:
@@ -486,7 +505,9 @@ def with_loss(term: float, lost_of: int | None = None, factor: float = 1.0) -> C
             nonlocal count
             share = 0.0 if count == lost_of else term
             count += 1
-            return factor * losses.mean() + share * (losses**2).mean(), losses.mean().item()
+            return factor * losses.mean() + share * (
+                losses**2
+            ).mean(), losses.mean().item()
 
         return loss
 
@@ -503,7 +524,9 @@ def _with_other_labels(model: Any) -> Any:
 
 
 def _with_other_positions(model: Any) -> Any:
-    def forward(self: Any, tokens: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, tokens: Any, positions: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return model(self, tokens, positions.flip(-1), *args, **kwargs)
 
     return forward
@@ -573,12 +596,16 @@ def overwritten_input(number: int, microbatch: int, stage: int) -> Change:
         if layer is not None:
             layer.mlp.register_forward_pre_hook(
                 lambda _module, args: (
-                    saved_inputs.append(args[0]) if layer.current_microbatch == microbatch else None
+                    saved_inputs.append(args[0])
+                    if layer.current_microbatch == microbatch
+                    else None
                 )
             )
 
         def make(backward: Any) -> Any:
-            def running(compute: Any, of_stage: int, number: int, *args: Any, **kw: Any) -> Any:
+            def running(
+                compute: Any, of_stage: int, number: int, *args: Any, **kw: Any
+            ) -> Any:
                 if (of_stage, number) == (stage, microbatch) and saved_inputs:
                     saved_inputs.pop().data.mul_(2)
                 return backward(compute, of_stage, number, *args, **kw)

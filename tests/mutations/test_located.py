@@ -45,6 +45,6 @@ def test_no_mutant_changes_numbers_unseen(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_without_a_fault_nothing_differs(tmp_path: Path) -> None:
     outcomes = run([no_fault(setting) for setting in SETTINGS], tmp_path)
-    assert not any(outcome.is_detected or outcome.error for outcome in outcomes), "\n".join(
-        outcome.line() for outcome in outcomes
+    assert not any(outcome.is_detected or outcome.error for outcome in outcomes), (
+        "\n".join(outcome.line() for outcome in outcomes)
     )

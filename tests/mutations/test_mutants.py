@@ -20,7 +20,9 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
     text = path_of(mutant).read_text(encoding="utf-8")
-    assert text.count(mutant.text) == 1, f"{mutant.module} no longer has {mutant.text!r} once"
+    assert text.count(mutant.text) == 1, (
+        f"{mutant.module} no longer has {mutant.text!r} once"
+    )
 
 
 @pytest.mark.slow
@@ -39,10 +41,16 @@ def test_a_mutant_is_caught(number: int, tmp_path: Path) -> None:
         env={**_environment(), "PYTHONPATH": str(_ROOT)},
         check=False,
     )
-    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout[-3000:] + run.stderr[-3000:]
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, (
+        run.stdout[-3000:] + run.stderr[-3000:]
+    )
 
 
 def _environment() -> dict[str, str]:
     import os
 
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTEST_CURRENT_TEST"
+    }

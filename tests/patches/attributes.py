@@ -40,7 +40,9 @@ def held() -> dict[str, Any]:
                 for index, entry in enumerate(value):
                     attributes[f"{place}[{index}]"] = entry
     return {
-        place: value for place, value in attributes.items() if not place.startswith(_OWN_CHANGES)
+        place: value
+        for place, value in attributes.items()
+        if not place.startswith(_OWN_CHANGES)
     }
 
 
@@ -50,7 +52,11 @@ def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     Additions by imports are left out: submodules, and entries in lists where torch records them.
     """
     missing = object()
-    changed = [place for place, value in before.items() if after.get(place, missing) is not value]
+    changed = [
+        place
+        for place, value in before.items()
+        if after.get(place, missing) is not value
+    ]
     modules = {place.partition(":")[0] for place in before}
     gained = [
         place
@@ -64,7 +70,11 @@ def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def described() -> dict[str, str]:
     """Return a description of every attribute that is the same in another process."""
-    return {place: _words(value) for place, value in held().items() if not place.endswith("]")}
+    return {
+        place: _words(value)
+        for place, value in held().items()
+        if not place.endswith("]")
+    }
 
 
 def _words(value: Any) -> str:

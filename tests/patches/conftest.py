@@ -21,7 +21,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "core.py").write_text(SOURCE)
-    (folder / "user.py").write_text("from fake_upstream.core import add as plus, Box, LIMIT\n")
+    (folder / "user.py").write_text(
+        "from fake_upstream.core import add as plus, Box, LIMIT\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
     for module in [m for m in sys.modules if m.partition(".")[0] == name]:

@@ -53,4 +53,6 @@ def tag(label: str) -> Callable[..., Any]:
 
 def patch(target: str, label: str = "x", **options: Any) -> Patch:
     options.setdefault("fn", tag(label))
-    return Patch(id=label, target=f"fake_upstream.core:{target}", reason="a test", **options)
+    return Patch(
+        id=label, target=f"fake_upstream.core:{target}", reason="a test", **options
+    )

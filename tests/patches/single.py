@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 def remove(registry: Registry, ids: Iterable[str]) -> None:
     """Undo patches and remove their rows from a registry."""
     removed_ids = set(ids)
-    sites = [s for s in registry._sites.values() if any(p.id in removed_ids for p in s.patches)]
+    sites = [
+        s
+        for s in registry._sites.values()
+        if any(p.id in removed_ids for p in s.patches)
+    ]
     registry._uninstall(sites)
     for site in sites:
         site.patches = [p for p in site.patches if p.id not in removed_ids]

@@ -39,9 +39,9 @@ def _foreign_objects_of_ours() -> list[str]:
     from megatron_ext.patches.point import PatchPoint
 
     def ours(value: object) -> bool:
-        return type(value) is PatchPoint or str(getattr(value, "__module__", "")).startswith(
-            "megatron_ext"
-        )
+        return type(value) is PatchPoint or str(
+            getattr(value, "__module__", "")
+        ).startswith("megatron_ext")
 
     found = []
     for name, module in list(sys.modules.items()):
@@ -55,7 +55,9 @@ def _foreign_objects_of_ours() -> list[str]:
             if ours(value):
                 found.append(f"{name}:{attribute}")
             if isinstance(value, type) and value.__module__ == name:
-                found += [f"{name}:{attribute}.{k}" for k, v in vars(value).items() if ours(v)]
+                found += [
+                    f"{name}:{attribute}.{k}" for k, v in vars(value).items() if ours(v)
+                ]
     return found
 
 
@@ -76,7 +78,10 @@ def _deactivate_everything() -> tuple[int, list[str], list[str], list[str]]:
         module, _, path = target.partition(":")
         try:
             current = wrapt.resolve_path(sys.modules[module], path)[2]
-        except (AttributeError, ImportError):  # a name that we create; lazy modules raise their own
+        except (
+            AttributeError,
+            ImportError,
+        ):  # a name that we create; lazy modules raise their own
             current = None
         if current is not original and type(original) is not object:
             changed.append(target)
@@ -85,7 +90,11 @@ def _deactivate_everything() -> tuple[int, list[str], list[str], list[str]]:
     again = _foreign_objects_of_ours()
     # Modules that were imported while armed had copied replacements; once is enough. Arming again
     # is late: it reaches no modules of torch, and no copies of a name that is itself a copy.
-    late = {name for name in armed if name.startswith("torch.") or name.endswith(":jit_fuser")}
+    late = {
+        name
+        for name in armed
+        if name.startswith("torch.") or name.endswith(":jit_fuser")
+    }
     lost = sorted(set(armed) - set(again) - late)
     return len(originals), armed, left + changed, lost + sorted(set(again) - set(armed))
 
@@ -134,13 +143,19 @@ print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megat
     assert "Put `import megatron_ext` first" in done.stderr
 
 
-def test_a_full_tree_on_pythonpath_brings_training_but_not_core(megatron_lm_path: Path) -> None:
+def test_a_full_tree_on_pythonpath_brings_training_but_not_core(
+    megatron_lm_path: Path,
+) -> None:
     code = """
 import megatron_ext, megatron.core, megatron.training, gpt_builders
 print(megatron.core.__file__, megatron.training.__file__, gpt_builders.__file__, sep="\\n")
 """
-    core, training, builders = _output(code, PYTHONPATH=str(megatron_lm_path)).splitlines()[-3:]
-    installed = metadata.distribution("megatron-core").locate_file("megatron/core/__init__.py")
+    core, training, builders = _output(
+        code, PYTHONPATH=str(megatron_lm_path)
+    ).splitlines()[-3:]
+    installed = metadata.distribution("megatron-core").locate_file(
+        "megatron/core/__init__.py"
+    )
     assert Path(core) == Path(str(installed))
     assert Path(training).is_relative_to(megatron_lm_path)
     assert Path(builders).is_relative_to(megatron_lm_path)
@@ -152,13 +167,19 @@ def edited_core(tmp_path: Path) -> str:
     distribution = metadata.distribution("megatron-core")
     core = Path(str(distribution.locate_file("megatron/core")))
     copy = tmp_path / "site" / "megatron" / "core"
-    shutil.copytree(core, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
-    info = Path(str(distribution.locate_file(f"megatron_core-{distribution.version}.dist-info")))
+    shutil.copytree(
+        core, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc")
+    )
+    info = Path(
+        str(distribution.locate_file(f"megatron_core-{distribution.version}.dist-info"))
+    )
     shutil.copytree(info, tmp_path / "site" / info.name)
     edited = copy / "pipeline_parallel" / "p2p_communication.py"
     source = edited.read_text()
     edited.unlink()
-    edited.write_text(source.replace("def _p2p_ops(\n    *,", "def _p2p_ops(\n    *,\n    more=0,"))
+    edited.write_text(
+        source.replace("def _p2p_ops(\n    *,", "def _p2p_ops(\n    *,\n    more=0,")
+    )
     assert edited.read_text() != source
     return str(tmp_path / "site")
 
@@ -166,7 +187,10 @@ def edited_core(tmp_path: Path) -> str:
 def test_an_edited_upstream_function_is_reported_and_refused(edited_core: str) -> None:
     check = run_package("patches", "check", PYTHONPATH=edited_core)
     assert check.returncode == 1, check.stderr
-    assert "p2p_communication:_p2p_ops differs from the release: (*, more=0," in check.stdout
+    assert (
+        "p2p_communication:_p2p_ops differs from the release: (*, more=0,"
+        in check.stdout
+    )
     code = """
 import megatron_ext, megatron.core.pipeline_parallel.p2p_communication as p2p
 from megatron_ext.patches.registry import REGISTRY
@@ -180,7 +204,10 @@ for attempt in (REGISTRY.raise_mismatches, p2p._p2p_ops):
     lines = _output(code, PYTHONPATH=edited_core).splitlines()
     assert len(lines) == 2
     for line in lines:
-        assert "p2p_communication:_p2p_ops: expected signature (*, tensor_send_prev" in line
+        assert (
+            "p2p_communication:_p2p_ops: expected signature (*, tensor_send_prev"
+            in line
+        )
         assert "megatron-core>=0.16.0,<0.21" in line
 
 

@@ -30,7 +30,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--distributed-backend", default="nccl", choices=["nccl", "gloo"])
+    parser.add_argument(
+        "--distributed-backend", default="nccl", choices=["nccl", "gloo"]
+    )
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     return prepare_parser(parser).parse_args(argv)
@@ -45,15 +47,21 @@ def test_the_devices_needs_become_the_parsers_defaults() -> None:
 def test_help_is_printed_where_a_text_is_no_format() -> None:
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py")
     flag = parser.add_argument("--moe-factor")
-    flag.help = "a factor (e.g. 1.10 = 10%)."  # as in 0.19; Python 3.14 would refuse it earlier
-    parser.add_argument("--sequences", default=3, help="50%% of %(default)s of %(prog)s")
+    flag.help = (
+        "a factor (e.g. 1.10 = 10%)."  # as in 0.19; Python 3.14 would refuse it earlier
+    )
+    parser.add_argument(
+        "--sequences", default=3, help="50%% of %(default)s of %(prog)s"
+    )
     printed = prepare_parser(parser).format_help()
     assert "a factor (e.g. 1.10 = 10%)." in printed
     assert "50% of 3 of pretrain_gpt.py" in printed
 
 
 def test_a_contrary_flag_is_refused_with_the_reason() -> None:
-    with pytest.raises(ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"):
+    with pytest.raises(
+        ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"
+    ):
         prepare(_parse("--transformer-impl", "transformer_engine"))
 
 
@@ -70,18 +78,24 @@ def test_a_file_in_place_of_flags_leaves_ours_out(
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--pipeline-schedule=zb-v"])
     else:
         monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
-    with pytest.raises(ArgumentsError, match="--pipeline-schedule has no effect with --yaml-cfg"):
+    with pytest.raises(
+        ArgumentsError, match="--pipeline-schedule has no effect with --yaml-cfg"
+    ):
         yaml_arguments.validate_yaml(read)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    args = _parse("--transformer-impl", "transformer_engine", "--context-parallel-size", "2")
+    args = _parse(
+        "--transformer-impl", "transformer_engine", "--context-parallel-size", "2"
+    )
     with pytest.raises(ArgumentsError) as caught:
         prepare(args)
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_nccl_on_the_cpu_becomes_gloo_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+def test_nccl_on_the_cpu_becomes_gloo_with_a_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     args = _parse("--distributed-backend", "nccl")
     with caplog.at_level(logging.WARNING):
         prepare(args)
@@ -104,7 +118,10 @@ def test_a_namespace_without_our_flags_is_fine() -> None:
     [
         ("--pipeline-model-parallel-size 3", "world size"),
         ("--pipeline-model-parallel-size 0", "must be a whole number of at least 1"),
-        ("--num-attention-heads 0", "by zero: assert args.hidden_size % args.num_attention_heads"),
+        (
+            "--num-attention-heads 0",
+            "by zero: assert args.hidden_size % args.num_attention_heads",
+        ),
         ("--transformer-impl transformer_engine", "local"),
         ("--context-parallel-size 2", "context-parallel"),
         ("--device-backend musa", "MEGATRON_EXT_DEVICE"),
@@ -117,7 +134,9 @@ def test_upstreams_script_refuses_in_one_line(
     assert message in line
 
 
-def test_an_assertion_without_a_message_shows_its_condition(megatron_lm_path: object) -> None:
+def test_an_assertion_without_a_message_shows_its_condition(
+    megatron_lm_path: object,
+) -> None:
     flags = " ".join(_TINY).replace("--micro-batch-size 1", "").split()
     [line] = errors(start_script(1, "pretrain_gpt.py", flags))
     assert "assert args.micro_batch_size is not None (arguments.py:" in line
@@ -126,5 +145,7 @@ def test_an_assertion_without_a_message_shows_its_condition(megatron_lm_path: ob
 def test_upstreams_script_lists_the_patches_on_demand(megatron_lm_path: object) -> None:
     run = start_script(2, "pretrain_gpt.py", [*_TINY, "--ext-list-patches"])
     assert run.exit_codes == [0, 0], run.describe()
-    assert "arguments.validate  [wrap, order 0; installed, active, intact]" in run.logs[0]
+    assert (
+        "arguments.validate  [wrap, order 0; installed, active, intact]" in run.logs[0]
+    )
     assert "arguments.validate  [" not in run.logs[1]

@@ -33,7 +33,9 @@ class _Training:
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import MegatronModule
 
-        config = TransformerConfig(num_layers=1, hidden_size=_WIDTH, num_attention_heads=1)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=_WIDTH, num_attention_heads=1
+        )
         torch.manual_seed(5)
         module = MegatronModule(config)
         module.first = torch.nn.Linear(_WIDTH, _WIDTH)
@@ -42,7 +44,9 @@ class _Training:
         module.second.weight.shared_embedding = tied
         self.module = module
         self.model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True), module
+            config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True),
+            module,
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True),
@@ -71,7 +75,9 @@ class _Training:
         """Return what is saved, or the template of what is loaded."""
         model = self.module.sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": sharding}
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        )
         return {"model": model, "optimizer": optimizer}
 
     def load(self, directory: str, sharding: str) -> None:
@@ -152,7 +158,9 @@ def queue_process(script: str, patched: bool) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     name = "get_write_results_queue"  # with an underscore before 0.19
-    make_queue = getattr(filesystem_async, name, None) or getattr(filesystem_async, f"_{name}")
+    make_queue = getattr(filesystem_async, name, None) or getattr(
+        filesystem_async, f"_{name}"
+    )
     main = ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
@@ -187,7 +195,10 @@ def common_state(directory: str, patched: bool) -> None:
 
     start_parallel()
     enum.Enum.__reduce_ex__ = AttnBackend.__reduce_ex__ = by_name  # type: ignore[assignment]
-    state, path = {"args": Namespace(attention_backend=AttnBackend.flash)}, Path(directory)
+    state, path = (
+        {"args": Namespace(attention_backend=AttnBackend.flash)},
+        Path(directory),
+    )
     if hasattr(common, "save_common"):  # from 0.17 on
         save, load = common.save_common, common.load_common
     else:
@@ -196,7 +207,9 @@ def common_state(directory: str, patched: bool) -> None:
     if patched:
         save(state, path)
         assert load(path)["args"].attention_backend is AttnBackend.flash
-        assert pickle.dumps(AttnBackend.flash).count(b"getattr")  # only Megatron's file changed
+        assert pickle.dumps(AttnBackend.flash).count(
+            b"getattr"
+        )  # only Megatron's file changed
     else:
         with without("dist_checkpointing.enums_by_value"):
             save(state, path)

@@ -25,7 +25,9 @@ def disarm_and_arm_late() -> None:
     patches.REGISTRY.deactivate()
     assert not torch.cuda.is_available()
     assert "to" not in vars(torch.Tensor)
-    assert torch.distributed.new_group.__module__ == "torch.distributed.distributed_c10d"
+    assert (
+        torch.distributed.new_group.__module__ == "torch.distributed.distributed_c10d"
+    )
     assert copied._lazy_call is torch.cuda._lazy_call is not armed[3]
     assert {row.state for row in REGISTRY.rows() if row.feature == "cpu"} == {"off"}
 
@@ -46,7 +48,9 @@ def environment() -> None:
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     for _ in range(2):
         patches.arm()
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
+        assert (
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
+        )  # the user's choice stays
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
         assert warnings.showwarning is not shown
         patches.REGISTRY.deactivate()

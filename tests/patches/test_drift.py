@@ -46,7 +46,9 @@ def _fingerprint(source: str, folder: Path) -> dict[str, str]:
         ("a + b", "a  +  b"),
     ],
 )
-def test_comments_docstrings_and_layout_do_not_count(old: str, new: str, tmp_path: Path) -> None:
+def test_comments_docstrings_and_layout_do_not_count(
+    old: str, new: str, tmp_path: Path
+) -> None:
     changed = _BASE.replace(old, new)
     assert changed != _BASE
     assert _fingerprint(changed, tmp_path) == _fingerprint(_BASE, tmp_path)
@@ -81,12 +83,23 @@ def test_every_minor_release_of_the_range_has_fingerprints() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("a + b", "a - b"), ("b=1", "b=2"), (":>", ":<"), ("return f", "return"), ("{total", "{a")],
+    [
+        ("a + b", "a - b"),
+        ("b=1", "b=2"),
+        (":>", ":<"),
+        ("return f", "return"),
+        ("{total", "{a"),
+    ],
 )
-def test_any_token_that_means_something_counts(old: str, new: str, tmp_path: Path) -> None:
+def test_any_token_that_means_something_counts(
+    old: str, new: str, tmp_path: Path
+) -> None:
     changed = _BASE.replace(old, new)
     assert changed != _BASE
-    assert _fingerprint(changed, tmp_path)["sha256"] != _fingerprint(_BASE, tmp_path)["sha256"]
+    assert (
+        _fingerprint(changed, tmp_path)["sha256"]
+        != _fingerprint(_BASE, tmp_path)["sha256"]
+    )
 
 
 def test_a_fingerprint_is_the_same_on_every_python(tmp_path: Path) -> None:
@@ -117,6 +130,11 @@ def test_the_remedy_is_for_where_the_target_comes_from(
     pip = "with pip install --force-reinstall --no-deps 'megatron-core>=0.16.0,<0.21'"
     warn = "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn."
     place, tag = "megatron.core.a:f", releases.reference().tag
-    assert str(drift.missing(place, "no f")).endswith(f"{pip}.")  # no patch acts without a target
-    for target, remedy in ((place, pip), ("megatron.training.a:f", f"of Megatron-LM at {tag}")):
+    assert str(drift.missing(place, "no f")).endswith(
+        f"{pip}."
+    )  # no patch acts without a target
+    for target, remedy in (
+        (place, pip),
+        ("megatron.training.a:f", f"of Megatron-LM at {tag}"),
+    ):
         assert str(drift._mismatch(target, "(a)", "(b)")).endswith(remedy + warn)

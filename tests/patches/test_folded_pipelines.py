@@ -38,7 +38,9 @@ def last_stage(chosen: bool) -> list[Any]:
     from tests.pipelines import make_pipeline, use
 
     use(make_pipeline("zb-v", pp=2, num_microbatches=4) if chosen else None)
-    start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    start_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
     group = parallel_state.get_pipeline_model_parallel_group()
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     last = parallel_state.is_pipeline_last_stage
@@ -46,7 +48,11 @@ def last_stage(chosen: bool) -> list[Any]:
         is_pp_last_stage(group),
         get_pp_last_rank(group),
         parallel_state.get_pipeline_model_parallel_last_rank(),
-        [last(), last(ignore_virtual=False, vp_stage=0), last(ignore_virtual=False, vp_stage=1)],
+        [
+            last(),
+            last(ignore_virtual=False, vp_stage=0),
+            last(ignore_virtual=False, vp_stage=1),
+        ],
         embedding and distributed.get_process_group_ranks(embedding),
     ]
 
@@ -67,7 +73,10 @@ def test_a_checkpoint_loads_without_the_arguments_of_a_schedule() -> None:
         False,
         SimpleNamespace(name="LEGACY"),
     )
-    assert _check_stages(lambda *_: loaded, None, ("folder", SimpleNamespace()), {}) is loaded
+    assert (
+        _check_stages(lambda *_: loaded, None, ("folder", SimpleNamespace()), {})
+        is loaded
+    )
 
 
 def test_the_first_rank_has_the_last_stage() -> None:
@@ -102,7 +111,9 @@ def _build(flags: str) -> tuple[Any, list[Any]]:
         chunks.extend(set_up(*args, **kwargs)[0])
         raise Built
 
-    training.setup_model_and_optimizer = set_up_and_stop  # this process is a rank and ends
+    training.setup_model_and_optimizer = (
+        set_up_and_stop  # this process is a rank and ends
+    )
     with pytest.raises(Built):
         train_here("gpt", flags.split())
     return get_model_config(chunks[0]), chunks
@@ -115,7 +126,9 @@ def shards(flags: str) -> tuple[list[list[int]], set[tuple[str, tuple[int, ...]]
     from megatron.core.utils import unwrap_model
 
     chunks = unwrap_model(_build(flags)[1])
-    layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in chunks]
+    layers = [
+        [layer.layer_number for layer in chunk.decoder.layers] for chunk in chunks
+    ]
     found = [
         (tensor.key, tensor.global_offset)
         for chunk in chunks
@@ -167,7 +180,9 @@ def tied_gradients(flags: str) -> list[float] | None:
     if not first.pre_process:
         module._allreduce_word_embedding_grads(chunks, config, *groups)
         return None
-    embedding, head = (chunk.shared_embedding_or_output_weight() for chunk in (first, last))
+    embedding, head = (
+        chunk.shared_embedding_or_output_weight() for chunk in (first, last)
+    )
     assert torch.equal(embedding, head)
     assert head.any()
     assert embedding.data_ptr() != head.data_ptr()
@@ -218,7 +233,9 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
     from tests.pipelines import make_pipeline, use
 
     use(make_pipeline("zb-v", pp=2, num_microbatches=4))
-    start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    start_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
     assert share_losses({}) == {}
     share_mtp_losses()
     tracker = MTPLossLoggingHelper.tracker
@@ -226,7 +243,10 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
         save, others = MTPLossLoggingHelper.save_loss_to_tracker, []
         reduce, key = MTPLossLoggingHelper.reduce_loss_in_tracker, "values"
     else:  # from 0.19 on, which counts correct tokens, and all, beside the loss
-        save, others = MTPLossLoggingHelper.save_metrics_to_tracker, [torch.tensor(1.0)] * 2
+        save, others = (
+            MTPLossLoggingHelper.save_metrics_to_tracker,
+            [torch.tensor(1.0)] * 2,
+        )
         reduce, key = MTPLossLoggingHelper.reduce_metrics_in_tracker, "loss_values"
     assert key not in tracker
     own = {}

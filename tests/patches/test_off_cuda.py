@@ -20,11 +20,16 @@ def tensor_to_host() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     splits = torch.tensor([2, 3])
-    for move in (moe_utils.maybe_move_tensor_to_cpu, token_dispatcher.maybe_move_tensor_to_cpu):
+    for move in (
+        moe_utils.maybe_move_tensor_to_cpu,
+        token_dispatcher.maybe_move_tensor_to_cpu,
+    ):
         moved = move(splits, as_numpy=True)
         assert isinstance(moved, np.ndarray)
         assert moved.tolist() == [2, 3]
-        assert isinstance(move(splits.float().requires_grad_(), as_numpy=True), np.ndarray)
+        assert isinstance(
+            move(splits.float().requires_grad_(), as_numpy=True), np.ndarray
+        )
         assert torch.equal(move(splits, record_stream=True), splits)
         assert move(None, as_numpy=True) is None
     with without("moe.tensor_to_host"):
@@ -55,7 +60,8 @@ def destroy_groups() -> None:
     left = [
         name
         for name, value in vars(parallel_state).items()
-        if name.endswith(("_GROUP", "_GROUPS", "_RANKS", "_RANKS_WITH_CP", "_WITH_CP")) and value
+        if name.endswith(("_GROUP", "_GROUPS", "_RANKS", "_RANKS_WITH_CP", "_WITH_CP"))
+        and value
     ]
     assert left == []
     assert parallel_state.HAVE_EINOPS is have_einops, "what is installed is no group"
@@ -141,7 +147,10 @@ def scripts() -> None:
     from megatron.training import initialize
 
     initialize._warmup_jit_function()
-    with without("training_init.jit_warmup"), pytest.raises(AssertionError, match="args"):
+    with (
+        without("training_init.jit_warmup"),
+        pytest.raises(AssertionError, match="args"),
+    ):
         initialize._warmup_jit_function()  # it would start: no arguments are set here
     if find_spec("megatron.legacy") is None:
         return  # from 0.17 on

@@ -51,26 +51,36 @@ def block_diagonal() -> None:
     start_parallel()
     attention, generator = _attention(), torch.Generator().manual_seed(1)
     query, key, value = (
-        torch.randn(11, heads, 4, generator=generator, requires_grad=True) for heads in (4, 2, 2)
+        torch.randn(11, heads, 4, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2)
     )
     spans = [(0, 3), (3, 4), (4, 9)]
-    made = attention(query, key, value, None, packed_seq_params=_packed([0, 3, 4, 4, 9]))
+    made = attention(
+        query, key, value, None, packed_seq_params=_packed([0, 3, 4, 4, 9])
+    )
     assert made.shape == (11, 16)
     assert not made[9:].any(), "padding behind the last sequence"
     made.square().sum().backward()
     found = [x.grad.clone() for x in (query, key, value)]
     number = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4])
     mask = (number[:, None] != number[None]) | torch.ones(11, 11).triu(1).bool()
-    whole = attention(*(x.unsqueeze(1) for x in (query, key, value)), mask[None, None]).squeeze(1)
+    whole = attention(
+        *(x.unsqueeze(1) for x in (query, key, value)), mask[None, None]
+    ).squeeze(1)
     torch.testing.assert_close(made[:9], whole[:9])
     for begin, end in spans:
-        own = [x.detach()[begin:end, None].requires_grad_() for x in (query, key, value)]
+        own = [
+            x.detach()[begin:end, None].requires_grad_() for x in (query, key, value)
+        ]
         alone = attention(*own, None)
         assert torch.equal(made[begin:end], alone.squeeze(1))
         alone.square().sum().backward()
         for x, gradient in zip(own, found, strict=True):
             assert torch.equal(gradient[begin:end], x.grad.squeeze(1))
-    with without("attention.packed"), pytest.raises(AssertionError, match="Packed sequence"):
+    with (
+        without("attention.packed"),
+        pytest.raises(AssertionError, match="Packed sequence"),
+    ):
         attention(query, key, value, None, packed_seq_params=_packed([0, 11]))
 
 
@@ -89,8 +99,12 @@ def padding_between() -> None:
     assert not made[3].any()
     assert not made[6:].any()
     with pytest.raises(UserError, match="qkv_format 'bshd' needs"):
-        attention(query, query, query, None, packed_seq_params=_packed([0, 8], kind="bshd"))
-    with pytest.raises(UserError, match=r"cu_seqlens_kv .* does not fit a packed batch of 4"):
+        attention(
+            query, query, query, None, packed_seq_params=_packed([0, 8], kind="bshd")
+        )
+    with pytest.raises(
+        UserError, match=r"cu_seqlens_kv .* does not fit a packed batch of 4"
+    ):
         attention(query, query[:4], query[:4], None, packed_seq_params=_packed([0, 8]))
 
 
@@ -115,7 +129,8 @@ def test_where_sequences_lie(
 
 
 @pytest.mark.parametrize(
-    ("sums", "starts"), [([0, 9], None), ([0, 5, 3], None), ([0, 4, 8], [0, 2, 8]), ([0, 2], [0])]
+    ("sums", "starts"),
+    [([0, 9], None), ([0, 5, 3], None), ([0, 4, 8], [0, 2, 8]), ([0, 2], [0])],
 )
 def test_sums_that_fit_no_batch(sums: list[int], starts: list[int] | None) -> None:
     with pytest.raises(UserError, match="does not fit a packed batch of 8 tokens"):

@@ -39,14 +39,19 @@ def test_wraps_around_wraps_see_the_parameters_of_the_target(
     seen = {}
 
     def look(name: str) -> Callable[..., Any]:
-        def fn(call: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        def fn(
+            call: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Any
+        ) -> Any:
             seen[name] = inspect.signature(call).bind(*args, **kwargs).arguments
             return call(*args, **kwargs)
 
         return fn
 
     registry.register(
-        [Patch(id=i, target="fake_upstream.core:add", reason="-", fn=look(i)) for i in "abc"]
+        [
+            Patch(id=i, target="fake_upstream.core:add", reason="-", fn=look(i))
+            for i in "abc"
+        ]
     )
     registry.activate()
     assert load("core").add(1, b=2) == 3
@@ -64,12 +69,18 @@ def test_arming_late_mends_renamed_copies_by_identity(
     assert user.unrelated is add
 
 
-def test_setting_a_copied_name_changes_that_copy_alone(package: str, registry: Registry) -> None:
+def test_setting_a_copied_name_changes_that_copy_alone(
+    package: str, registry: Registry
+) -> None:
     user, core = load("user"), load("core")
     core.nothing = None
     add = core.add
     patch = Patch(
-        id="x", target="fake_upstream.user:plus", reason="-", kind="set", fn=lambda old: None
+        id="x",
+        target="fake_upstream.user:plus",
+        reason="-",
+        kind="set",
+        fn=lambda old: None,
     )
     registry.register([patch])
     registry.activate()
@@ -80,7 +91,9 @@ def test_setting_a_copied_name_changes_that_copy_alone(package: str, registry: R
     assert core.nothing is None
 
 
-def test_activate_and_deactivate_can_be_repeated(package: str, registry: Registry) -> None:
+def test_activate_and_deactivate_can_be_repeated(
+    package: str, registry: Registry
+) -> None:
     core = load("core")
     registry.register([patch("add")])
     for _ in range(3):
@@ -124,7 +137,13 @@ def test_the_chain_is_chosen_at_each_call(package: str, registry: Registry) -> N
     registry.register(
         [
             patch("add", label="a", when=lambda: on["a"]),
-            patch("add", label="r", kind="replace", when=lambda: on["r"], fn=lambda *_: "replaced"),
+            patch(
+                "add",
+                label="r",
+                kind="replace",
+                when=lambda: on["r"],
+                fn=lambda *_: "replaced",
+            ),
         ]
     )
     registry.activate()
@@ -140,10 +159,15 @@ def test_the_chain_is_chosen_at_each_call(package: str, registry: Registry) -> N
 
 @given(
     st.lists(
-        st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=6, unique_by=lambda t: t
+        st.tuples(st.integers(-2, 2), st.booleans()),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda t: t,
     )
 )
-def test_wraps_run_by_order_then_id_and_only_the_active(wraps: list[tuple[int, bool]]) -> None:
+def test_wraps_run_by_order_then_id_and_only_the_active(
+    wraps: list[tuple[int, bool]],
+) -> None:
     module = ModuleType("fake_chain")
     module.f = lambda: ()
     sys.modules["fake_chain"] = module
@@ -155,13 +179,20 @@ def test_wraps_run_by_order_then_id_and_only_the_active(wraps: list[tuple[int, b
     ids = [f"{index:02d}" for index in range(len(wraps))]
     registry.register(
         Patch(
-            id=i, target="fake_chain:f", reason="-", fn=wrap(i), order=order, when=lambda on=on: on
+            id=i,
+            target="fake_chain:f",
+            reason="-",
+            fn=wrap(i),
+            order=order,
+            when=lambda on=on: on,
         )
         for i, (order, on) in zip(ids, wraps, strict=True)
     )
     registry.activate()
     try:
-        expected = sorted((order, i) for i, (order, on) in zip(ids, wraps, strict=True) if on)
+        expected = sorted(
+            (order, i) for i, (order, on) in zip(ids, wraps, strict=True) if on
+        )
         assert module.f() == tuple(i for _, i in expected)
     finally:
         registry.deactivate()
@@ -171,7 +202,9 @@ def test_wraps_run_by_order_then_id_and_only_the_active(wraps: list[tuple[int, b
 def test_two_active_replacements_are_a_conflict_that_names_both(
     package: str, registry: Registry
 ) -> None:
-    registry.register([patch("add", label=i, kind="replace") for i in ("first", "second")])
+    registry.register(
+        [patch("add", label=i, kind="replace") for i in ("first", "second")]
+    )
     registry.activate()
     with pytest.raises(PatchConflict, match=r"first, second"):
         load("core").add(1)
@@ -181,18 +214,27 @@ def test_two_active_replacements_are_a_conflict_that_names_both(
     ("second", "message"),
     [
         (patch("Box.get", label="x"), "id x is taken"),
-        (patch("add", label="y", kind="set", fn=lambda old: old), "needs the target to itself"),
+        (
+            patch("add", label="y", kind="set", fn=lambda old: old),
+            "needs the target to itself",
+        ),
     ],
 )
-def test_mistakes_in_tables_are_refused(registry: Registry, second: Patch, message: str) -> None:
+def test_mistakes_in_tables_are_refused(
+    registry: Registry, second: Patch, message: str
+) -> None:
     registry.register([patch("add")])
     with pytest.raises(ValueError, match=message):
         registry.register([second])
 
 
-def test_overwriting_by_others_is_seen_and_left_alone(package: str, registry: Registry) -> None:
+def test_overwriting_by_others_is_seen_and_left_alone(
+    package: str, registry: Registry
+) -> None:
     core = load("core")
-    registry.register([patch("add"), patch("LIMIT", label="l", kind="set", fn=lambda old: 9)])
+    registry.register(
+        [patch("add"), patch("LIMIT", label="l", kind="set", fn=lambda old: 9)]
+    )
     registry.activate()
     core.add, core.LIMIT = mine = (lambda a: "mine"), 11
     assert [row.intact for row in registry.rows()] == [False, False]
@@ -211,7 +253,9 @@ def test_a_removed_patch_is_undone(package: str, registry: Registry) -> None:
     assert registry.rows() == []
 
 
-def test_patch_points_survive_copy_deepcopy_and_pickle(package: str, registry: Registry) -> None:
+def test_patch_points_survive_copy_deepcopy_and_pickle(
+    package: str, registry: Registry
+) -> None:
     registry.register([patch("add")])
     registry.activate()
     point = load("core").add
@@ -240,5 +284,7 @@ for pipeline in (None, make_pipeline("1f1b", 2, 4)):
 
 
 def test_compiled_code_runs_the_patches_of_a_schedule() -> None:
-    done = run_python("-c", _COMPILED, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
+    done = run_python(
+        "-c", _COMPILED, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0"
+    )
     assert done.stdout.split() == ["1.0", "41.0"], done.stderr

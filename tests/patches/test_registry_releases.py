@@ -29,7 +29,9 @@ def test_a_missing_target_never_breaks_the_import_but_refuses_the_run(
     assert caught.value.found.startswith("nothing")
 
 
-def test_a_missing_target_of_an_idle_patch_is_no_error(package: str, registry: Registry) -> None:
+def test_a_missing_target_of_an_idle_patch_is_no_error(
+    package: str, registry: Registry
+) -> None:
     registry.register([patch("gone", when=lambda: False)])
     registry.activate()
     load("core")
@@ -50,7 +52,9 @@ def test_an_edited_function_is_refused_at_the_call(
     registry.register([patch("add")])
     registry.activate()
     assert "edited" in registry.rows()[0].drift
-    with pytest.raises(UpstreamMismatch, match=r"fake_upstream\.core:add: expected source 0000"):
+    with pytest.raises(
+        UpstreamMismatch, match=r"fake_upstream\.core:add: expected source 0000"
+    ):
         core.add(1)
     monkeypatch.setenv("MEGATRON_EXT_DRIFT", "warn")
     assert core.add(1) == ("x", 2)
@@ -62,7 +66,9 @@ def test_a_changed_signature_is_told_as_such(
     _pin(monkeypatch, load("core").add, sha256="0" * 64, signature="(a)")
     registry.register([patch("add")])
     registry.activate()
-    with pytest.raises(UpstreamMismatch, match=r"expected signature \(a\), found \(a, b=1\)"):
+    with pytest.raises(
+        UpstreamMismatch, match=r"expected signature \(a\), found \(a, b=1\)"
+    ):
         registry.raise_mismatches()
 
 
@@ -85,7 +91,8 @@ def _variants() -> list[Patch]:
 
 
 @pytest.mark.parametrize(
-    ("release", "place"), [((0, 16), "add"), ((0, 18), "Box.get"), ((0, 19), "Box.double")]
+    ("release", "place"),
+    [((0, 16), "add"), ((0, 18), "Box.get"), ((0, 19), "Box.double")],
 )
 def test_of_rows_that_share_an_id_that_for_the_release_acts(
     package: str, release: tuple[int, int], place: str
@@ -104,7 +111,9 @@ def test_of_rows_that_share_an_id_that_for_the_release_acts(
     finally:
         registry.deactivate()
     assert [name for name, acts in patched.items() if acts] == [place]
-    assert states == {n: "installed" if n == place else "other release" for n in patched}
+    assert states == {
+        n: "installed" if n == place else "other release" for n in patched
+    }
 
 
 def test_rows_for_one_release_may_not_share_an_id(registry: Registry) -> None:
@@ -156,7 +165,9 @@ def test_drift_that_is_allowed_is_one_line_on_one_rank(
         registry.raise_mismatches()
         registry.raise_mismatches()
         registry.deactivate()
-        told = [r for r in caplog.records if "MEGATRON_EXT_DRIFT=warn" in r.getMessage()]
+        told = [
+            r for r in caplog.records if "MEGATRON_EXT_DRIFT=warn" in r.getMessage()
+        ]
         assert len(told) == lines
     assert "fake_upstream.core:add has source" in told[0].getMessage()
 
@@ -168,11 +179,15 @@ def test_a_release_newer_than_all_known_runs_where_everything_fits(
     core = load("core")
     registry = Registry(NEWER)
     idle = {"idle": False}
-    registry.register([patch("add"), patch("gone", label="y", when=lambda: idle["idle"])])
+    registry.register(
+        [patch("add"), patch("gone", label="y", when=lambda: idle["idle"])]
+    )
     _pin(monkeypatch, core.add)
     registry.activate()
     registry.raise_mismatches()
-    [told] = [r for r in caplog.records if "newer than this package knows" in r.getMessage()]
+    [told] = [
+        r for r in caplog.records if "newer than this package knows" in r.getMessage()
+    ]
     assert told.levelname == "WARNING"
     idle["idle"] = True  # now a feature is in use whose target is not there
     with pytest.raises(UpstreamMismatch, match=r"fake_upstream\.core:gone"):

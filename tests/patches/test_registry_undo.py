@@ -24,7 +24,9 @@ def test_deactivate_restores_every_original(package: str, registry: Registry) ->
         [
             patch("LIMIT", label="limit", kind="set", fn=lambda old: old + 4),
             patch("EXTRA", label="extra", kind="set", fn=lambda old: old, creates=True),
-            patch("Box.extra", label="attr", kind="set", fn=lambda old: 5, creates=True),
+            patch(
+                "Box.extra", label="attr", kind="set", fn=lambda old: 5, creates=True
+            ),
         ]
     )
     registry.activate()
@@ -53,7 +55,9 @@ def test_copies_of_a_replacement_in_classes_are_restored_too(
     registry.activate()
     user = load("user")
     user.Keeper = type(
-        "Keeper", (), {"__module__": user.__name__, "f": core.add, "g": staticmethod(core.add)}
+        "Keeper",
+        (),
+        {"__module__": user.__name__, "f": core.add, "g": staticmethod(core.add)},
     )
     registry.deactivate()
     assert vars(user.Keeper)["f"] is original
@@ -77,7 +81,11 @@ def test_an_object_that_had_a_name_before_keeps_it_after_undoing(
     user, core = load("user"), load("core")
     box, base = core.Box, core.Base
     patch = Patch(
-        id="x", target="fake_upstream.core:Box", reason="-", kind="set", fn=lambda _: base
+        id="x",
+        target="fake_upstream.core:Box",
+        reason="-",
+        kind="set",
+        fn=lambda _: base,
     )
     registry.register([patch])
     registry.activate()
@@ -95,7 +103,9 @@ def test_one_replacement_of_two_originals_is_undone_where_it_was_put(
     def both(*_args: Any) -> str:
         return "both"
 
-    registry.register([patch(name, name, kind="set", fn=lambda _: both) for name in ("add", "Box")])
+    registry.register(
+        [patch(name, name, kind="set", fn=lambda _: both) for name in ("add", "Box")]
+    )
     registry.activate()
     assert user.plus is user.Box is both
     registry.deactivate()
@@ -110,7 +120,11 @@ def test_copies_of_a_copy_that_was_patched_are_restored_too(
     user = load("user")
     add = user.plus
     patch = Patch(
-        id="x", target="fake_upstream.user:plus", reason="-", kind="set", fn=lambda _: print
+        id="x",
+        target="fake_upstream.user:plus",
+        reason="-",
+        kind="set",
+        fn=lambda _: print,
     )
     fresh = Patch(id="y", target="fake_upstream.user:Box", reason="-", fn=tag("y"))
     registry.register([patch, fresh])
@@ -121,4 +135,6 @@ def test_copies_of_a_copy_that_was_patched_are_restored_too(
     registry.deactivate()
     assert user.Box is later.Box is box
     assert user.plus is add
-    assert later.plus is print  # the one that everybody knows as print cannot be told from it
+    assert (
+        later.plus is print
+    )  # the one that everybody knows as print cannot be told from it

@@ -106,11 +106,15 @@ def checked_configurations() -> list[int]:
     from tests.ranks import parse
 
     sizes = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
-    sizes += "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
+    sizes += (
+        "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
+    )
     sizes += "--tokenizer-type NullTokenizer --vocab-size 16 --pipeline-model-parallel-size 2 "
     parse("gpt", (sizes + "--pipeline-schedule zb-h1").split(), {"WORLD_SIZE": "2"})
     checks: list[int] = []
-    incompatible.refuse_built = lambda *_: checks.append(1)  # this process is a rank and ends
+    incompatible.refuse_built = lambda *_: checks.append(
+        1
+    )  # this process is a rank and ends
     so_far = []
     for runtimes in (None, SimpleNamespace(close=lambda: None)):
         active.required().runtimes = runtimes
@@ -124,7 +128,9 @@ def test_configurations_of_micro_batches_are_not_checked(a_training_loop: None) 
     assert run_ranks(1, checked_configurations) == [[1, 1]]
 
 
-def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tuple[float, float]:
+def tokens_counted(
+    schedule: str, settings: dict[str, object], calls: int
+) -> tuple[float, float]:
     """Count two packed sequences as often as a rank's stages and slices read a micro-batch."""
     import torch
     from megatron.training import training
@@ -138,7 +144,9 @@ def tokens_counted(schedule: str, settings: dict[str, object], calls: int) -> tu
     running = SimpleNamespace(number=0)
     if "slices" in settings or "slice_tokens" in settings:
         kept = {SLICES: SimpleNamespace(running=running)}
-        active.active().runtimes = SimpleNamespace(kept_by_feature=kept, close=lambda: None)
+        active.active().runtimes = SimpleNamespace(
+            kept_by_feature=kept, close=lambda: None
+        )
     for running.number in range(calls):
         bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
         training.update_seqlen_stats_from_cu_seqlens(bounds)

@@ -98,7 +98,9 @@ def config() -> None:
     from tests.pipelines import make_pipeline, use
 
     def make(**settings: Any) -> TransformerConfig:
-        return TransformerConfig(num_layers=2, hidden_size=4, num_attention_heads=1, **settings)
+        return TransformerConfig(
+            num_layers=2, hidden_size=4, num_attention_heads=1, **settings
+        )
 
     autocast = {"enable_autocast": True, "autocast_dtype": None}
     fused = {"gradient_accumulation_fusion": True, "add_bias_linear": False}
@@ -128,7 +130,16 @@ def test_grouped_experts_where_the_library_is_installed(tmp_path: Path) -> None:
     (tmp_path / "grouped_gemm.py").write_text(_STAND_IN)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_EXT_DEVICE": "cpu"}
     run = subprocess.run(
-        [sys.executable, "-c", _ASK], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _ASK],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == ["installed", "product", "permuted", True]
+    assert json.loads(run.stdout.splitlines()[-1]) == [
+        "installed",
+        "product",
+        "permuted",
+        True,
+    ]

@@ -52,10 +52,14 @@ for _ in range(2):  # the second time megatron.core is there in any case
 
 @pytest.mark.parametrize("imported", ["megatron", "torch"])
 def test_every_attribute_is_the_same_object_again(imported: str) -> None:
-    done = run_python("-c", _PROGRAM, imported, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
+    done = run_python(
+        "-c", _PROGRAM, imported, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0"
+    )
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if line.startswith("attributes")]
-    assert found == ["attributes []"] * 2  # a tree sets up logging, whose lines are there too
+    assert (
+        found == ["attributes []"] * 2
+    )  # a tree sets up logging, whose lines are there too
 
 
 _IMPORT = """
@@ -84,8 +88,12 @@ def test_what_was_imported_while_active_is_as_without_us_too() -> None:
     assert len(without) > 100_000
     shared = without.keys() & undone.keys()  # torch.compile imports more of torch
     assert len(shared) > 100_000
-    assert [place for place in without.keys() - shared if place.startswith("megatron.")] == []
-    assert {place: undone[place] for place in shared if undone[place] != without[place]} == {}
+    assert [
+        place for place in without.keys() - shared if place.startswith("megatron.")
+    ] == []
+    assert {
+        place: undone[place] for place in shared if undone[place] != without[place]
+    } == {}
 
 
 def train_and_undo(argv: list[str]) -> tuple[list[str], list[str], bool]:
@@ -97,9 +105,12 @@ def train_and_undo(argv: list[str]) -> tuple[list[str], list[str], bool]:
     ours = [
         place
         for place, value in held().items()
-        if "megatron_ext" in f"{type(value).__module__} {getattr(value, '__module__', '')}"
+        if "megatron_ext"
+        in f"{type(value).__module__} {getattr(value, '__module__', '')}"
     ]
-    same = all(signal.getsignal(number) == handler for number, handler in handlers.items())
+    same = all(
+        signal.getsignal(number) == handler for number, handler in handlers.items()
+    )
     return ours, [thread.name for thread in threading.enumerate()], same
 
 

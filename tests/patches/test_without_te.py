@@ -11,7 +11,11 @@ from megatron_ext.upstream import releases
 from tests.patches.single import start_parallel, without
 from tests.ranks import run_ranks
 
-_MLA = ("attention.mla_have_te", "attention.mla_telinear", "attention.mla_tecolumnparallellinear")
+_MLA = (
+    "attention.mla_have_te",
+    "attention.mla_telinear",
+    "attention.mla_tecolumnparallellinear",
+)
 _NEEDED = (releases.installed_release() or (0, 0)) < (0, 17)
 """Whether the rows until 0.17 are needed; later releases do without."""
 
@@ -78,7 +82,10 @@ def default_spec() -> None:
     from megatron.core.models.bert import bert_layer_specs as specs
 
     assert specs.bert_layer_with_transformer_engine_spec is specs.bert_layer_local_spec
-    with without("bert.te_spec"), pytest.raises(ImportError, match="Transformer Engine"):
+    with (
+        without("bert.te_spec"),
+        pytest.raises(ImportError, match="Transformer Engine"),
+    ):
         _ = specs.bert_layer_with_transformer_engine_spec
 
 
@@ -94,7 +101,10 @@ def router_gemm() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype == torch.bfloat16
     if _NEEDED:
-        with without("moe.router_gemm"), pytest.raises(NameError, match="te_general_gemm"):
+        with (
+            without("moe.router_gemm"),
+            pytest.raises(NameError, match="te_general_gemm"),
+        ):
             router_gating_linear(tokens, weight, None, torch.float32)
 
 
@@ -126,7 +136,10 @@ def sequence_parallel() -> None:
     assert not hasattr(whole.weight, "sequence_parallel")
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         WrappedTorchNorm(config(layernorm_zero_centered_gamma=True), 8)
-    with without("norms.sequence_parallel"), pytest.raises(AssertionError, match="sequence par"):
+    with (
+        without("norms.sequence_parallel"),
+        pytest.raises(AssertionError, match="sequence par"),
+    ):
         WrappedTorchNorm(split, 8)
 
 
@@ -200,7 +213,9 @@ def inference_layers() -> None:
     from megatron.core.transformer import multi_token_prediction
 
     def asks() -> bool:
-        return multi_token_prediction.is_inference_column_parallel_linear(torch.nn.Linear(1, 1))
+        return multi_token_prediction.is_inference_column_parallel_linear(
+            torch.nn.Linear(1, 1)
+        )
 
     assert not asks()
     with without("mtp.inference_layers"), pytest.raises(TypeError, match="isinstance"):

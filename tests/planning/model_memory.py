@@ -119,7 +119,9 @@ def cases() -> Iterator[Case]:
             "EP 2, PP 2" if model == "experts" else "DP 2, PP 2",
         ]
         if model == "latent attention":
-            parallelisms.remove("TP 2, SP, PP 2")  # divides the latents without Transformer Engine
+            parallelisms.remove(
+                "TP 2, SP, PP 2"
+            )  # divides the latents without Transformer Engine
         for turn, schedule in enumerate(_SCHEDULES):
             chosen = (
                 "PP 4"
@@ -141,7 +143,9 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
         f"{'--sequence-parallel ' if sizes['tp'] > 1 else ''}"
         f"{(generator.flags or f'--pipeline-schedule {case.schedule}').format(chunks=2)}"
     ).split()
-    by_rank = {rank.number: rank for rank in run_ranks(ranks, measure, flags, timeout_s=300)}
+    by_rank = {
+        rank.number: rank for rank in run_ranks(ranks, measure, flags, timeout_s=300)
+    }
     chunks = len(by_rank[0].layers)
     placement = generate(
         case.schedule, pp, _NUM_MICROBATCHES, chunks if generator.free_chunks else None
@@ -170,7 +174,12 @@ def compared(case: Case) -> list[tuple[Held, Held]]:
 
 
 def sliced(
-    schedule: str, pp: int, num_microbatches: int, slices: int, length: int, flags_besides: str = ""
+    schedule: str,
+    pp: int,
+    num_microbatches: int,
+    slices: int,
+    length: int,
+    flags_besides: str = "",
 ) -> list[Rank]:
     """Train one step of a GPT with one layer on each of `pp` ranks.
 
@@ -209,12 +218,16 @@ def measure(argv: list[str]) -> Rank:
         required().observers.append(captured["counter"])
         return set_up_model
 
-    training.setup_model_and_optimizer = counting  # never restored: this process is a rank and ends
+    training.setup_model_and_optimizer = (
+        counting  # never restored: this process is a rank and ends
+    )
     train_here("gpt", argv)
     counter, (chunks, optimizer, _) = captured["counter"], captured["set_up"]
     tensors = [weight for chunk in chunks for weight in chunk.parameters()]
     for chunk in chunks:
-        tensors += [part.grad_data for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        tensors += [
+            part.grad_data for part in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         states = part.optimizer.state
         for group in part.optimizer.param_groups:
@@ -244,7 +257,9 @@ class _Counting(Observer):
 
     def end_action(self, position: int, action: Action) -> None:
         outputs = [
-            tensor for _, live_outputs in self.compute._live.values() for tensor in live_outputs
+            tensor
+            for _, live_outputs in self.compute._live.values()
+            for tensor in live_outputs
         ]
         waiting = in_force().splits._waiting.values()
         operands = [
@@ -252,9 +267,12 @@ class _Counting(Observer):
             for by_weight in waiting
             for gradient in chain.from_iterable(by_weight.values())
             for tensor in vars(gradient).values()
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
+            if isinstance(tensor, torch.Tensor)
+            and not isinstance(tensor, torch.nn.Parameter)
         ]
-        self.saved = max(self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands))
+        self.saved = max(
+            self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands)
+        )
         between = kept_state().microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
         tensors = []
@@ -265,5 +283,7 @@ class _Counting(Observer):
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the total bytes of the tensors' storages, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+    }
     return sum(storages.values())

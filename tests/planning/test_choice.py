@@ -16,7 +16,11 @@ from megatron_ext import devices
 from megatron_ext.config import automatic
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.hosting import preflight
-from megatron_ext.config.pipeline_config import Disaggregation, DynamicOrder, PipelineConfig
+from megatron_ext.config.pipeline_config import (
+    Disaggregation,
+    DynamicOrder,
+    PipelineConfig,
+)
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.planning import choice
 from megatron_ext.planning.choice import ByForecast, Candidate
@@ -76,13 +80,19 @@ class Setting(NamedTuple):
 
 def all_settings() -> Iterator[Setting]:
     """Yield 60 trainings: costs even and uneven, links slow and fast, memory tight and wide."""
-    uneven = ("", "--mtp-num-layers 1 --position-embedding-type rope", "--pipeline-layout auto")
+    uneven = (
+        "",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--pipeline-layout auto",
+    )
     for index, ranks in enumerate((2, 3, 4, 6, 8, 12, 16) * 9):
         if index == 60:
             return
         yield Setting(
             ranks=ranks,
-            microbatches=(ranks, 2 * ranks, 4 * ranks + 2, 2 * ranks + 2)[index // 7 % 4],
+            microbatches=(ranks, 2 * ranks, 4 * ranks + 2, 2 * ranks + 2)[
+                index // 7 % 4
+            ],
             layers=(4 * ranks, 8 * ranks, 5 * ranks + 1)[index // 2 % 3],
             vocabulary=(1024, 128_000, 256_000)[index % 3],
             more=uneven[index // 5 % 3],
@@ -115,7 +125,12 @@ def simulated(setting: Setting, flags: str, judge: ByForecast) -> Measured | Non
     costs = costs_of(judge.job, judge.sizes, counts, twins)
     chunks = table.num_stages * twins // setting.ranks
     plan = forecast(
-        judge.job, judge.sizes, table.name, chunks, counts, costs=answer.config.costs or choice.UNIT
+        judge.job,
+        judge.sizes,
+        table.name,
+        chunks,
+        counts,
+        costs=answer.config.costs or choice.UNIT,
     )
     assert plan is not None
     around_s = plan.step_s - plan.pipeline_s
@@ -142,8 +157,12 @@ def check(setting: Setting) -> float:
     config = PipelineConfig(schedule="auto")
     _, judge = automatic.question_of(asked.checked_args, config, roomy)
     assert isinstance(judge, ByForecast), judge
-    fixed = {flags: simulated(setting, flags, judge) for flags in fixed_choices(setting)}
-    possible = {flags: figures for flags, figures in fixed.items() if figures is not None}
+    fixed = {
+        flags: simulated(setting, flags, judge) for flags in fixed_choices(setting)
+    }
+    possible = {
+        flags: figures for flags, figures in fixed.items() if figures is not None
+    }
     limit_gib = 1e6
     if setting.is_tight:  # half of the schedules do not fit
         needs_gib = sorted(figures.memory_gib for figures in possible.values())
@@ -159,7 +178,9 @@ def check(setting: Setting) -> float:
     assert chosen is not None
     assert chosen.memory_gib <= limit_gib * (1 + 1e-9), answer.changes
     fastest_s = min(
-        figures.step_s for figures in possible.values() if figures.memory_gib <= limit_gib
+        figures.step_s
+        for figures in possible.values()
+        if figures.memory_gib <= limit_gib
     )
     return chosen.step_s / fastest_s - 1
 
@@ -182,7 +203,9 @@ PLAIN = Setting(4, 16, 16, 32_000, "", slow_links=False, is_tight=False)
 AUTO = ("--pipeline-schedule", "auto")
 
 
-def line_of(words: list[str], device: DeviceKind | None = None, world_size: int = 4) -> str:
+def line_of(
+    words: list[str], device: DeviceKind | None = None, world_size: int = 4
+) -> str:
     answer = preflight(words, world_size=world_size, device_kind=device)
     assert answer.accepted, answer.refusals
     return answer.changes[0]
@@ -191,7 +214,10 @@ def line_of(words: list[str], device: DeviceKind | None = None, world_size: int 
 def candidates_of(setting: Setting, more: str = "", number: int = 2) -> list[Candidate]:
     words = [*setting.words, *AUTO, *more.split()]
     answer = preflight(
-        words, world_size=setting.ranks, device_kind=setting.device, num_candidates=number
+        words,
+        world_size=setting.ranks,
+        device_kind=setting.device,
+        num_candidates=number,
     )
     assert answer.accepted, answer.refusals
     return list(answer.candidates)
@@ -266,7 +292,9 @@ def test_without_a_forecast_tables_decide(more: str, reason: str | None) -> None
     assert answer.accepted, answer.refusals
     assert reason in answer.changes[0]
     assert answer.pipeline is not None
-    peak = max(activation_peaks(answer.pipeline.full, answer.pipeline.config.stash_ratio))
+    peak = max(
+        activation_peaks(answer.pipeline.full, answer.pipeline.config.stash_ratio)
+    )
     assert peak <= 4
 
 
@@ -287,14 +315,19 @@ def test_the_users_stages_stay() -> None:
 
 def test_an_odd_batch_has_no_mirrored_pipelines() -> None:
     odd = Setting(4, 15, 16, 32_000, "", slow_links=False, is_tight=False)
-    assert all(candidate.weight_copies == 1 for candidate in candidates_of(odd, number=20))
+    assert all(
+        candidate.weight_copies == 1 for candidate in candidates_of(odd, number=20)
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "error"),
     [
         ("--use-dpp", "compares the orders of tables, which --use-dpp changes"),
-        ("--bitpipe-order paper", "--bitpipe-order is for bitpipe, but auto was chosen"),
+        (
+            "--bitpipe-order paper",
+            "--bitpipe-order is for bitpipe, but auto was chosen",
+        ),
         ("--enable-bitpipe-schedule", "name two schedules"),
         ("--forward-backward-disaggregating", "cannot run with --pipeline-schedule"),
         ("--pipeline-model-parallel-size 1", "needs a pipeline"),
@@ -316,7 +349,9 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
         ({"schedule": "auto:"}, "names no folder"),
     ],
 )
-def test_a_configuration_refuses_what_flags_do(settings: dict[str, Any], error: str) -> None:
+def test_a_configuration_refuses_what_flags_do(
+    settings: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigurationError, match=error):
         PipelineConfig(**{"schedule": "auto", **settings})
 
@@ -327,7 +362,9 @@ def test_the_driver_names_the_device_without_torch(
     monkeypatch.delenv("MEGATRON_EXT_DEVICE", raising=False)
     gpu = tmp_path / "0000:0f:00.0"
     gpu.mkdir()
-    (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 42\n")
+    (gpu / "information").write_text(
+        "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 42\n"
+    )
     assert devices.name_by_driver(tmp_path) == "NVIDIA H100 80GB HBM3"
     assert devices.name_by_driver(tmp_path / "none") is None
     monkeypatch.setenv("MEGATRON_EXT_DEVICE", "cpu")
@@ -372,13 +409,18 @@ def _on_another_device(argv: list[str]) -> None:
 def test_ranks_that_choose_differently_say_what_and_why() -> None:
     """Before they build groups, which would differ too."""
     require_training()
-    run = start_ranks(2, _on_another_device, f"{TRAINED}--pipeline-schedule auto".split())
+    run = start_ranks(
+        2, _on_another_device, f"{TRAINED}--pipeline-schedule auto".split()
+    )
     assert all(run.exit_codes), run.describe()
     for log in run.logs:
         [line] = [line for line in log.splitlines() if "auto has chosen" in line]
         assert "auto has chosen different schedules: --pipeline-schedule " in line
         assert " on rank 0, by forecast for 2 x h100 with " in line
-        assert " on rank 1, by forecast for 2 x h100 with 0.0 GiB; name one of them" in line
+        assert (
+            " on rank 1, by forecast for 2 x h100 with 0.0 GiB; name one of them"
+            in line
+        )
 
 
 # -- by the costs of a traced run ----------------------------------------------------------------
@@ -392,7 +434,9 @@ def measured(**sizes: int) -> MeasuredCosts:
 
 def test_a_traced_run_gives_the_costs(tmp_path: Path) -> None:
     (tmp_path / COSTS_FILE).write_text(measured(num_layers=16).as_json())
-    line = line_of([*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], DEVICES["h100"])
+    line = line_of(
+        [*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], DEVICES["h100"]
+    )
     assert " s a step, " in line
     assert line.endswith(
         f"by the times that {tmp_path} has of a run, with at most 1f1b's activations"
@@ -401,17 +445,25 @@ def test_a_traced_run_gives_the_costs(tmp_path: Path) -> None:
 
 def test_a_run_of_other_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / COSTS_FILE).write_text(measured(micro_batch_size=2).as_json())
-    answer = preflight([*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], world_size=4)
+    answer = preflight(
+        [*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], world_size=4
+    )
     assert "--micro-batch-size 2, not 1; trace a run with --micro-batch-size 1" in str(
         answer.refusals[0]
     )
 
 
-@pytest.mark.parametrize("content", [None, "{}", "[", '{"stages": [[1, -1, 1]]}', "[1]"])
-def test_a_folder_without_costs_says_what_writes_them(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "{}", "[", '{"stages": [[1, -1, 1]]}', "[1]"]
+)
+def test_a_folder_without_costs_says_what_writes_them(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / COSTS_FILE).write_text(content)
-    answer = preflight([*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], world_size=4)
+    answer = preflight(
+        [*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], world_size=4
+    )
     [refusal] = answer.refusals
     assert refusal.reason.startswith(f"{tmp_path / COSTS_FILE} ")
     assert refusal.remedy == f"megatron-ext aggregate --trace-dir {tmp_path} writes it"

@@ -55,7 +55,9 @@ def test_a_process_that_dies_is_an_error_with_a_remedy() -> None:
     """As when memory runs out."""
     with callers(signal.raise_signal, 2) as [caller, _]:
         caller.begin(signal.SIGKILL)
-        with pytest.raises(MegatronExtError, match=r"died \(exit code -9\).*--fix pp=8"):
+        with pytest.raises(
+            MegatronExtError, match=r"died \(exit code -9\).*--fix pp=8"
+        ):
             caller.result()
         with pytest.raises(MegatronExtError, match="exit code -9"):
             caller.begin(signal.SIGKILL)
@@ -84,7 +86,9 @@ def test_processes_end_with_a_parent_that_is_killed() -> None:
         "    print(*pids, flush=True)\n"
         "    time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     left = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(left) == 3

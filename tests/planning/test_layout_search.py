@@ -88,10 +88,14 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
         assert plan.bound_s <= plan.step_s
 
 
-@pytest.mark.parametrize("extra", ["", "--moe-layer-freq [0]+[1]*8"], ids=["alike", "mixed"])
+@pytest.mark.parametrize(
+    "extra", ["", "--moe-layer-freq [0]+[1]*8"], ids=["alike", "mixed"]
+)
 @pytest.mark.parametrize("slower", [280, 4000])
 @pytest.mark.parametrize(
-    ("memory_gib", "batch"), [(4.0, 8), (0.14, 8), (0.14, 32)], ids=["roomy", "tight", "long"]
+    ("memory_gib", "batch"),
+    [(4.0, 8), (0.14, 8), (0.14, 32)],
+    ids=["roomy", "tight", "long"],
 )
 def test_the_bound_is_below_every_plan_with_pairs(
     memory_gib: float, batch: int, slower: int, extra: str
@@ -111,7 +115,9 @@ def test_the_bound_is_below_every_plan_with_pairs(
     plans = every_plan(job)
     for plan in plans:
         assert plan.bound_s <= plan.step_s * (1 + 1e-9)
-    possible = {(plan.sizes.pp, plan.schedule, plan.chunks) for plan in plans if plan.pairs}
+    possible = {
+        (plan.sizes.pp, plan.schedule, plan.chunks) for plan in plans if plan.pairs
+    }
     bounds = {
         (sizes.pp, schedule, chunks): table_bound_s(own, sizes, schedule, chunks)
         for sizes in layout_search._space(job)
@@ -136,10 +142,14 @@ def test_a_cut_fits_that_keeps_less_than_even_ranks_would() -> None:
                "recompute": frozenset(), "layout": counts},
     )  # fmt: skip
     [plan] = search(job).plans
-    even = search(dataclasses.replace(job, fixed={**job.fixed, "layout": [8] * 8})).plans[0]
+    even = search(
+        dataclasses.replace(job, fixed={**job.fixed, "layout": [8] * 8})
+    ).plans[0]
     least = 1.001 * max(plan.memory_gib)
     assert 1.5 * least < max(even.memory_gib)
-    tight = dataclasses.replace(job, device=dataclasses.replace(roomy, memory_gib=least))
+    tight = dataclasses.replace(
+        job, device=dataclasses.replace(roomy, memory_gib=least)
+    )
     assert [each.counts for each in search(tight).plans] == [tuple(counts)]
 
 
@@ -160,7 +170,8 @@ def test_no_layout_leaves_out_what_is_fixed(name: str, value: str | list[int]) -
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("v-half", 2), ("bitpipe", 4)]
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("interleaved", 3), ("v-half", 2), ("bitpipe", 4)],
 )
 def test_a_long_step_is_as_long_as_its_whole_table(
     monkeypatch: pytest.MonkeyPatch, schedule: str, chunks: int
@@ -173,7 +184,9 @@ def test_a_long_step_is_as_long_as_its_whole_table(
     )  # fmt: skip
     [sizes] = layout_search._space(job)
     short = forecast(job, sizes, schedule, chunks)
-    monkeypatch.setattr(layout_forecast, "num_simulated", lambda sizes, _: sizes.num_microbatches)
+    monkeypatch.setattr(
+        layout_forecast, "num_simulated", lambda sizes, _: sizes.num_microbatches
+    )
     assert short is not None
     whole = forecast(job, sizes, schedule, chunks, short.counts)
     assert whole is not None
@@ -252,7 +265,9 @@ def test_sizes_that_nothing_allows_are_an_error() -> None:
         model=tiny(), device=DEVICES["cpu"], num_devices=8, global_batch=7, sequence=512,
         pair_rules=RULES["pairs"], fixed={"tp": 1, "pp": 1},
     )  # fmt: skip
-    with pytest.raises(ArgumentsError, match="8 devices and --global-batch-size 7 allow no sizes"):
+    with pytest.raises(
+        ArgumentsError, match="8 devices and --global-batch-size 7 allow no sizes"
+    ):
         search(job)
 
 
@@ -263,7 +278,9 @@ def test_pairs_are_planned_with_what_they_hide_and_keep() -> None:
         global_batch=16, sequence=512, pair_rules=RULES["pairs"], fixed={**fixed, "micro_batch": 1},
     )  # fmt: skip
     paired, alone = (
-        search(dataclasses.replace(job, fixed={**job.fixed, "pairs": pairs}), keep=1).plans[0]
+        search(
+            dataclasses.replace(job, fixed={**job.fixed, "pairs": pairs}), keep=1
+        ).plans[0]
         for pairs in (True, False)
     )
     [best] = search(job, keep=1).plans

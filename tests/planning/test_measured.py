@@ -27,7 +27,9 @@ def test_they_survive_their_file(tmp_path: Path) -> None:
     st.lists(st.floats(0.1, 9), min_size=1, max_size=8),
     st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any),
 )
-def test_a_cut_keeps_the_time_of_the_model(times: list[float], layers_by_stage: list[int]) -> None:
+def test_a_cut_keeps_the_time_of_the_model(
+    times: list[float], layers_by_stage: list[int]
+) -> None:
     stages = cut_anew([(time, 2 * time, time) for time in times], layers_by_stage)
     assert len(stages) == len(layers_by_stage)
     assert sum(map(sum, stages)) == pytest.approx(4 * sum(times))
@@ -42,8 +44,13 @@ def test_more_layers_take_longer() -> None:
 def test_aggregate_writes_them(tmp_path: Path) -> None:
     folder = write_run(tmp_path, schedule="zb-h1")
     done = run_package("aggregate", "--trace-dir", str(folder))
-    assert f"wrote {folder / COSTS_FILE}, for --pipeline-schedule auto:{folder}" in done.stdout
+    assert (
+        f"wrote {folder / COSTS_FILE}, for --pipeline-schedule auto:{folder}"
+        in done.stdout
+    )
     measured = MeasuredCosts.read(folder)
-    assert measured.stages[0] == pytest.approx((COSTS.forward, COSTS.input, COSTS.weight))
+    assert measured.stages[0] == pytest.approx(
+        (COSTS.forward, COSTS.input, COSTS.weight)
+    )
     assert measured.latency_s == pytest.approx(COSTS.latency)
     assert measured.sizes.keys() <= {*SIZES}

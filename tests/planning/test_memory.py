@@ -50,7 +50,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def held(tensor: int, expert: int, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def held(
+    tensor: int, expert: int, cases: list[dict[str, Any]]
+) -> list[tuple[int, int]]:
     """Return the weights and the elements of gradient buffers of a rank, for each case."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -78,14 +80,20 @@ def held(tensor: int, expert: int, cases: list[dict[str, Any]]) -> list[tuple[in
 
 
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (1, 2)])
-def test_a_rank_holds_the_weights_and_gradients_of_the_formula(tensor: int, expert: int) -> None:
+def test_a_rank_holds_the_weights_and_gradients_of_the_formula(
+    tensor: int, expert: int
+) -> None:
     mixtures = [name for name in CASES if name.startswith("experts")]
-    names = [name for name in CASES if (name in mixtures) == (expert > 1) or tensor == expert]
+    names = [
+        name for name in CASES if (name in mixtures) == (expert > 1) or tensor == expert
+    ]
     if (
         tensor > 1
     ):  # only Transformer Engine keeps the down projections whole, as the formula has it
         names.remove("latent attention")
-    ranks = run_ranks(max(tensor, expert), held, tensor, expert, [CASES[n][1] for n in names])
+    ranks = run_ranks(
+        max(tensor, expert), held, tensor, expert, [CASES[n][1] for n in names]
+    )
     for by_rank in zip(*ranks, strict=True):
         assert len(set(by_rank)) == 1
     for name, (weights, gradients) in zip(names, ranks[0], strict=True):
@@ -93,7 +101,12 @@ def test_a_rank_holds_the_weights_and_gradients_of_the_formula(tensor: int, expe
         untied = "" if settings.get("tied") else "--untie-embeddings-and-output-weights"
         model = sizes_of_flags(f"{SIZES} {flags} {untied}".split(), name)
         by = Sharding(tensor=tensor, expert=expert, sequence=8)
-        kinds: list[Any] = ["embedding", "loss", *model.kinds, *(["mtp"] * bool(model.mtp_layers))]
+        kinds: list[Any] = [
+            "embedding",
+            "loss",
+            *model.kinds,
+            *(["mtp"] * bool(model.mtp_layers)),
+        ]
         parts = [part_of(model, kind, by, DEVICES["cpu"]) for kind in kinds]
         formula = sum(part.params + part.expert_params for part in parts)
         assert weights == formula, name

@@ -52,7 +52,9 @@ def test_operations_are_counted_as_megatron_counts_them() -> None:
         ("deepseek-v3", None, 4096, 1276e12 / 4912),
     ):
         by = Sharding(sequence=sequence)
-        layers, *ends = parts_of(read_model(EXAMPLES / example, size, []), by, DEVICES["h100"])
+        layers, *ends = parts_of(
+            read_model(EXAMPLES / example, size, []), by, DEVICES["h100"]
+        )
         operations = 3 * total([*layers, *ends]).operations
         assert operations / sequence == pytest.approx(of_token, rel=0.005)
 
@@ -70,12 +72,17 @@ DEEPSEEK_V3 = {
 
 def test_a_hugging_face_config_gives_the_sizes_of_the_example(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    ours, theirs = read_model(EXAMPLES / "deepseek-v3", None, []), read_model(tmp_path, None, [])
+    ours, theirs = (
+        read_model(EXAMPLES / "deepseek-v3", None, []),
+        read_model(tmp_path, None, []),
+    )
     for name in set(vars(ours)) - {"name", "flags", "sequence"}:
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-def test_a_hybrid_of_mamba_and_latent_experts_has_the_published_parameters(tmp_path: Path) -> None:
+def test_a_hybrid_of_mamba_and_latent_experts_has_the_published_parameters(
+    tmp_path: Path,
+) -> None:
     """Nemotron 3 Super: 120.6B without multi-token prediction."""
     config = {
         "model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 88,
@@ -88,7 +95,11 @@ def test_a_hybrid_of_mamba_and_latent_experts_has_the_published_parameters(tmp_p
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = read_model(tmp_path, None, [])
-    assert (model.num_layers, model.kinds.count("mamba"), model.gated) == (88, 40, False)
+    assert (model.num_layers, model.kinds.count("mamba"), model.gated) == (
+        88,
+        40,
+        False,
+    )
     assert billions(model)[0] == pytest.approx(120.6, abs=0.1)
 
 
@@ -175,7 +186,9 @@ def test_a_hugging_face_config_has_the_published_number_of_parameters(
     config, whole, active = PUBLISHED[name]
     if name.startswith("Llama 4"):
         config = {**LLAMA_4, "text_config": {**LLAMA_4["text_config"], **config}}
-    assert billions(model_of(tmp_path, config)) == pytest.approx((whole, active), rel=0.002)
+    assert billions(model_of(tmp_path, config)) == pytest.approx(
+        (whole, active), rel=0.002
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,10 +213,22 @@ def test_a_hugging_face_config_gives_the_windows(
     ("changes", "message"),
     [
         ({"num_attention_heads": 0}, "--num-attention-heads is missing; give the size"),
-        ({"num_key_value_heads": 5}, "--num-query-groups 5 does not divide 64, which Megatron"),
-        ({"head_dim": None, "num_attention_heads": 60}, "heads 60 does not divide 4096, which"),
-        ({"num_experts_per_tok": 200}, "--moe-router-topk 200 is more than 128, which Megatron"),
-        ({"text_config": {"linear_num_value_heads": 32}}, "does not know linear attention"),
+        (
+            {"num_key_value_heads": 5},
+            "--num-query-groups 5 does not divide 64, which Megatron",
+        ),
+        (
+            {"head_dim": None, "num_attention_heads": 60},
+            "heads 60 does not divide 4096, which",
+        ),
+        (
+            {"num_experts_per_tok": 200},
+            "--moe-router-topk 200 is more than 128, which Megatron",
+        ),
+        (
+            {"text_config": {"linear_num_value_heads": 32}},
+            "does not know linear attention",
+        ),
     ],
 )
 def test_a_config_that_describes_no_model_is_refused(
@@ -222,10 +247,16 @@ def test_windows_are_read_as_megatron_takes_them() -> None:
         ("(-1,0)", 0),  # a whole one
         ("128,0 --window-attn-skip-freq ([1]*1+[0]*3)", 0.25),
     ):
-        assert sizes_of_flags([*flags.split(), *words.split()], "").window_share == share
-    with pytest.raises(ArgumentsError, match="--window-size wide is no window; give the tokens"):
+        assert (
+            sizes_of_flags([*flags.split(), *words.split()], "").window_share == share
+        )
+    with pytest.raises(
+        ArgumentsError, match="--window-size wide is no window; give the tokens"
+    ):
         sizes_of_flags([*flags.split(), "wide"], "")
-    with pytest.raises(ArgumentsError, match="--window-attn-skip-freq 0 does not describe 4"):
+    with pytest.raises(
+        ArgumentsError, match="--window-attn-skip-freq 0 does not describe 4"
+    ):
         sizes_of_flags([*flags.split(), "128,0", "--window-attn-skip-freq", "0"], "")
 
 
@@ -255,10 +286,25 @@ def test_flags_win_over_the_source(tmp_path: Path) -> None:
         (None, None, [], "there is no model; use --model examples/llama3"),
         (None, None, ["--num-layers", "4"], "--hidden-size is missing; give the size"),
         (None, None, ["--num-layers", "four"], "give a whole number"),
-        ("llama3", "9b", [], "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one"),
+        (
+            "llama3",
+            "9b",
+            [],
+            "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one",
+        ),
         ("nowhere", None, [], "nowhere is not there; the examples come with a clone"),
-        ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "[1]*3"], "32 layers; use"),
-        ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "open('x')"], "32 layers"),
+        (
+            "llama3",
+            "8b",
+            ["--num-experts", "4", "--moe-layer-freq", "[1]*3"],
+            "32 layers; use",
+        ),
+        (
+            "llama3",
+            "8b",
+            ["--num-experts", "4", "--moe-layer-freq", "open('x')"],
+            "32 layers",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -274,15 +320,24 @@ def test_bad_input_is_one_line(
     ("key", "message"),
     [
         ("peft_type", "has peft_type: the planner does not know an adapter"),
-        ("compress_ratios", "does not know compressed attention .DeepSeek-V4.; give flags"),
+        (
+            "compress_ratios",
+            "does not know compressed attention .DeepSeek-V4.; give flags",
+        ),
     ],
 )
-def test_models_that_no_formula_covers_are_refused(tmp_path: Path, key: str, message: str) -> None:
+def test_models_that_no_formula_covers_are_refused(
+    tmp_path: Path, key: str, message: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, key: [4]}))
     with pytest.raises(ArgumentsError, match=message):
         read_model(tmp_path, None, [])
-    with pytest.raises(ArgumentsError, match="--experimental-attention-variant: the planner does"):
-        read_model(EXAMPLES / "llama3", None, ["--experimental-attention-variant", "dsa"])
+    with pytest.raises(
+        ArgumentsError, match="--experimental-attention-variant: the planner does"
+    ):
+        read_model(
+            EXAMPLES / "llama3", None, ["--experimental-attention-variant", "dsa"]
+        )
 
 
 def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +351,12 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("free.json").write_text('{"base": "cpu", "overlap": 0}')
     assert parse_devices("1xfree.json")[1].overlap == 0
     Path("bad.json").write_text('{"base": "h100", "speed": 1}')
-    for name, content in (("word", '"x"'), ("none", "0"), ("less", "-1"), ("endless", "1e400")):
+    for name, content in (
+        ("word", '"x"'),
+        ("none", "0"),
+        ("less", "-1"),
+        ("endless", "1e400"),
+    ):
         Path(f"{name}.json").write_text(f'{{"base": "h100", "gemm": {content}}}')
     for text, message in (
         ("h100", "is not a number and a kind"),
@@ -322,7 +382,11 @@ def test_every_number_of_a_device_has_a_source() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100")],
+    [
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ],
 )
 def test_the_name_that_a_driver_shows_gives_the_kind(name: str, kind: str) -> None:
     assert kind_of(name) is DEVICES[kind]

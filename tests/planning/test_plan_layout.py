@@ -36,12 +36,24 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 @pytest.mark.parametrize(
     ("example", "size", "devices", "batch", "fix"),
     [
-        ("llama3", "8b", "8xh100", 512, "cp=1"),  # more needs Transformer Engine, which is not here
+        (
+            "llama3",
+            "8b",
+            "8xh100",
+            512,
+            "cp=1",
+        ),  # more needs Transformer Engine, which is not here
         ("llama3", "70b", "64xh100", 128, "tp=4,cp=1"),
         ("mixtral", None, "64xh100", 256, "tp=1,cp=1"),
         ("deepseek-v2", None, "128xh200", 1024, "tp=1,cp=1,micro_batch=1"),
         ("deepseek-v3", None, "256xh200", 1024, "tp=2,cp=1,micro_batch=1"),
-        ("deepseek-v3", None, "256xh200", 1024, "pp=16,tp=2,schedule=zb-v,recompute=full"),
+        (
+            "deepseek-v3",
+            None,
+            "256xh200",
+            1024,
+            "pp=16,tp=2,schedule=zb-v,recompute=full",
+        ),
     ],
 )
 def test_training_takes_the_flags_of_every_plan(
@@ -62,17 +74,25 @@ def test_training_takes_the_flags_of_every_plan(
     own, vocabulary = list(model), model.index("--vocab-size")
     del own[vocabulary : vocabulary + 2]
     cases = [
-        ("gpt", f"{REST} {' '.join(own)} {plan['flags']}".replace("'", ""), world_of(devices))
+        (
+            "gpt",
+            f"{REST} {' '.join(own)} {plan['flags']}".replace("'", ""),
+            world_of(devices),
+        )
         for plan in found["plans"]
         if "--moe-grouped-gemm" not in plan["flags"]  # a CUDA kernel, which is not here
     ]
     for plan in found["plans"]:
         needs = "moe_act" in plan["recompute"]
         assert needs == ("--moe-grouped-gemm" in plan["flags"])
-    for (_, flags, _), result in zip(cases, run_ranks(1, outcomes, cases)[0], strict=True):
+    for (_, flags, _), result in zip(
+        cases, run_ranks(1, outcomes, cases)[0], strict=True
+    ):
         assert isinstance(result, dict), f"{flags}: {result}"
     assert found["bound_s"] <= found["plans"][0]["step_s"]
-    assert found["gap"] == pytest.approx(found["plans"][0]["step_s"] / found["bound_s"] - 1)
+    assert found["gap"] == pytest.approx(
+        found["plans"][0]["step_s"] / found["bound_s"] - 1
+    )
 
 
 def world_of(devices: str) -> int:
@@ -82,18 +102,34 @@ def world_of(devices: str) -> int:
 LLAMA = ["--model", str(EXAMPLES / "llama3"), "--size", "8b"]
 
 
-def test_the_table_names_bound_gap_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_bound_gap_and_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert (
-        cli.main(["plan", *LLAMA, "--devices", "8xh100", "--global-batch-size", "64", "--explain"])
+        cli.main(
+            [
+                "plan",
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "64",
+                "--explain",
+            ]
+        )
         == 0
     )
     printed = capsys.readouterr().out
-    assert re.search(r"bound: .* is below [\d.]+ s; the first is within [\d.]+ %", printed)
+    assert re.search(
+        r"bound: .* is below [\d.]+ s; the first is within [\d.]+ %", printed
+    )
     flags = re.findall(r"^  \d  (--tensor.*)$", printed, re.MULTILINE)
     assert len(flags) == 5
     assert "NVIDIA, H100 SXM" in printed
     [why] = re.findall(r"the second, with (.*) GiB against", printed)
-    why = re.sub(r"no cut of its schedule is below \S+ s against \S+, ", "", why)  # no part of it
+    why = re.sub(
+        r"no cut of its schedule is below \S+ s against \S+, ", "", why
+    )  # no part of it
     slower, *seconds = map(float, re.findall(r"(-?\d+\.\d{3})", why))
     parts = sum(seconds[::2]) - sum(seconds[1::2])
     assert slower == pytest.approx(parts, abs=0.005)
@@ -141,7 +177,9 @@ def test_graphs_are_planned_where_the_training_takes_them(
     techniques: str,
 ) -> None:
     """Schedules of ours exclude them, so their forecast is without."""
-    plans = planned(capsys, *MIXTRAL, fix, *(["--", *graphs.split()] if graphs else []))["plans"]
+    plans = planned(
+        capsys, *MIXTRAL, fix, *(["--", *graphs.split()] if graphs else [])
+    )["plans"]
     sizes = read_model(EXAMPLES / "mixtral", None, []).flags
     for plan in plans:
         # The example has the dispatcher that the forecast is with.
@@ -153,12 +191,17 @@ def test_graphs_are_planned_where_the_training_takes_them(
         assert preflight([*sizes, *words], world_size=64).refusals == []
 
 
-def test_techniques_that_a_model_lacks_are_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_techniques_that_a_model_lacks_are_not_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     [plan, *_] = planned(
         capsys, *LLAMA, "--devices", "8xb200", "--global-batch-size", "64",
         "--fix", "tp=1,pp=1,cp=1,micro_batch=1",
     )["plans"]  # fmt: skip
-    assert plan["techniques"] == "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp"
+    assert (
+        plan["techniques"]
+        == "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,14 +209,24 @@ def test_techniques_that_a_model_lacks_are_not_named(capsys: pytest.CaptureFixtu
     [
         ([], "--bf16"),
         (["--precision", "mxfp8"], "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8"),
-        (["--", "--fp8-format", "hybrid"], "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
+        (
+            ["--", "--fp8-format", "hybrid"],
+            "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+        ),
         (["--", "--cross-entropy-loss-fusion"], "--bf16 --cross-entropy-loss-fusion"),
     ],
 )
 def test_the_flags_have_the_precision_and_the_loss_of_the_forecast(
     capsys: pytest.CaptureFixture[str], words: list[str], flags: str
 ) -> None:
-    sizes = ["--devices", "8xb200", "--global-batch-size", "64", "--fix", "tp=1,pp=1,micro_batch=1"]
+    sizes = [
+        "--devices",
+        "8xb200",
+        "--global-batch-size",
+        "64",
+        "--fix",
+        "tp=1,pp=1,micro_batch=1",
+    ]
     [plan, *_] = planned(capsys, *LLAMA, *sizes, *words)["plans"]
     assert plan["flags"].endswith(f" {flags}")
     precision = "mxfp8" if "mxfp8" in flags else "fp8" if "fp8" in flags else "bf16"
@@ -182,35 +235,62 @@ def test_the_flags_have_the_precision_and_the_loss_of_the_forecast(
     )
 
 
-def test_flags_that_the_search_decides_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--devices", "8xb200", "--global-batch-size", "64", "--fix", "tp=1,pp=1,micro_batch=1"]
+def test_flags_that_the_search_decides_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = [
+        "--devices",
+        "8xb200",
+        "--global-batch-size",
+        "64",
+        "--fix",
+        "tp=1,pp=1,micro_batch=1",
+    ]
     given = ["--tensor-model-parallel-size", "8", "--recompute-granularity=full"]
     assert cli.main(["plan", *LLAMA, *sizes, "--", *given]) == 0
     shown = capsys.readouterr()
     assert shown.err.startswith(
         "plan chooses --tensor-model-parallel-size, --recompute-granularity itself; --fix keeps"
     )
-    assert shown.out.startswith("Llama 3 8b (8.03 billion parameters) on 8 x b200: 64 sequences")
+    assert shown.out.startswith(
+        "Llama 3 8b (8.03 billion parameters) on 8 x b200: 64 sequences"
+    )
 
 
 def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sizes = ["--global-batch-size", "8", "--fix", "tp=1,pp=1,micro_batch=8"]
-    words = ["plan", *LLAMA, "--devices", "1xh100", "--precision", "MXFP8", *sizes, "--json"]
+    words = [
+        "plan",
+        *LLAMA,
+        "--devices",
+        "1xh100",
+        "--precision",
+        "MXFP8",
+        *sizes,
+        "--json",
+    ]
     assert cli.main(words) == 0
     shown = capsys.readouterr()
     [plan] = json.loads(shown.out)["plans"]
     assert not plan["fits"]
-    assert re.match(r"does not fit: \d+ GiB on the worst rank of 79.1; shard", shown.err)
-    assert "(--use-megatron-fsdp), or keep activations on the host (--cpu-off" in shown.err
+    assert re.match(
+        r"does not fit: \d+ GiB on the worst rank of 79.1; shard", shown.err
+    )
+    assert (
+        "(--use-megatron-fsdp), or keep activations on the host (--cpu-off" in shown.err
+    )
     sharded = "shard the weights (--use-megatron-fsdp)"
     for schedule, told in (("1f1b", sharded), ("zb-v", "fix less")):
         fixed = ["--global-batch-size", "8", "--fix", "tp=1,pp=2,micro_batch=4"]
         fixed[-1] += f",schedule={schedule}"
         assert cli.main(["plan", *LLAMA, "--devices", "2xh100", *fixed]) == 0
         shown = capsys.readouterr()
-        assert f"of 79.1; {told}, or keep activations on the host (--fine-grained" in shown.err
+        assert (
+            f"of 79.1; {told}, or keep activations on the host (--fine-grained"
+            in shown.err
+        )
     [_, bars] = shown.out.split("memory by rank of the first, of 79.1 GiB:\n")
     assert max(map(len, bars.splitlines()[:2])) < 70
 
@@ -219,45 +299,144 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     ("arguments", "message"),
     [
         ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
-        ([*LLAMA, "--devices", "8xh100", "--lengths", "f"], "--lengths compares schedules for"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--lengths", "f"],
+            "--lengths compares schedules for",
+        ),
         (
             [*LLAMA, "--devices", "8xh100", "--schedule", "zb-v"],
             "--schedule compares schedules for",
         ),
-        ([*LLAMA, "--devices", "8xh100", "--bitpipe-order", "zb"], "--bitpipe-order compares"),
-        ([*LLAMA, "--devices", "8xh100", "--use-dpp"], "--use-dpp compares schedules for"),
-        (["--trace-dir", "run", "--schedule", "zb-v"], "--trace-dir predicts every schedule with"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--bitpipe-order", "zb"],
+            "--bitpipe-order compares",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--use-dpp"],
+            "--use-dpp compares schedules for",
+        ),
+        (
+            ["--trace-dir", "run", "--schedule", "zb-v"],
+            "--trace-dir predicts every schedule with",
+        ),
         ([*LLAMA], "--model needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),
-        (["--cross-entropy-loss-fusion"], "--cross-entropy-loss-fusion needs --devices"),
+        (
+            ["--cross-entropy-loss-fusion"],
+            "--cross-entropy-loss-fusion needs --devices",
+        ),
         (["gpt"], "unknown argument gpt"),
         (["--devices", "8xh100", "--global-batch-size", "8"], "there is no model"),
-        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
-        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "zp=2"], "no zp"),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "tp=2,tp=4"],
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"],
+            "--fix pp=8",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "zp=2",
+            ],
+            "no zp",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "tp=2,tp=4",
+            ],
             "tp twice",
         ),
-        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=x"], "pp=2"),
-        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=²"], "pp=2"),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=fbd"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "pp=x",
+            ],
+            "pp=2",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "pp=²",
+            ],
+            "pp=2",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "schedule=fbd",
+            ],
             "--fix .* allows no layout",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--", "--cuda-graph-impl"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--",
+                "--cuda-graph-impl",
+            ],
             "--cuda-graph-impl: expected one argument; give it as Megatron takes it",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=zb-w"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "schedule=zb-w",
+            ],
             "did you mean zb-",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "layout=Et|tL"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "layout=Et|tL",
+            ],
             "has 2 layers, .* has 32",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "layout=Et*32|L|"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "layout=Et*32|L|",
+            ],
             "MTP and loss in the last; put E first and mL last",
         ),
         (
@@ -273,7 +452,15 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             "--fix .* allows no layout",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "tp=16,pairs=no"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "tp=16,pairs=no",
+            ],
             "with --fix tp=16,pairs=no; use sizes whose product divides the devices",
         ),
         (
@@ -291,13 +478,32 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             ],
             "--fix schedule=zb-v excludes CUDA graphs, .* leave --cuda-graph-impl",
         ),
-        ([*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"], r"not fit .*; use [24]"),
         (
-            [*LLAMA, "--devices", "1xh100", "--global-batch-size", "1", "--memory-gib", ".2"],
+            [*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"],
+            r"not fit .*; use [24]",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "1xh100",
+                "--global-batch-size",
+                "1",
+                "--memory-gib",
+                ".2",
+            ],
             "use devices with more memory",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "64", "--memory-gib", "12"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "64",
+                "--memory-gib",
+                "12",
+            ],
             "not fit on 8 x h100 under any layout; use (16|24|32)$",
         ),
         (
@@ -315,11 +521,27 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             r"not fit on 8 x h100 with recompute=none; use --fix recompute=(layernorm\+mlp|full)$",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "recompute=all"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "recompute=all",
+            ],
             "Llama 3 8b has full, layernorm, mlp, or none; use these",
         ),
         (
-            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--picture", "a.png"],
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--picture",
+                "a.png",
+            ],
             "unknown file type; use .svg",
         ),
         (
@@ -381,10 +603,23 @@ def test_bad_input_is_one_line(
 
 def test_the_picture_shows_schedule_and_memory(tmp_path: Path) -> None:
     path = tmp_path / "first.svg"
-    words = ["plan", *LLAMA, "--devices", "8xh100", "--global-batch-size", "16", "--fix"]
-    assert cli.main([*words, "pp=4,schedule=zb-h1,micro_batch=1", "--picture", str(path)]) == 0
+    words = [
+        "plan",
+        *LLAMA,
+        "--devices",
+        "8xh100",
+        "--global-batch-size",
+        "16",
+        "--fix",
+    ]
+    assert (
+        cli.main([*words, "pp=4,schedule=zb-h1,micro_batch=1", "--picture", str(path)])
+        == 0
+    )
     text = path.read_text()
-    assert text.count('class="lane"') == 4 + 4 + 1  # of the schedule, of memory, in the legend
+    assert (
+        text.count('class="lane"') == 4 + 4 + 1
+    )  # of the schedule, of memory, in the legend
     assert text.count('class="memory"') == 4
     assert "time: s" in text
     assert "memory, of 79.1 GiB" in text
@@ -404,7 +639,9 @@ def start_search(*words: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_progress_is_shown_and_an_interrupt_gives_the_best_so_far() -> None:
-    process, terminal = start_search("--fix", "pp=8,micro_batch=1")  # a first layout soon
+    process, terminal = start_search(
+        "--fix", "pp=8,micro_batch=1"
+    )  # a first layout soon
     shown = ""
     while "best " not in shown:
         shown += os.read(terminal, 1000).decode()
@@ -436,5 +673,7 @@ def test_it_starts_without_torch_and_megatron() -> None:
         f"cli.main(['plan', *{LLAMA!r}, '--devices', '8xh100', '--global-batch-size', '16', "
         "'--json']); sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

@@ -51,8 +51,12 @@ def test_no_layout_by_hand_is_better_balanced_than_the_cut() -> None:
     assert all(ours <= theirs + 1e-9 for *_, theirs, ours in found)
 
 
-def test_the_tables_of_the_documentation_are_these(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_the_documentation_are_these(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     planner.main(["--layouts"])
-    text = (planner.ROWS.parents[1] / "docs/results-planning.md").read_text(encoding="utf-8")
+    text = (planner.ROWS.parents[1] / "docs/results-planning.md").read_text(
+        encoding="utf-8"
+    )
     for line in capsys.readouterr().out.splitlines():
         assert line in text

@@ -52,7 +52,10 @@ def test_megatron_takes_the_layout(made: dict[str, Any], name: str) -> None:
     counts = [part.count("t") for part in parts]
     if name == "1f1b, large vocabulary":
         assert counts[-1] < min(counts[:-1])
-        assert any(f"--pipeline-model-parallel-layout '{text}'" in line for line in result["log"])
+        assert any(
+            f"--pipeline-model-parallel-layout '{text}'" in line
+            for line in result["log"]
+        )
     if name == "zb-h1, small vocabulary":
         assert counts == [4] * 4
     if name == "MTP":
@@ -60,12 +63,20 @@ def test_megatron_takes_the_layout(made: dict[str, Any], name: str) -> None:
         assert counts[-1] < max(counts)
 
 
-def test_selective_recomputation_is_that_of_attention_unless_modules_are_named() -> None:
-    flags = MODEL.format(32000, 41, "--pipeline-schedule zb-h1 --recompute-granularity selective ")
+def test_selective_recomputation_is_that_of_attention_unless_modules_are_named() -> (
+    None
+):
+    flags = MODEL.format(
+        32000, 41, "--pipeline-schedule zb-h1 --recompute-granularity selective "
+    )
     flags = flags.replace("--seq-length 1024 --max-position-embeddings 1024",
                           "--seq-length 65536 --max-position-embeddings 65536")  # fmt: skip
     layouts = []
-    for modules in ("", "--recompute-modules core_attn", "--recompute-modules layernorm"):
+    for modules in (
+        "",
+        "--recompute-modules core_attn",
+        "--recompute-modules layernorm",
+    ):
         found = preflight(f"{flags}{modules}".split(), world_size=4)
         assert found.accepted, found.refusals
         layouts.append(found.arguments["pipeline_model_parallel_layout"])

@@ -22,7 +22,13 @@ result = probe_rdma(*sys.argv[1:])
 print(json.dumps([result.usable, result.why_not or result.finding, witness.differences()]))
 """
 # A root without capabilities, which may lock only little memory.
-WEAK_ROOT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "prlimit", "--memlock=65536"]
+WEAK_ROOT = [
+    "setpriv",
+    "--bounding-set=-all",
+    "--inh-caps=-all",
+    "prlimit",
+    "--memlock=65536",
+]
 
 
 def probe(*arguments: str, prefix: list[str] | None = None) -> object:
@@ -75,7 +81,11 @@ def main() -> None:
         "probe without lockable memory": probe(prefix=WEAK_ROOT),
         "receiver killed": kill("receive", 4002),
         "sender killed": kill("send", 4003),
-        "messages": [*exchange(4100, 2, 2500), *exchange(4200, 4, 175), *exchange(4300, 8, 55)],
+        "messages": [
+            *exchange(4100, 2, 2500),
+            *exchange(4200, 4, 175),
+            *exchange(4300, 8, 55),
+        ],
     }
     subprocess.run(["ip", "link", "set", "dummy0", "down"], check=True)
     results["probe without a link"] = probe()

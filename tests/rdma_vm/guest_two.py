@@ -49,17 +49,24 @@ def main() -> None:
     meet("messages")
     results["messages"] = run("messages", 4001)
     subprocess.run(
-        ["tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "loss", "1%"], check=True
+        ["tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "loss", "1%"],
+        check=True,
     )
     meet("loss")
     results["loss"] = run("messages", 4002)
     lost = subprocess.run(
-        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
+        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"],
+        capture_output=True,
+        check=True,
     )
-    results["packets lost"] = sum(item.get("drops", 0) for item in json.loads(lost.stdout))
+    results["packets lost"] = sum(
+        item.get("drops", 0) for item in json.loads(lost.stdout)
+    )
     subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
     meet("no cable")
-    results["no cable"] = run("receive" if NODE == 0 else "send", 4003, unplug=NODE == 0)
+    results["no cable"] = run(
+        "receive" if NODE == 0 else "send", 4003, unplug=NODE == 0
+    )
     Path(f"/mnt/results{NODE}.json").write_text(json.dumps(results))
 
 

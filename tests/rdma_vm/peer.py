@@ -52,12 +52,18 @@ def open_endpoint(rank: int, num_ranks: int, address: str, port: int):
     native = require_native()
     endpoint = native.Endpoint(rank, SLOTS, SLOT_BYTES, checksums=True)
     links = {}
-    for number, pair in enumerate(combinations(range(num_ranks), 2)):  # same order on all ranks
+    for number, pair in enumerate(
+        combinations(range(num_ranks), 2)
+    ):  # same order on all ranks
         if rank in pair:
-            with tcp_connection(address, port + number, listens=rank == pair[0]) as connection:
+            with tcp_connection(
+                address, port + number, listens=rank == pair[0]
+            ) as connection:
                 connection.setblocking(True)
                 peer = sum(pair) - rank
-                links[peer] = native.RdmaLink(endpoint, peer, connection, silence_s=SILENCE_S)
+                links[peer] = native.RdmaLink(
+                    endpoint, peer, connection, silence_s=SILENCE_S
+                )
     for peer, link in links.items():
         link.connect(TIMEOUT_S)
         endpoint.add(peer, link)
@@ -68,7 +74,9 @@ def send(endpoint, peer: int, tag: int, data: bytearray, code: int = UINT8) -> N
     """Send bytes, keeping them alive until the core has sent them."""
     buffer = (ctypes.c_char * len(data)).from_buffer(data) if data else None
     address = ctypes.addressof(buffer) if buffer is not None else 0
-    endpoint.send(peer, tag, code, (len(data) // DTYPES[code],), address, (data, buffer))
+    endpoint.send(
+        peer, tag, code, (len(data) // DTYPES[code],), address, (data, buffer)
+    )
 
 
 def content(*names: int) -> tuple[int, bytearray]:
@@ -92,12 +100,17 @@ def exchange_messages(
     random.Random(rank).shuffle(order)
     bad = []
     num_bytes = 0
-    patience_s = TIMEOUT_S + len(order) / 50  # the first message received may be the last one sent
+    patience_s = (
+        TIMEOUT_S + len(order) / 50
+    )  # the first message received may be the last one sent
     for tag, peer in order:
         message = endpoint.take(peer, tag, patience_s)
         code, expected = content(tag, peer, rank)
         num_bytes += len(expected)
-        if message is None or (message.dtype, bytes(memoryview(message))) != (code, expected):
+        if message is None or (message.dtype, bytes(memoryview(message))) != (
+            code,
+            expected,
+        ):
             bad.append((tag, peer))
     flushed = endpoint.flush(TIMEOUT_S)
     return {
@@ -139,7 +152,12 @@ def stream(endpoint, peer: int, *, sends: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    role, rank, address, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    role, rank, address, port = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+    )
     num_messages = int(sys.argv[5]) if len(sys.argv) > 5 else NUM_MESSAGES
     num_ranks = int(sys.argv[6]) if len(sys.argv) > 6 else 2
     endpoint, links = open_endpoint(rank, num_ranks, address, port)

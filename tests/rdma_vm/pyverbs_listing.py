@@ -15,7 +15,12 @@ def _describe_port(context, number):  # type: ignore[no-untyped-def]  # pyverbs 
         text = str(context.query_gid(number, index)).split()[-1]
         if text.replace(":", "").strip("0"):
             gids[index] = text
-    return {"active": port.state == 4, "lid": port.lid, "mtu": port.active_mtu, "gids": gids}
+    return {
+        "active": port.state == 4,
+        "lid": port.lid,
+        "mtu": port.active_mtu,
+        "gids": gids,
+    }
 
 
 def main() -> None:
@@ -32,7 +37,9 @@ def main() -> None:
         name = device.name.decode()
         with Context(name=name) as context:
             num_ports = context.query_device().phys_port_cnt
-            listing[name] = {i: _describe_port(context, i) for i in range(1, num_ports + 1)}
+            listing[name] = {
+                i: _describe_port(context, i) for i in range(1, num_ports + 1)
+            }
     json.dump(listing, sys.stdout)
 
 

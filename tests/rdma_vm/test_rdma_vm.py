@@ -19,7 +19,8 @@ from .guest_training import RUNS
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        vm.missing() is not None, reason=f"no virtual machine can be booted: {vm.missing()}"
+        vm.missing() is not None,
+        reason=f"no virtual machine can be booted: {vm.missing()}",
     ),
 ]
 # Fast enough for a test: a peer that does not answer is given up after half a second.
@@ -36,7 +37,12 @@ def boot(tmp_path_factory: pytest.TempPathFactory, script: str, nodes: int) -> P
     share.mkdir()
     command = [sys.executable, str(vm.HERE / script)]
     guests = vm.boot(
-        folder / "initrd", share, command, nodes=nodes, timeout_s=280, environment=ENVIRONMENT
+        folder / "initrd",
+        share,
+        command,
+        nodes=nodes,
+        timeout_s=280,
+        environment=ENVIRONMENT,
     )
     for node, guest in enumerate(guests):
         assert guest.status == 0, f"node {node}:\n{guest.console}\n{guest.log}"
@@ -45,7 +51,9 @@ def boot(tmp_path_factory: pytest.TempPathFactory, script: str, nodes: int) -> P
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> dict[str, Any]:
-    return json.loads((boot(tmp_path_factory, "guest_one.py", 1) / "results.json").read_text())
+    return json.loads(
+        (boot(tmp_path_factory, "guest_one.py", 1) / "results.json").read_text()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +88,9 @@ def test_ten_thousand_messages_of_any_size_and_order_cross_one_device(one):
         assert result.get("bad") == [], result
         assert result["flushed"]
         assert all("rxe0 port 1 GID 1" in link for link in result["links"])
-    assert [len(result["links"]) for result in one["messages"]] == [1] * 2 + [3] * 4 + [7] * 8
+    assert [len(result["links"]) for result in one["messages"]] == [1] * 2 + [3] * 4 + [
+        7
+    ] * 8
     assert sum(result["messages"] for result in one["messages"]) >= 10_000
 
 

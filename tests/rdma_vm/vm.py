@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 # Read at import: tests move XDG_CACHE_HOME.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-KERNEL = Path(os.environ.get("MEGATRON_EXT_VM_KERNEL") or _CACHE / "megatron_ext" / "vm-kernel")
+KERNEL = Path(
+    os.environ.get("MEGATRON_EXT_VM_KERNEL") or _CACHE / "megatron_ext" / "vm-kernel"
+)
 _MODULES = (
     "virtio_pci", "virtio_net", "dummy", "crc32_generic", "ib_uverbs", "rdma_rxe",
     "9pnet_virtio", "9p", "sch_netem",
@@ -84,12 +86,17 @@ def build_initrd(path: Path) -> None:
             unpacked = lzma.decompress(data) if module.suffix == ".xz" else data
             (root / "modules" / names[-1]).write_bytes(unpacked)
         (root / "modules.list").write_text("".join(f"{name}\n" for name in names))
-        files = "\n".join(str(file.relative_to(root)) for file in sorted(root.rglob("*")))
+        files = "\n".join(
+            str(file.relative_to(root)) for file in sorted(root.rglob("*"))
+        )
         archive = subprocess.run(
             [_program("cpio"), "-o", "-H", "newc", "--quiet"],
             cwd=root, input=f".\n{files}\n".encode(), capture_output=True, check=True,
         )  # fmt: skip
-    with path.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as packed:
+    with (
+        path.open("wb") as file,
+        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as packed,
+    ):
         shutil.copyfileobj(io.BytesIO(archive.stdout), packed)
 
 
@@ -138,7 +145,9 @@ def boot(
     }
     exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
     lines = [*exports, "export NODE=$node", shlex.join(["cd", str(REPOSITORY)])]
-    (share / "run.sh").write_text("\n".join([*lines, f"exec {shlex.join(command)}", ""]))
+    (share / "run.sh").write_text(
+        "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+    )
     machines: list[subprocess.Popen[bytes]] = []
     cable = share / "cable"
     deadline = time.monotonic() + timeout_s
@@ -192,7 +201,9 @@ def _result(share: Path, node: int) -> Guest:
         return path.read_text(errors="replace") if path.exists() else ""
 
     status = read(f"node{node}.status").strip()
-    return Guest(int(status) if status else None, read(f"node{node}.log"), read(f"console{node}"))
+    return Guest(
+        int(status) if status else None, read(f"node{node}.log"), read(f"console{node}")
+    )
 
 
 def _program(name: str) -> str:

@@ -87,7 +87,9 @@ def train(
 
 def _merge(digests: dict[str, str], digests_of_rank: dict[str, str], rank: int) -> None:
     for name, digest in digests_of_rank.items():
-        assert digests.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
+        assert digests.setdefault(name, digest) == digest, (
+            f"rank {rank} has another {name}"
+        )
 
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
@@ -95,7 +97,9 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
     from megatron_ext.runtime import megatron_messages, runtime
 
     fix_vocabulary_order()
-    captured = Captured()  # replacements below are never undone: this process is a rank and ends
+    captured = (
+        Captured()
+    )  # replacements below are never undone: this process is a rank and ends
     make_table = runtime.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +179,9 @@ def _capture_loop(captured: Captured) -> None:
         if not get_args().load:
             _fill_by_name(chunks, optimizer)
         # Wrap only now, when this job's patches are in place, so that patches of a step run inside.
-        training.train_step = _capturing_step(training.train_step, captured, chunks, optimizer)
+        training.train_step = _capturing_step(
+            training.train_step, captured, chunks, optimizer
+        )
         train = training.train
 
         @functools.wraps(train)
@@ -183,7 +189,9 @@ def _capture_loop(captured: Captured) -> None:
             try:
                 return train(*args, **kwargs)
             finally:
-                captured.parameters.update({name: _digest(p) for name, p in named_weights(chunks)})
+                captured.parameters.update(
+                    {name: _digest(p) for name, p in named_weights(chunks)}
+                )
 
         training.train = training_then_digesting
         return chunks, optimizer, scheduler
@@ -191,7 +199,9 @@ def _capture_loop(captured: Captured) -> None:
     training.setup_model_and_optimizer = capturing
 
 
-def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer: Any) -> Any:
+def _capturing_step(
+    base: Any, captured: Captured, chunks: list[Any], optimizer: Any
+) -> Any:
     from megatron.training import get_args
 
     @functools.wraps(base)
@@ -214,7 +224,9 @@ def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer:
 def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
     """Return digests by name; empty with the distributed optimizer, which shards gradients."""
     shards = args.use_distributed_optimizer
-    return {name: _digest(p.main_grad) for name, p in named_weights(chunks) if not shards}
+    return {
+        name: _digest(p.main_grad) for name, p in named_weights(chunks) if not shards
+    }
 
 
 def named_weights(chunks: list[Any]) -> list[tuple[str, Any]]:
@@ -251,7 +263,9 @@ def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
                 continue
             drawn = name
             if tied:
-                drawn = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
+                drawn = name.replace(
+                    "output_layer.weight", "embedding.word_embeddings.weight"
+                )
             generator = torch.Generator().manual_seed(zlib.crc32(drawn.encode()))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     optimizer.reload_model_params()

@@ -11,7 +11,13 @@ import torch
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import Order
-from megatron_ext.runtime.program import Peers, PipelineEnds, Program, Table, make_program
+from megatron_ext.runtime.program import (
+    Peers,
+    PipelineEnds,
+    Program,
+    Table,
+    make_program,
+)
 from megatron_ext.transport.base import Expected, Stats
 
 if TYPE_CHECKING:
@@ -55,7 +61,9 @@ class Compute:
         if kind == "F":
             self.kept[place] = values
             return self._parts(result(action, values[0] if values else self.start))
-        values = self.stashed.pop(place) if kind == "W" else [*values, *self.kept.pop(place)]
+        values = (
+            self.stashed.pop(place) if kind == "W" else [*values, *self.kept.pop(place)]
+        )
         if kind == "I":
             self.stashed[place] = values
         else:
@@ -69,12 +77,16 @@ class Compute:
 
     def _parts(self, value: float) -> Tensors:
         """Return the tensors of a hand-over, which differ by 1 each; a backward uses the first."""
-        return [torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)]
+        return [
+            torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)
+        ]
 
     def saved_tensors(self, action: Action) -> object:
         stage, _, microbatch, _ = action
         return (
-            _Saved(self.log, f"{stage}.{microbatch}") if (stage, microbatch) in self.kept else None
+            _Saved(self.log, f"{stage}.{microbatch}")
+            if (stage, microbatch) in self.kept
+            else None
         )
 
     def ended(self, action: Action) -> None:
@@ -88,7 +100,9 @@ class Compute:
 
     def unfinished(self) -> list[str]:
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self.kept]
-        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.stashed]
+        return backwards + [
+            f"{stage}W{microbatch}" for stage, microbatch in self.stashed
+        ]
 
 
 class _Saved:
@@ -104,13 +118,21 @@ class _Saved:
 def result(action: Action, value: float) -> float:
     """Return an action's result for an input."""
     kind = "F" if action.kind == "F" else "B"
-    return value / 2 + 1 + 10 * action.stage + 100 * action.microbatch + 5000 * (kind == "B")
+    return (
+        value / 2
+        + 1
+        + 10 * action.stage
+        + 100 * action.microbatch
+        + 5000 * (kind == "B")
+    )
 
 
 class Wire:
     """The transport of one rank; `mail` holds arrived messages, by sender and message."""
 
-    def __init__(self, rank: int, log: list[str] | None = None, *, absent: bool = True) -> None:
+    def __init__(
+        self, rank: int, log: list[str] | None = None, *, absent: bool = True
+    ) -> None:
         self.rank = rank
         self.peers: list[Wire] = [self]
         self.log: list[str] = [] if log is None else log
@@ -127,11 +149,15 @@ class Wire:
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         self.log.append(f"send {_named(message)} to {target}")
         if not self.absent:
-            assert (self.rank, message) not in self.peers[target].mail, f"{message} was sent twice"
+            assert (self.rank, message) not in self.peers[target].mail, (
+                f"{message} was sent twice"
+            )
             self.peers[target].mail[self.rank, message] = tensor.detach().clone()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        assert (source, message) in self.expected, f"{message} from {source} was not announced"
+        assert (source, message) in self.expected, (
+            f"{message} from {source} was not announced"
+        )
         self.log.append(f"receive {_named(message)} from {source}")
         if self.absent:
             return torch.zeros(1, dtype=DTYPE)

@@ -20,7 +20,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 setattr(hybrid_block, "TENorm", WrappedTorchNorm)  # noqa: B010  a rank, which ends with its training
 
@@ -28,11 +31,17 @@ setattr(hybrid_block, "TENorm", WrappedTorchNorm)  # noqa: B010  a rank, which e
 class Recurrence(MegatronModule):
     """A layer in which each token sees the mean of the tokens before it."""
 
-    def __init__(self, config: Any, layer_number: int, pg_collection: Any, **_names: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, pg_collection: Any, **_names: Any
+    ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
         width, groups = config.hidden_size, {"tp_group": pg_collection.tp}
-        settings = {"config": config, "init_method": config.init_method, "skip_bias_add": False}
+        settings = {
+            "config": config,
+            "init_method": config.init_method,
+            "skip_bias_add": False,
+        }
         self.norm = WrappedTorchNorm(config=config, hidden_size=width)
         self.into = ColumnParallelLinear(
             width, width, bias=False, gather_output=False, **settings, **groups

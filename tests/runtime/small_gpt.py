@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -54,7 +57,9 @@ def build(
         spec.submodules.self_attention.submodules.core_attention = core_attention
     mtp = None
     if config.mtp_num_layers:
-        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False
+        )
     module = GPTModel(
         config,
         spec,
@@ -68,7 +73,9 @@ def build(
         module = module.bfloat16()
     if not use_ddp:
         return module
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), module)
+    return DistributedDataParallel(
+        config, DistributedDataParallelConfig(**(ddp or {})), module
+    )
 
 
 def forward(model: Any, microbatch: int) -> torch.Tensor:
@@ -106,7 +113,10 @@ def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
             with splits().defer(stage, microbatch):
                 loss.backward()
             if microbatch:
-                assert splits().pending() == [(stage, microbatch - 1), (stage, microbatch)]
+                assert splits().pending() == [
+                    (stage, microbatch - 1),
+                    (stage, microbatch),
+                ]
                 splits().run(stage, microbatch - 1)
         splits().run(stage, NUM_MICROBATCHES - 1)
     assert splits().pending() == []
@@ -118,7 +128,8 @@ def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
 def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Return a copy of each parameter's accumulated gradient."""
     return {
-        name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()
+        name: parameter.main_grad.clone()
+        for name, parameter in model.module.named_parameters()
     }
 
 
@@ -138,9 +149,13 @@ def deferred(model: DistributedDataParallel) -> set[str]:
     return waiting
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     """Compare bit by bit."""
     assert actual.keys() == expected.keys()
-    different = [name for name in actual if not torch.equal(actual[name], expected[name])]
+    different = [
+        name for name in actual if not torch.equal(actual[name], expected[name])
+    ]
     assert not different, different
     assert all(torch.isfinite(g).all() for g in actual.values())

@@ -61,7 +61,9 @@ class DotProductAttention(torch.nn.Module):
         query, key, value = _as_read(query, key, value)
         if qkv_format == "sbhd":
             assert cu_seqlens_q is None
-            mask = _later(len(query), len(key), attn_mask_type)  # causal, so no other mask is read
+            mask = _later(
+                len(query), len(key), attn_mask_type
+            )  # causal, so no other mask is read
             return self._attend(query, key, value, mask)
         assert qkv_format == "thd"
         assert cu_seqlens_q is not None
@@ -71,13 +73,22 @@ class DotProductAttention(torch.nn.Module):
         assert max_seqlen_q == cu_seqlens_q.diff().max()  # kernels read only this far
         assert max_seqlen_kv == cu_seqlens_kv.diff().max()
         assert attn_mask_type.startswith("padding")
-        if self.unfused_attention.attention_type == "self":  # it then reads only `cu_seqlens_q`
+        if (
+            self.unfused_attention.attention_type == "self"
+        ):  # it then reads only `cu_seqlens_q`
             assert cu_seqlens_q.equal(cu_seqlens_kv)
         parts = []
-        queries, keys = pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist())
+        queries, keys = (
+            pairwise(cu_seqlens_q.tolist()),
+            pairwise(cu_seqlens_kv.tolist()),
+        )
         for (begin, end), (first, last) in zip(queries, keys, strict=True):
             mask = _later(end - begin, last - first, attn_mask_type)
-            operands = query[begin:end, None], key[first:last, None], value[first:last, None]
+            operands = (
+                query[begin:end, None],
+                key[first:last, None],
+                value[first:last, None],
+            )
             parts.append(self._attend(*operands, mask)[:, 0])
         return torch.cat(parts)
 
@@ -131,7 +142,9 @@ def _rotate(
     if tensor_format == "thd":
         assert cu_seqlens is not None
         lengths = cu_seqlens.diff().tolist()
-        rows = torch.cat([freqs[:length, 0] for length in lengths])  # each restarts at position 0
+        rows = torch.cat(
+            [freqs[:length, 0] for length in lengths]
+        )  # each restarts at position 0
         assert len(rows) == len(t)
     else:
         rows = freqs[: len(t)]
@@ -142,7 +155,9 @@ def _rotate(
 def _norm(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return torch's norm with the arguments that Megatron passes to Transformer Engine's."""
 
-    def init(self: torch.nn.Module, *sizes: int, eps: float = 1e-5, **settings: Any) -> None:
+    def init(
+        self: torch.nn.Module, *sizes: int, eps: float = 1e-5, **settings: Any
+    ) -> None:
         named = (settings.get("normalized_shape"), settings.get("hidden_size"))
         [size] = {*sizes, *(size for size in named if size)}
         base.__init__(self, size, eps)
@@ -178,7 +193,9 @@ class _Module(ModuleType):
         if name == "get_cpu_offload_context":
             return lambda *args, **kwargs: (nullcontext(), None)
         if name.islower():
-            return sys.modules.get(f"{self.__name__}.{name}") or _made(f"{self.__name__}.{name}")
+            return sys.modules.get(f"{self.__name__}.{name}") or _made(
+                f"{self.__name__}.{name}"
+            )
         stand_in = _Anything(name, (), {"__init__": lambda *args, **kwargs: None})
         setattr(self, name, stand_in)
         return stand_in
@@ -196,8 +213,13 @@ def _made(name: str) -> ModuleType:
 class _Finder:
     """Finds every module of Transformer Engine."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        is_stood_in = name.partition(".")[0] in ("transformer_engine", "transformer_engine_torch")
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> Any:
+        is_stood_in = name.partition(".")[0] in (
+            "transformer_engine",
+            "transformer_engine_torch",
+        )
         return ModuleSpec(name, self, is_package=True) if is_stood_in else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -15,7 +15,9 @@ from tests.ranks import run_ranks
 
 
 def _compute(*, deallocates: bool = True) -> StageCompute:
-    call: Any = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=deallocates))
+    call: Any = SimpleNamespace(
+        config=SimpleNamespace(deallocate_pipeline_outputs=deallocates)
+    )
     table: Any = None
     return StageCompute(call, table)
 
@@ -33,7 +35,11 @@ def test_release_frees_the_data_and_keeps_the_graph() -> None:
     assert [output.grad_fn for output in outputs] == graphs
     # Upstream's `custom_backward` asks for a single element, of the dtype of the gradient.
     assert [output.shape for output in outputs] == [(1,)] * 3
-    assert [output.dtype for output in outputs] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [output.dtype for output in outputs] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    ]
 
 
 def test_release_keeps_what_megatron_was_told_to_keep() -> None:
@@ -56,7 +62,9 @@ def _a_recomputed_layer() -> list[Any]:
         calls: list[str] = []
         weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
 
-        def part(name: str, weight: torch.Tensor, calls: list[str] = calls) -> utils.ScheduleNode:
+        def part(
+            name: str, weight: torch.Tensor, calls: list[str] = calls
+        ) -> utils.ScheduleNode:
             def run(x: torch.Tensor) -> torch.Tensor:
                 calls.append(name)
                 return torch.nn.functional.dropout(torch.tanh(x * weight))
@@ -64,7 +72,9 @@ def _a_recomputed_layer() -> list[Any]:
             event = torch.cuda.Event()
             return utils.ScheduleNode(run, torch.cuda.current_stream, event, name=name)
 
-        layer = SimpleNamespace(attn=part("attn", weights[0]), mlp=part("mlp", weights[1]))
+        layer = SimpleNamespace(
+            attn=part("attn", weights[0]), mlp=part("mlp", weights[1])
+        )
         layer.moe_dispatch = layer.moe_combine = utils.NoopScheduleNode()
         if recomputes:
             PlannedCompute._recompute(layer)
@@ -94,7 +104,9 @@ def test_release_refuses_views() -> None:
 
 
 def test_release_in_inference_leaves_training_alone() -> None:
-    dtype = torch.float64  # of no other test: the first to be freed is one of an inference
+    dtype = (
+        torch.float64
+    )  # of no other test: the first to be freed is one of an inference
     with torch.inference_mode():
         evaluated = _output(dtype)
         _compute().release([evaluated])
@@ -111,7 +123,9 @@ class Called(StageCompute):
     def forward(self, stage: int, microbatch: int, inputs: Any) -> Any:
         return ["forward", inputs]
 
-    def backward(self, stage: int, microbatch: int, gradients: Any, *, split: bool) -> Any:
+    def backward(
+        self, stage: int, microbatch: int, gradients: Any, *, split: bool
+    ) -> Any:
         return ["split" if split else "backward", gradients]
 
 

@@ -29,7 +29,9 @@ _TABLE = "--pipeline-schedule zb-v " + _AUTO
 _DYNAMIC = "--pipeline-schedule zb-h1 --use-dpp "
 
 
-def _on_hosts(hosts: str, words: list[str], cut: int = -1) -> tuple[Captured, list[str]]:
+def _on_hosts(
+    hosts: str, words: list[str], cut: int = -1
+) -> tuple[Captured, list[str]]:
     """Train as a rank of the host that `hosts` has for it; return what is logged about pairs.
 
     The ranks only believe that they run on several hosts: their addresses say so.
@@ -66,7 +68,10 @@ def _trained(
             for whole, mine in zip(expected.gradients, captured.gradients, strict=True)
         ]
         assert captured.parameters.items() <= expected.parameters.items()
-    assert by_rank[-1][0].losses == expected.losses or by_rank[0][0].losses == expected.losses
+    assert (
+        by_rank[-1][0].losses == expected.losses
+        or by_rank[0][0].losses == expected.losses
+    )
     classes = [captured.transports[0] for captured, _ in by_rank]
     return classes, sorted(line for _, told in by_rank for line in told)
 
@@ -76,7 +81,8 @@ def test_ranks_of_one_host_exchange_tensors_directly(flags: str) -> None:
     classes, told = _trained(flags)
     assert classes == ["DirectTransport"] * 4
     assert [line for line in told if "ipc" in line] == [
-        f"rank {low} and rank {low + 1}: ipc (from device to device)" for low in range(3)
+        f"rank {low} and rank {low + 1}: ipc (from device to device)"
+        for low in range(3)
     ]
 
 
@@ -132,7 +138,9 @@ def _opened_under_two_configurations() -> list[str]:
         )  # fmt: skip
         pipeline = active.pipeline()
         assert pipeline is not None
-        pairs = {pair for low in (me - 1, me) for pair in ((low, low + 1), (low + 1, low))}
+        pairs = {
+            pair for low in (me - 1, me) for pair in ((low, low + 1), (low + 1, low))
+        }
         pairs = {pair for pair in pairs if {*pair} <= {0, 1, 2}}
         shapes = {"F": [(4, 1, 8)], "B": [(4, 1, 8)]}
         device = devices.current().torch_device(me)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import TransportName
 
 pytestmark = pytest.mark.skipif(
-    find_spec("megatron_ext.transport._C") is None, reason="the native module is not built"
+    find_spec("megatron_ext.transport._C") is None,
+    reason="the native module is not built",
 )
 
 NUM_RANKS, M = 3, 4
@@ -40,7 +41,9 @@ def _train(rank: int, directory: Path, schedule: str, transport: TransportName) 
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS)
+    )
     store = dist.FileStore(str(directory / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_RANKS)
@@ -80,11 +83,15 @@ def _wait_for(pids: set[int], deadline: float) -> None:
         time.sleep(0.01 if pid == 0 else 0)
 
 
-def _kill_one(chooser: random.Random, directory: Path, transport: TransportName) -> float:
+def _kill_one(
+    chooser: random.Random, directory: Path, transport: TransportName
+) -> float:
     """Train, kill a rank somewhere in a step; return how long the others went on."""
     directory.mkdir()
     schedule = chooser.choice(["1f1b", "gpipe", "zb-h1"])
-    pids = {rank: _start(rank, directory, schedule, transport) for rank in range(NUM_RANKS)}
+    pids = {
+        rank: _start(rank, directory, schedule, transport) for rank in range(NUM_RANKS)
+    }
     deadline = time.monotonic() + _STARTS_S
     while len(list(directory.glob("* trains"))) < NUM_RANKS:
         assert time.monotonic() < deadline, "the ranks do not train"
@@ -106,7 +113,9 @@ def _kill_one(chooser: random.Random, directory: Path, transport: TransportName)
 def _kill_again_and_again(num_deaths: int) -> list[float]:
     chooser = random.Random(num_deaths)
     lasted_s = [
-        _kill_one(chooser, Path(f"death {number}").resolve(), ("shm", "tcp")[number % 2])
+        _kill_one(
+            chooser, Path(f"death {number}").resolve(), ("shm", "tcp")[number % 2]
+        )
         for number in range(num_deaths)
     ]
     assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
@@ -114,12 +123,18 @@ def _kill_again_and_again(num_deaths: int) -> list[float]:
     return lasted_s
 
 
-@pytest.mark.timeout(_ALL_S + 600)  # which may begin with the wait for another run's end
-@pytest.mark.parametrize("num_deaths", [12, pytest.param(_MOST_DEATHS, marks=pytest.mark.slow)])
+@pytest.mark.timeout(
+    _ALL_S + 600
+)  # which may begin with the wait for another run's end
+@pytest.mark.parametrize(
+    "num_deaths", [12, pytest.param(_MOST_DEATHS, marks=pytest.mark.slow)]
+)
 def test_survivors_of_a_killed_rank_name_it_and_end(num_deaths: int) -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
     [lasted_s] = run_ranks(1, _kill_again_and_again, num_deaths, timeout_s=_ALL_S)
     assert len(lasted_s) == num_deaths
     new = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert [name for name in new if "megatron_ext" in name or "mext" in name] == []
-    print(f"{num_deaths} ranks killed; the others ended after at most {max(lasted_s):.2f} s")
+    print(
+        f"{num_deaths} ranks killed; the others ended after at most {max(lasted_s):.2f} s"
+    )

@@ -85,10 +85,14 @@ def _train(
         **(interleaved if len(stages) > 1 else {}),
         **(toy.VARYING if last_batch < toy.BATCH else {}),
     )
-    model = [_Late(config, s, i if len(stages) > 1 else None) for i, s in enumerate(stages)]
+    model = [
+        _Late(config, s, i if len(stages) > 1 else None) for i, s in enumerate(stages)
+    ]
     for stage in model:
         stage.dropout = dropout
-        stage.draw = None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
+        stage.draw = (
+            None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
+        )
     losses = []
     for iteration in range(3):
         active.begin_iteration(iteration)
@@ -117,7 +121,9 @@ def _same(ours: Any, theirs: Any) -> bool:
     return ours[0] == theirs[0] and all(map(torch.equal, ours[1], theirs[1]))
 
 
-def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tuple[int, int, int]:
+def _under_delays(
+    policy: PolicyName, extra: int | None, seeds: list[int]
+) -> tuple[int, int, int]:
     """Compare with Megatron's interleaved schedule; return what was measured, and the cap."""
 
     toy.start(2, chunks_per_rank=2)
@@ -140,7 +146,12 @@ def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tu
 
 @pytest.mark.parametrize(
     ("policy", "extra", "seeds"),
-    [("hint", 0, 2), ("hint", 1, len(SEEDS)), ("breadth-first", None, 2), ("depth-first", None, 2)],
+    [
+        ("hint", 0, 2),
+        ("hint", 1, len(SEEDS)),
+        ("breadth-first", None, 2),
+        ("depth-first", None, 2),
+    ],
 )
 def test_delays_change_the_order_and_nothing_else(
     policy: PolicyName, extra: int | None, seeds: int
@@ -151,7 +162,9 @@ def test_delays_change_the_order_and_nothing_else(
     assert any(out_of_order for out_of_order, _, _ in measured)
     for (_, peak, cap), of_table in zip(measured, peaks, strict=True):
         if extra is not None:
-            assert cap == max(peaks) + 2 * extra, "extra micro-batches count on both stages"
+            assert cap == max(peaks) + 2 * extra, (
+                "extra micro-batches count on both stages"
+            )
             assert of_table <= peak <= cap
         assert peak <= 2 * M
 
@@ -205,8 +218,14 @@ def _alone() -> str:
 
 def test_a_rank_with_nothing_to_run_says_what_its_table_waits_for() -> None:
     message = run_ranks(2, _alone)[1]
-    assert "rank 1 (pipeline rank 1) can run none of its 24 remaining actions in 1f1b" in message
-    assert "the first of the table is 1F0, which needs the activation that stage 1" in message
+    assert (
+        "rank 1 (pipeline rank 1) can run none of its 24 remaining actions in 1f1b"
+        in message
+    )
+    assert (
+        "the first of the table is 1F0, which needs the activation that stage 1"
+        in message
+    )
 
 
 @pytest.mark.slow
@@ -225,7 +244,14 @@ def test_members_of_an_expert_group_choose_the_same_pairs(schedule: str) -> None
 def test_ranks_that_share_a_group_follow_the_lowest_one() -> None:
     assert leaders([[0], [1]]) == [0, 1]
     # Tensor-parallel pairs, tied together by the experts of two of them.
-    assert leaders([[0, 1], [0, 1], [2, 3], [3, 2, 5], [4, 5], [4, 5, 3]]) == [0, 0, 2, 2, 2, 2]
+    assert leaders([[0, 1], [0, 1], [2, 3], [3, 2, 5], [4, 5], [4, 5, 3]]) == [
+        0,
+        0,
+        2,
+        2,
+        2,
+        2,
+    ]
 
 
 DROPOUT = MOCK + "--eval-iters 1 --eval-interval 2 --train-iters 3 --num-layers 8 "
@@ -267,7 +293,10 @@ def test_twenty_steps_each_with_other_delays(group: str, dropout: str) -> None:
 
 def test_twins_that_read_data_for_each_other_agree(tmp_path: Path) -> None:
     """BERT's stages in the middle need the padding of the twin's micro-batches."""
-    flags = bert_flags(tmp_path) + "--clip-grad 0 --num-layers 8 --train-iters 2 --eval-iters 0 "
+    flags = (
+        bert_flags(tmp_path)
+        + "--clip-grad 0 --num-layers 8 --train-iters 2 --eval-iters 0 "
+    )
     flags += "--split 100,0,0 "
     flags += "--hidden-dropout 0 --attention-dropout 0 "
     ours = f"{PP4}--enable-bitpipe-schedule --use-dpp --dpp-policy breadth-first "

@@ -26,12 +26,16 @@ _EVALUATED = _FLAGS.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1"
     ],
 )
 def test_an_empty_first_chunk(ours: str) -> None:
-    assert_equal(train(2, _FLAGS + _FIRST_OF_RANK_1 + ours), stock(2, _FLAGS + _FIRST_OF_RANK_1))
+    assert_equal(
+        train(2, _FLAGS + _FIRST_OF_RANK_1 + ours), stock(2, _FLAGS + _FIRST_OF_RANK_1)
+    )
 
 
 @pytest.mark.parametrize("ours", ["--pipeline-schedule zb-h1 ", "--use-dpp "])
 def test_a_rank_without_parameters(ours: str) -> None:
-    assert_equal(train(4, _FLAGS + _ALL_OF_RANK_1 + ours), stock(4, _FLAGS + _ALL_OF_RANK_1))
+    assert_equal(
+        train(4, _FLAGS + _ALL_OF_RANK_1 + ours), stock(4, _FLAGS + _ALL_OF_RANK_1)
+    )
 
 
 def test_reductions_gathers_and_evaluation() -> None:

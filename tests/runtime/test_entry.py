@@ -42,7 +42,9 @@ def _step(
     return (run or get_forward_backward_func())(**(usual | keywords))
 
 
-def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+def _own_and_stock(
+    changes: dict[str, Any], keywords: dict[str, Any]
+) -> tuple[Any, Any]:
     """Reports and gradients of one step with Megatron's schedule and with ours."""
     toy.start(2)
     found = []
@@ -76,9 +78,17 @@ _WRONG_LENGTH = toy.LENGTH + 7
     [
         pytest.param({}, {}, id="plain"),
         pytest.param({}, {"forward_only": True}, id="forward-only"),
-        pytest.param({}, {"forward_only": True, "collect_non_loss_data": True}, id="non-loss-data"),
-        pytest.param({}, {"forward_only": True, "first_val_step": True}, id="first-validation"),
-        pytest.param({}, {"forward_only": True, "first_val_step": False}, id="later-validation"),
+        pytest.param(
+            {},
+            {"forward_only": True, "collect_non_loss_data": True},
+            id="non-loss-data",
+        ),
+        pytest.param(
+            {}, {"forward_only": True, "first_val_step": True}, id="first-validation"
+        ),
+        pytest.param(
+            {}, {"forward_only": True, "first_val_step": False}, id="later-validation"
+        ),
         pytest.param({"calculate_per_token_loss": True}, {}, id="per-token-loss"),
         pytest.param({}, {"force_all_reduce": True}, id="force-all-reduce"),
         pytest.param(
@@ -99,7 +109,9 @@ _WRONG_LENGTH = toy.LENGTH + 7
         ),
     ],
 )
-def test_keywords_as_upstream(changes: dict[str, Any], keywords: dict[str, Any]) -> None:
+def test_keywords_as_upstream(
+    changes: dict[str, Any], keywords: dict[str, Any]
+) -> None:
     for stock, own in run_ranks(2, _own_and_stock, changes, keywords):
         assert _plain(own[:3]) == _plain(stock[:3])
         assert (own[3] is None) == (stock[3] is None)
@@ -112,7 +124,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def _given_groups() -> tuple[Any, Any]:
@@ -138,9 +152,13 @@ def _given_groups() -> tuple[Any, Any]:
 
         config.finalize_model_grads_func = finalize
         communicator = P2PCommunicator(pp_group=groups.pp, config=config)
-        reports = _step(config, model, run=run, p2p_communicator=communicator, pg_collection=groups)
+        reports = _step(
+            config, model, run=run, p2p_communicator=communicator, pg_collection=groups
+        )
         found.append((reports, finalized, model[0].weight.grad.tolist()))
-    with pytest.raises(ScheduleError, match="give both p2p_communicator and pg_collection"):
+    with pytest.raises(
+        ScheduleError, match="give both p2p_communicator and pg_collection"
+    ):
         _step(config, model, pg_collection=groups)
     return found[0], found[1]
 
@@ -160,7 +178,8 @@ def _reports_are_by_micro_batch() -> list[float]:
     stages = chosen.placement.stages_of[dist.get_rank()]
     table = chosen.schedule(M)
     rows = tuple(
-        tuple(a._replace(microbatch=M - 1 - a.microbatch) for a in row) for row in table.rows
+        tuple(a._replace(microbatch=M - 1 - a.microbatch) for a in row)
+        for row in table.rows
     )
     chosen._tables[M] = replace(table, rows=rows)
     reports = _step(config, toy.chunks(config, list(stages)))
@@ -227,8 +246,13 @@ def _waits_in_vain() -> str:
 
 def test_a_rank_that_waits_too_long_says_for_what() -> None:
     message = run_ranks(2, _waits_in_vain)[1]
-    assert "rank 1 (pipeline rank 1) cannot run 1F0, action 0 of its 8 in 1f1b" in message
-    assert "the activation that stage 1 needs for micro-batch 0 did not come from rank 0" in message
+    assert (
+        "rank 1 (pipeline rank 1) cannot run 1F0, action 0 of its 8 in 1f1b" in message
+    )
+    assert (
+        "the activation that stage 1 needs for micro-batch 0 did not come from rank 0"
+        in message
+    )
 
 
 def _different_tables() -> None:
@@ -301,7 +325,10 @@ def _shared_data(name: str, ranks: int) -> list[Any]:
         each = [({"x": x} for x in toy.samples(M)) for _ in stages]
         data = each[0] if shared else each
         reports = _step(
-            model[0].config, model, data_iterator=data, forward_step_func=_reads_on_all_stages
+            model[0].config,
+            model,
+            data_iterator=data,
+            forward_step_func=_reads_on_all_stages,
         )
         found.append((reports, [chunk.weight.grad for chunk in model]))
         assert next(each[0], None) is None  # a step takes its micro-batches and no more
@@ -324,7 +351,11 @@ def _incomplete_model(lacks: tuple[str, ...]) -> str:
     toy.start(1)
     use(make_pipeline("1f1b", 1, M))
     bare = type("Tower", (torch.nn.Linear,), {})(4, 4)
-    usual = {"config": toy.config(), "model_type": None, "set_input_tensor": lambda _: None}
+    usual = {
+        "config": toy.config(),
+        "model_type": None,
+        "set_input_tensor": lambda _: None,
+    }
     for name in set(usual) - set(lacks):
         setattr(bare, name, usual[name])
     wrapped = torch.nn.Module()
@@ -342,7 +373,9 @@ def _incomplete_model(lacks: tuple[str, ...]) -> str:
         (("config", "set_input_tensor"), "`config`, `set_input_tensor`"),
     ],
 )
-def test_a_model_without_what_megatron_reads_is_refused(lacks: tuple[str, ...], named: str) -> None:
+def test_a_model_without_what_megatron_reads_is_refused(
+    lacks: tuple[str, ...], named: str
+) -> None:
     [told] = run_ranks(1, _incomplete_model, lacks)
     assert "\n" not in told
     assert told.startswith(f"Tower lacks {named}; ")
@@ -351,7 +384,9 @@ def test_a_model_without_what_megatron_reads_is_refused(lacks: tuple[str, ...], 
 def _without_a_type() -> str:
     from megatron_ext.upstream.signatures import needed_of_models
 
-    return _incomplete_model(("model_type",)) if "model_type" in needed_of_models() else ""
+    return (
+        _incomplete_model(("model_type",)) if "model_type" in needed_of_models() else ""
+    )
 
 
 def test_a_model_without_its_type_is_refused_where_megatron_reads_it() -> None:
@@ -370,7 +405,9 @@ def _wrapped_by_torch() -> list[str]:
     replicas = parallel_state.get_data_parallel_group()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
     wrappers = (
-        lambda stage: torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas),
+        lambda stage: torch.nn.parallel.DistributedDataParallel(
+            stage, process_group=replicas
+        ),
         lambda stage: fully_shard(stage, mesh=mesh),
     )
     refusals = []
@@ -401,7 +438,9 @@ def _wrapped_by_torch() -> list[str]:
 def test_torchs_data_parallelism_is_refused_where_weight_gradients_come_later() -> None:
     """Its hooks would reduce gradients in I, before W has computed any."""
     for ddp, fsdp in run_ranks(2, _wrapped_by_torch):
-        assert ddp.startswith("a model chunk holds torch's DistributedDataParallel, which reduces")
+        assert ddp.startswith(
+            "a model chunk holds torch's DistributedDataParallel, which reduces"
+        )
         assert fsdp.startswith("a model chunk holds torch's FSDPModule, which reduces")
         assert "wrap chunks in Megatron's DistributedDataParallel" in fsdp
 
@@ -431,8 +470,12 @@ def _without_plans() -> list[str]:
 
 def test_pairs_need_plans_of_the_model_and_of_the_forward_step() -> None:
     [(model, step)] = run_ranks(1, _without_plans)
-    assert model.startswith("Stage cannot run in pairs, because it lacks the build_schedule_plan")
-    assert step.startswith("the forward step cannot run in pairs, because it takes no return_")
+    assert model.startswith(
+        "Stage cannot run in pairs, because it lacks the build_schedule_plan"
+    )
+    assert step.startswith(
+        "the forward step cannot run in pairs, because it takes no return_"
+    )
 
 
 def _without_a_choice() -> bool:
@@ -440,7 +483,10 @@ def _without_a_choice() -> bool:
 
     toy.start(2)
     use(None)
-    return get_forward_backward_func() is schedules.forward_backward_pipelining_without_interleaving
+    return (
+        get_forward_backward_func()
+        is schedules.forward_backward_pipelining_without_interleaving
+    )
 
 
 def test_without_a_choice_upstream_runs_itself() -> None:
@@ -487,7 +533,9 @@ def test_a_schedule_that_is_not_in_force_does_not_run(
 ) -> None:
     for other, ours in run_ranks(2, _kept_too_long, settings):
         assert of_the_other in other
-        assert (of_ours in ours) if of_ours else not ours  # Megatron's own, which is in force then
+        assert (
+            (of_ours in ours) if of_ours else not ours
+        )  # Megatron's own, which is in force then
 
 
 def _with_several_modules() -> list[str]:
@@ -540,4 +588,7 @@ def test_a_table_that_would_lose_gradients_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "table.csv"
     file.write_text("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
     for stage, told in enumerate(run_ranks(2, _overwriting, str(file))):
-        assert f"the first weight gradients of stage {stage} are those of micro-batch 0" in told
+        assert (
+            f"the first weight gradients of stage {stage} are those of micro-batch 0"
+            in told
+        )

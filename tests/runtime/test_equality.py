@@ -25,7 +25,9 @@ UNCLIPPED = "--clip-grad 0 "
 OVERLAP = "--overlap-grad-reduce "
 SHARDED = "--use-distributed-optimizer --overlap-param-gather " + OVERLAP
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+)
 TWINS = ("bitpipe", "dualpipe")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 
@@ -41,10 +43,16 @@ def stock(num_ranks: int, flags: str, model: str = "gpt") -> Captured:
 def assert_equal(ours: Captured, theirs: Captured) -> None:
     """Compare every loss, gradient and parameter, and name what differs."""
     assert ours.losses == theirs.losses
-    for step, (mine, stocks) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
-        different = {name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]}
+    for step, (mine, stocks) in enumerate(
+        zip(ours.gradients, theirs.gradients, strict=True)
+    ):
+        different = {
+            name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]
+        }
         assert not different, f"gradients of step {step}"
-    different = {n for n, digest in theirs.parameters.items() if ours.parameters[n] != digest}
+    different = {
+        n for n, digest in theirs.parameters.items() if ours.parameters[n] != digest
+    }
     assert not different
     assert len(theirs.parameters) == len(ours.parameters) > 10
 
@@ -66,7 +74,9 @@ def test_equal_lengths_keep_their_replica() -> None:
 
 
 @pytest.mark.short_s(4)
-@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 1), ("zb-h1", 3), ("zb-v", 1), ("zb-v", 5)])
+@pytest.mark.parametrize(
+    ("schedule", "m"), [("1f1b", 1), ("zb-h1", 3), ("zb-v", 1), ("zb-v", 5)]
+)
 def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
     flags = f"{GPT}{UNCLIPPED}--global-batch-size {2 * m} "
     check(2, schedule, flags, theirs=PP2, ours=PP2)
@@ -138,13 +148,21 @@ PAIRED = {
     ),
 }
 """Pairs under every schedule, then with what their plans cut or free in another way."""
-_QUICK = ("1f1b", "zb-v", "two layers of multi-token prediction", "three, whole backwards")
+_QUICK = (
+    "1f1b",
+    "zb-v",
+    "two layers of multi-token prediction",
+    "three, whole backwards",
+)
 
 
 @pytest.mark.short_s(8)
 @pytest.mark.parametrize(
     "name",
-    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PAIRED],
+    [
+        name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in PAIRED
+    ],
 )
 def test_pairs_hide_the_communication_of_experts(name: str, tmp_path: Path) -> None:
     ranks, ours, theirs = paired(name, tmp_path)
@@ -164,7 +182,9 @@ def paired(name: str, tmp_path: Path) -> tuple[int, str, str]:
         file = tmp_path / "zb-h1.csv"
         file.write_text(table_files.csv_text(generate("zb-h1", 2, 4, pairs=True)))
         schedule = f"csv:{file}"
-    ours = (PP4 if schedule in TWINS else PP2) + f"--pipeline-schedule {schedule} {PAIRS}"
+    ours = (
+        PP4 if schedule in TWINS else PP2
+    ) + f"--pipeline-schedule {schedule} {PAIRS}"
     return ranks, flags + ours, theirs
 
 
@@ -195,7 +215,9 @@ def test_several_optimizer_instances_reduce_once(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "bitpipe"])
 def test_several_optimizer_instances_sum_as_one_does(schedule: str) -> None:
     """Of two replicas, with several buckets for each chunk; norms add up other shards."""
-    flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}{SHARDED}--ddp-num-buckets 4 --train-iters 5 "
+    flags = (
+        f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}{SHARDED}--ddp-num-buckets 4 --train-iters 5 "
+    )
     ours = (PP4 if schedule in TWINS else PP2) + INSTANCES
     check(4, schedule, flags, theirs=PP2, ours=ours)
 
@@ -211,7 +233,9 @@ def _without_functions(model: str, argv: list[str], mean_delay_s: float) -> Capt
     step = training.train_step
 
     @wraps(step)
-    def stepping(forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def stepping(
+        forward_step: Any, data: Any, chunks: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
         config = get_model_config(chunks[0])
         config.no_sync_func = config.grad_sync_func = None
         return step(forward_step, data, chunks, *args, **kwargs)
@@ -244,7 +268,9 @@ def test_what_tokens_that_cross_to_the_twin_change() -> None:
     ours = train(4, f"{flags}{PP4}--pipeline-schedule bitpipe ")
     theirs = stock(4, flags + PP2)
     mine, stocks = ours.gradients[0], theirs.gradients[0]
-    different = {name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]}
+    different = {
+        name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]
+    }
     inner = tuple(f"decoder.layers.{n}.mlp.experts." for n in (2, 3, 4, 5))
     assert different
     assert all(name.startswith(inner) for name in different)

@@ -25,20 +25,30 @@ if TYPE_CHECKING:
 
 @settings(max_examples=40)
 @given(sized(), st.integers(1, 2))
-def test_every_action_gets_the_inputs_of_the_model(schedule: Schedule, num_parts: int) -> None:
+def test_every_action_gets_the_inputs_of_the_model(
+    schedule: Schedule, num_parts: int
+) -> None:
     for row, compute, expected in by_rank(schedule, num_parts):
-        assert compute.log == list(compute_log(compute.log, row)), "the order of the table"
+        assert compute.log == list(compute_log(compute.log, row)), (
+            "the order of the table"
+        )
         for action, values in compute.inputs.items():
             if action.kind != "W":
                 wanted = expected(action)
-                assert values == [value + part for value in wanted for part in range(num_parts)]
+                assert values == [
+                    value + part for value in wanted for part in range(num_parts)
+                ]
 
 
 def compute_log(log: Sequence[str], row: Sequence[Action]) -> Iterator[str]:
     """Yield a log with its actions in the order of a row."""
     actions = iter(row)
     for entry in log:
-        yield entry if entry == "release" or entry.startswith("free") else str(next(actions))
+        yield (
+            entry
+            if entry == "release" or entry.startswith("free")
+            else str(next(actions))
+        )
 
 
 @settings(max_examples=25)
@@ -47,15 +57,21 @@ def test_gradients_are_summed_in_the_order_of_the_table(schedule: Schedule) -> N
     for row, compute, expected in by_rank(schedule):
         for stage, summed in compute.gradients.items():
             ends = [a for a in row if a.stage == stage and a.kind in "BW"]
-            assert [microbatch for microbatch, _ in summed] == [a.microbatch for a in ends]
+            assert [microbatch for microbatch, _ in summed] == [
+                a.microbatch for a in ends
+            ]
             for microbatch, value in summed:
                 inputs = [Action(stage, kind, microbatch) for kind in ("B", "F")]
-                assert value == sum(number for action in inputs for number in expected(action))
+                assert value == sum(
+                    number for action in inputs for number in expected(action)
+                )
 
 
 @settings(max_examples=25)
 @given(sized())
-def test_gathers_precede_and_reductions_follow_all_of_a_stage(schedule: Schedule) -> None:
+def test_gathers_precede_and_reductions_follow_all_of_a_stage(
+    schedule: Schedule,
+) -> None:
     for rank, row in enumerate(schedule.rows):
         log: list[str] = []
         compute, sync = fake.Compute(log), fake.Sync(log)
@@ -65,7 +81,10 @@ def test_gathers_precede_and_reductions_follow_all_of_a_stage(schedule: Schedule
             places = [log.index(str(action)) for action in row if action.stage == stage]
             assert log.index(f"gather {stage}") < min(places)
             assert log.index(f"reduce {stage}") > max(places)
-            assert [log.count(f"{what} {stage}") for what in ("gather", "reduce")] == [1, 1]
+            assert [log.count(f"{what} {stage}") for what in ("gather", "reduce")] == [
+                1,
+                1,
+            ]
             final = [a for a in row if a.stage == stage][-1]
             assert f"last {final}" in log
 
@@ -103,7 +122,9 @@ def test_a_tensor_stays_on_its_rank_between_two_of_its_stages() -> None:
 def test_a_handed_activation_survives_the_release_of_its_maker() -> None:
     schedule = generate("zb-v", 2, 1)
     [_, inner] = run_all(schedule)
-    assert inner.inputs[Action(2, "F", 0)] == chain(schedule)[Action(2, "F", 0)] != [0.0]
+    assert (
+        inner.inputs[Action(2, "F", 0)] == chain(schedule)[Action(2, "F", 0)] != [0.0]
+    )
 
 
 class Only:
@@ -135,13 +156,17 @@ def test_the_order_decides_and_hears_of_what_stays() -> None:
     row = schedule.rows[1]
     order = Only(*range(len(row) - 2), len(row) - 1, len(row) - 2)
     compute = run_order(schedule, 1, order)
-    actions = [entry for entry in compute.log if not entry.startswith(("free", "release"))]
+    actions = [
+        entry for entry in compute.log if not entry.startswith(("free", "release"))
+    ]
     assert actions == [str(row[position]) for position in order.positions]
     assert order.handed_over == [Message("F", 2, 0), Message("B", 1, 0)]
 
 
 @pytest.mark.parametrize(("schedule", "skipped"), [("1f1b", "0B1"), ("zb-h1", "0W1")])
-def test_an_action_that_was_never_executed_is_named(schedule: str, skipped: str) -> None:
+def test_an_action_that_was_never_executed_is_named(
+    schedule: str, skipped: str
+) -> None:
     made = generate(schedule, 2, 2)
     row = made.rows[0]
     kept = [position for position, action in enumerate(row) if str(action) != skipped]
@@ -151,7 +176,8 @@ def test_an_action_that_was_never_executed_is_named(schedule: str, skipped: str)
 
 def test_both_of_a_pair_wait_for_all_inputs_and_hand_on_at_its_end() -> None:
     rows = (
-        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1B1)OVERLAP_F_B,1B2\n"
+        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n"
+        "1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1B1)OVERLAP_F_B,1B2\n"
     )
     schedule, log = table_files.from_csv(rows, "csv:pairs.csv"), list[str]()
     table, seen = fake.table_of(schedule, 0), Seen()
@@ -210,5 +236,7 @@ def test_all_that_arrives_is_announced_with_its_form() -> None:
     table = fake.table_of(generate("interleaved", 2, 4, 2), 0)
     program = fake.program_of(table)
     taken = [t for exchange in program.exchanges for t in exchange.inputs]
-    assert {(t.peer, t.message) for t in taken} == {(e.source, e.message) for e in program.expected}
+    assert {(t.peer, t.message) for t in taken} == {
+        (e.source, e.message) for e in program.expected
+    }
     assert {(e.shape, e.dtype) for e in program.expected} == {((1,), fake.DTYPE)}

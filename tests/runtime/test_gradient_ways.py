@@ -29,7 +29,9 @@ _Forward = Callable[["Stage", torch.Tensor, int, int], torch.Tensor]
 class Stage(torch.nn.Module):
     """Two of Megatron's linear layers, and one of torch's that holds a weight for some ways."""
 
-    def __init__(self, dtype: torch.dtype, *, overrides: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, overrides: dict[str, Any] | None = None
+    ) -> None:
         from megatron.core.tensor_parallel import ColumnParallelLinear
         from megatron.core.transformer import TransformerConfig
 
@@ -44,8 +46,12 @@ class Stage(torch.nn.Module):
         )
         torch.manual_seed(3)
         options = {"config": self.config, "init_method": torch.nn.init.normal_}
-        self.first = ColumnParallelLinear(_WIDTH, _WIDTH, gather_output=False, **options)
-        self.second = ColumnParallelLinear(_WIDTH, _WIDTH, gather_output=False, **options)
+        self.first = ColumnParallelLinear(
+            _WIDTH, _WIDTH, gather_output=False, **options
+        )
+        self.second = ColumnParallelLinear(
+            _WIDTH, _WIDTH, gather_output=False, **options
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)[0]))[0]
@@ -120,7 +126,9 @@ def _hook_for_one_step(stage: Stage, step: int) -> Iterator[None]:
 
 
 @_way("hook in a forward", _SECOND, forward=True)
-def _hook_in_a_forward(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _hook_in_a_forward(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     if step == 1 and microbatch == 2:
         stage.second.weight.register_hook(lambda gradient: gradient * 0.3)
     return _plain(stage, x, step, microbatch)
@@ -134,12 +142,15 @@ def _multi_grad_hook(stage: Stage, step: int) -> None:
     stage.seen = seen
     weights = [stage.first.weight, stage.second.weight]
     torch.autograd.graph.register_multi_grad_hook(
-        weights, lambda gradients: seen.extend(g.float().norm().item() for g in gradients)
+        weights,
+        lambda gradients: seen.extend(g.float().norm().item() for g in gradients),
     )
 
 
 @_way("functional.linear", _FIRST, forward=True)
-def _functional_linear(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _functional_linear(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     hidden = stage.first(x)[0]
     again = torch.nn.functional.linear(torch.tanh(hidden), stage.first.weight)
     return stage.second(again)[0].float().square().mean()
@@ -157,7 +168,9 @@ def _penalty(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch
 
 
 @_way("penalty from one micro-batch on", _SECOND, forward=True)
-def _late_penalty(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _late_penalty(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     run = _plain if (step, microbatch) < (1, 2) else _penalty
     return run(stage, x, step, microbatch)
 
@@ -210,41 +223,55 @@ def _tie_embedding(stage: Stage) -> None:
     stage.embedding.weight = stage.second.weight
 
 
-def _through_embedding(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _through_embedding(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     tokens = torch.arange(x.size(0) * x.size(1)).view(x.shape[:2]) % _WIDTH
     hidden = stage.embedding(tokens) + stage.embedding(tokens.flip(0))
     return stage.second(stage(x + hidden))[0].float().square().mean()
 
 
-_WAYS["tied embedding, several uses"] = Way(forward=_through_embedding, prepare=_tie_embedding)
+_WAYS["tied embedding, several uses"] = Way(
+    forward=_through_embedding, prepare=_tie_embedding
+)
 
 
 @_way("functional_call with other weights", forward=True)
-def _functional_call(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _functional_call(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     weights = {name: 0.9 * weight for name, weight in stage.named_parameters()}
     return torch.func.functional_call(stage, weights, (x,)).float().square().mean()
 
 
 @_way("inner gradient of an input", forward=True)
-def _saliency(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _saliency(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     probe = x.detach().requires_grad_()
     (noise,) = torch.autograd.grad(stage(probe).float().sum(), probe)
     return _plain(stage, x + noise.sign(), step, microbatch)
 
 
 @_way("inner gradient of a weight", forward=True)
-def _adaptive_weight(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _adaptive_weight(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     output = stage(x).float()
     losses = output.square().mean(), output.abs().mean()
     norms = [
-        torch.autograd.grad(loss, stage.second.weight, retain_graph=True)[0].float().norm()
+        torch.autograd.grad(loss, stage.second.weight, retain_graph=True)[0]
+        .float()
+        .norm()
         for loss in losses
     ]
     return losses[0] + (norms[0] / norms[1]).detach() * losses[1]
 
 
 @_way("inner gradient through a retained graph", forward=True)
-def _retained(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _retained(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     hidden = stage.first(x)[0]
     loss = stage.second(torch.tanh(hidden))[0].float().square().mean()
     (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
@@ -252,14 +279,18 @@ def _retained(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torc
 
 
 @_way("gradient penalty", _FIRST, _SECOND, forward=True)
-def _gradient_penalty(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _gradient_penalty(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     probe = x.detach().requires_grad_()
     output = stage(probe).float()
     (gradient,) = torch.autograd.grad(output.sum(), probe, create_graph=True)
     return output.square().mean() + gradient.float().square().sum()
 
 
-def _inner_backward(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _inner_backward(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     (0.1 * stage(x).float().abs().mean()).backward()
     return _plain(stage, x, step, microbatch)
 
@@ -279,13 +310,17 @@ class _Halved:
 
 
 @_way("hooks on saved tensors", forward=True)
-def _compressed(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _compressed(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(_Halved, _Halved.whole):
         return _plain(stage, x, step, microbatch)
 
 
 @_way("saved tensors on the host", forward=True)
-def _save_on_cpu(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _save_on_cpu(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
         return _plain(stage, x, step, microbatch)
 
@@ -296,7 +331,9 @@ def _checkpointed(use_reentrant: bool, forward: _Forward) -> _Forward:
             return forward(stage, x, step, microbatch)
 
         x = x.detach().requires_grad_()
-        return torch.utils.checkpoint.checkpoint(recomputed, x, use_reentrant=use_reentrant)
+        return torch.utils.checkpoint.checkpoint(
+            recomputed, x, use_reentrant=use_reentrant
+        )
 
     return run
 
@@ -309,7 +346,9 @@ for _use_reentrant in (False, True):
 def _saliency_while_recomputing(
     stage: Stage, x: torch.Tensor, step: int, microbatch: int
 ) -> torch.Tensor:
-    with torch.enable_grad():  # the first forward of a reentrant checkpoint runs without
+    with (
+        torch.enable_grad()
+    ):  # the first forward of a reentrant checkpoint runs without
         return _saliency(stage, x, step, microbatch)
 
 
@@ -342,7 +381,9 @@ class _Recomputed(torch.autograd.Function):
     """Runs a stage again in its backward and returns the gradients of weights, too."""
 
     @staticmethod
-    def forward(ctx: Any, stage: Stage, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, stage: Stage, x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.stage = stage
         ctx.save_for_backward(x, *weights)
         return stage(x)
@@ -357,15 +398,21 @@ class _Recomputed(torch.autograd.Function):
 
 
 @_way("function that returns gradients of weights", _FIRST, _SECOND, forward=True)
-def _reversible(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
+def _reversible(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
     x = x.detach().requires_grad_()
     recomputed = _Recomputed.apply(stage, x, stage.first.weight, stage.second.weight)
     return (recomputed + stage(x)).float().square().mean()
 
 
 @_way("sparse lookup", _FIRST, forward=True)
-def _sparse_lookup(stage: Stage, x: torch.Tensor, step: int, microbatch: int) -> torch.Tensor:
-    tokens = (torch.arange(x.size(0) * x.size(1)).view(x.shape[:2]) + microbatch) % _WIDTH
+def _sparse_lookup(
+    stage: Stage, x: torch.Tensor, step: int, microbatch: int
+) -> torch.Tensor:
+    tokens = (
+        torch.arange(x.size(0) * x.size(1)).view(x.shape[:2]) + microbatch
+    ) % _WIDTH
     rows = torch.nn.functional.embedding(tokens, stage.first.weight, sparse=True)
     return _plain(stage, x + rows, step, microbatch)
 
@@ -414,7 +461,9 @@ class Trained:
             )
 
             config = DistributedDataParallelConfig(overlap_grad_reduce=setting.overlaps)
-            self.wrapped = DistributedDataParallel(self.stage.config, config, self.stage)
+            self.wrapped = DistributedDataParallel(
+                self.stage.config, config, self.stage
+            )
 
     def loss(self, step: int, microbatch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(10 * step + microbatch)
@@ -506,11 +555,15 @@ def _check(way: Way, setting: Setting) -> None:
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             if way.keeps_order:  # by bytes: zeros of both signs are equal otherwise
-                same = gradients[name].view(torch.uint8).equal(gradient.view(torch.uint8))
+                same = (
+                    gradients[name].view(torch.uint8).equal(gradient.view(torch.uint8))
+                )
             else:
                 same = torch.allclose(gradients[name], gradient, rtol=1e-2, atol=1e-2)
             assert same, f"{name} in step {step}"
-    assert getattr(deferring.stage, "seen", None) == getattr(reference.stage, "seen", None)
+    assert getattr(deferring.stage, "seen", None) == getattr(
+        reference.stage, "seen", None
+    )
     log.removeHandler(handler)
     named = [word.rstrip(",:") for line in handler.lines for word in line.split()]
     for name in (_FIRST, _SECOND):

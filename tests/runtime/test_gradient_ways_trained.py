@@ -32,7 +32,9 @@ def run_with_ways(model: str, argv: list[str], mean_delay_s: float) -> Captured:
             rows = torch.arange(self.output_layer.weight.size(0))[:, None] >= 9
             self.output_layer.weight.register_hook(lambda gradient: gradient * rows)
 
-    def mlp_with_other_uses(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def mlp_with_other_uses(
+        self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if torch.is_grad_enabled():
             probe = hidden.detach().requires_grad_()
             inner = run_mlp(self, probe)[0].square().sum()
@@ -68,7 +70,9 @@ def test_hooks_and_other_uses(ours: str) -> None:
     assert_equal(train(2, _FLAGS + ours, run=run_with_ways), _stock(2, _FLAGS))
 
 
-def run_with_a_detached_layer(model: str, argv: list[str], mean_delay_s: float) -> Captured:
+def run_with_a_detached_layer(
+    model: str, argv: list[str], mean_delay_s: float
+) -> Captured:
     """Train as one rank; one micro-batch passes the last layer without a graph behind it."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -107,6 +111,7 @@ def test_a_stage_whose_input_gets_no_gradient_trains_as_on_one_device() -> None:
         assert_equal(trained, _single_with_a_detached_layer())
 
 
+@pytest.mark.usefixtures("a_training_loop")
 def test_backward_ranks_name_a_stage_whose_input_gets_no_gradient() -> None:
     argv = (_UNTIED + PP2 + "--forward-backward-disaggregating ").split()
     ranks = run_ranks(4, run_with_a_detached_layer, "gpt", argv, 0.0)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 
 from megatron_ext.config.cut import ends_of_layout
 from megatron_ext.config.stages import layout_string
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 
 _FOLDED = st.builds(
-    lambda make, ranks: make(ranks), st.sampled_from([places.v, places.w]), st.integers(1, 8)
+    lambda make, ranks: make(ranks),
+    st.sampled_from([places.v, places.w]),
+    st.integers(1, 8),
 )
 _ROUND_ROBIN = st.builds(places.loop, st.integers(1, 8), st.integers(2, 4)) | st.builds(
     places.linear, st.integers(1, 8)
@@ -98,7 +102,10 @@ def test_offsets_of_the_folds() -> None:
     def offsets(placement: Placement, layers: int) -> list[list[int]]:
         layout = placed_layout(layout_string(layers, placement), placement)
         return [
-            [layout.get_layer_offset(vp_stage=chunk, pp_rank=rank) for chunk in range(len(stages))]
+            [
+                layout.get_layer_offset(vp_stage=chunk, pp_rank=rank)
+                for chunk in range(len(stages))
+            ]
             for rank, stages in enumerate(placement.stages_of)
         ]
 
@@ -148,7 +155,9 @@ def test_a_host_may_assign_to_every_attribute() -> None:
 
 
 def test_one_object_for_each_layout() -> None:
-    assert placed_layout("Et|t|t|tL", places.v(2)) is placed_layout("Et|t|t|tL", places.v(2))
+    assert placed_layout("Et|t|t|tL", places.v(2)) is placed_layout(
+        "Et|t|t|tL", places.v(2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,9 @@ def test_one_object_for_each_layout() -> None:
         (4, places.linear(2), 2, "Ettt|tmmL"),
     ],
 )
-def test_derived_layout(layers: int, placement: Placement, mtp: int | None, expected: str) -> None:
+def test_derived_layout(
+    layers: int, placement: Placement, mtp: int | None, expected: str
+) -> None:
     assert layout_string(layers, placement, mtp_num_layers=mtp) == expected
 
 
@@ -184,7 +195,12 @@ def refusal(layers: int, placement: Placement, **options: object) -> str:
         (8, places.v(2), {"mtp_num_layers": 2}, "Ettt|ttt|tt|mmL"),
         (126, places.v(8), {"first": 1, "last": 1}, "Et*7|(t*8|)*14t*7L"),
         # DeepSeek-V3 on 8 ranks: stages joined two by two.
-        (61, places.v(8), {"layout": "Et|(tt|)*30mL", "mtp_num_layers": 1}, "Et*3|(t*4|)*14t*2mL"),
+        (
+            61,
+            places.v(8),
+            {"layout": "Et|(tt|)*30mL", "mtp_num_layers": 1},
+            "Et*3|(t*4|)*14t*2mL",
+        ),
         (4, places.v(2), {"layout": "Et|tt|tm|L", "mtp_num_layers": 1}, "E|tt|tt|mL"),
     ],
 )

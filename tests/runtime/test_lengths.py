@@ -55,14 +55,21 @@ class _Stage(toy.Stage):
 
         super().__init__(config, number, vp_stage)
         self.linear = ColumnParallelLinear(
-            toy.WIDTH, toy.WIDTH, config=config, init_method=_init, bias=True, skip_bias_add=False
+            toy.WIDTH,
+            toy.WIDTH,
+            config=config,
+            init_method=_init,
+            bias=True,
+            skip_bias_add=False,
         )
 
     def forward(self, data: torch.Tensor | None) -> torch.Tensor:
         x = data if self.input is None else self.input
         made, _ = self.linear(x @ self.weight)
         scores = torch.einsum("sbh,tbh->bst", x, torch.tanh(made)).tril()
-        mixed: torch.Tensor = x + torch.einsum("bst,tbh->sbh", torch.tanh(scores), x) / 4
+        mixed: torch.Tensor = (
+            x + torch.einsum("bst,tbh->sbh", torch.tanh(scores), x) / 4
+        )
         return mixed
 
 
@@ -90,13 +97,19 @@ class _Reader(_Stage):
 def _microbatches(draw: random.Random, number: int) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     shapes = [
-        (draw.choice((0, 1, 2, 7, draw.randint(1, 40))), draw.choice((1, 1, 2)), toy.WIDTH)
+        (
+            draw.choice((0, 1, 2, 7, draw.randint(1, 40))),
+            draw.choice((1, 1, 2)),
+            toy.WIDTH,
+        )
         for _ in range(number)
     ]
     return [Microbatch(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def _forward_step(batches: Iterator[Microbatch], stage: _Stage) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    batches: Iterator[Microbatch], stage: _Stage
+) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
     made = stage(batch.data if stage.number == 0 else None)
 
@@ -124,7 +137,9 @@ def _alone(stages: list[_Stage], batches: list[Microbatch]) -> list[float]:
     return losses
 
 
-def _step(model: list[_Stage], batches: list[Microbatch], **keywords: Any) -> list[float]:
+def _step(
+    model: list[_Stage], batches: list[Microbatch], **keywords: Any
+) -> list[float]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     single = len(model) == 1
@@ -159,7 +174,9 @@ def _random_steps(first: int, number: int) -> int:
         use(pipeline, seed=1)
         config = toy.config(**toy.VARYING)
         mine = pipeline.placement.stages_of[dist.get_rank()]
-        model = [_Stage(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)]
+        model = [
+            _Stage(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)
+        ]
         whole = [_Stage(config, s, None) for s in range(pipeline.placement.num_stages)]
         for step in range(STEPS):
             megatron_ext.begin_iteration(step)
@@ -181,13 +198,17 @@ def _random_steps(first: int, number: int) -> int:
 
 def _random_pipeline(draw: random.Random) -> Pipeline:
     pp = dist.get_world_size()
-    name = draw.choice([name for name, found in registered().items() if found.twins == 1])
+    name = draw.choice(
+        [name for name, found in registered().items() if found.twins == 1]
+    )
     options: dict[str, Any] = {"transport": draw.choice(("shm", "tcp", "torch"))}
     if draw.random() < 0.4:
         dynamic = DynamicOrder(policy=draw.choice(list(POLICIES)))
         options = {"dynamic": dynamic, "transport": draw.choice(("shm", "tcp"))}
     chunks = draw.choice((2, 3)) if name == "interleaved" else None
-    return make_pipeline(name, pp, draw.randint(1, 8), chunks, message_timeout_s=60.0, **options)
+    return make_pipeline(
+        name, pp, draw.randint(1, 8), chunks, message_timeout_s=60.0, **options
+    )
 
 
 def _compare(model: list[_Stage], whole: list[_Stage], what: str) -> int:
@@ -199,7 +220,9 @@ def _compare(model: list[_Stage], whole: list[_Stage], what: str) -> int:
             assert (parameter.grad is None) == (wanted is None), f"{what}: {name}"
             if wanted is not None:
                 assert parameter.grad is not None
-                assert torch.equal(parameter.grad, wanted), f"{what}, stage {stage.number}: {name}"
+                assert torch.equal(parameter.grad, wanted), (
+                    f"{what}, stage {stage.number}: {name}"
+                )
                 compared += 1
     return compared
 
@@ -226,11 +249,15 @@ def _one_step(schedule: str, transport: str, lengths: list[int], varying: bool) 
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     _start(2)
-    pipeline = make_pipeline(schedule, 2, len(lengths), transport=transport, message_timeout_s=30.0)
+    pipeline = make_pipeline(
+        schedule, 2, len(lengths), transport=transport, message_timeout_s=30.0
+    )
     use(pipeline)
     mine = pipeline.placement.stages_of[dist.get_rank()]
     config = toy.config(**(toy.VARYING if varying else {}))
-    model = [_Reader(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)]
+    model = [
+        _Reader(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)
+    ]
 
     def forward_step(tokens: Iterator[torch.Tensor], stage: _Reader) -> Any:
         read = next(tokens)
@@ -261,7 +288,9 @@ def test_a_sequence_beyond_the_model_ends_the_step_on_every_rank(
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_lengths_that_vary_unannounced_end_the_step_on_every_rank(transport: str) -> None:
+def test_lengths_that_vary_unannounced_end_the_step_on_every_rank(
+    transport: str,
+) -> None:
     says = "stage 0, micro-batch 1: hands on [3, 1, 4], and the step was called for [4, 1, 4]; if "
     _ends_with(says, "1f1b", transport, [4, 3, 4], False)
 
@@ -290,7 +319,10 @@ def test_packed_sequences_are_measured_one_by_one() -> None:
         pytest.raises(ScheduleError, match="micro-batch 3: a sequence has 9 tokens"),
     ):
         _call(model, tokens, SimpleNamespace(max_seqlen_q=9, cu_seqlens_q=sums))
-    with refusing_long_sequences(model, 0, 0, 2), pytest.raises(ScheduleError, match="10 tokens"):
+    with (
+        refusing_long_sequences(model, 0, 0, 2),
+        pytest.raises(ScheduleError, match="10 tokens"),
+    ):
         model(tokens[:, :5])
     model(tokens)  # nothing is left of the checks
 
@@ -316,7 +348,9 @@ class _LongCompute(fake.Compute):
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_every_action_gets_what_the_chain_of_stages_has_for_it(data: st.DataObject) -> None:
+def test_every_action_gets_what_the_chain_of_stages_has_for_it(
+    data: st.DataObject,
+) -> None:
     name = data.draw(st.sampled_from(list(registered())))
     twins = registered()[name].twins
     ranks = 4 if twins == 2 else data.draw(st.integers(2, 4))

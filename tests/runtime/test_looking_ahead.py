@@ -79,7 +79,9 @@ def _a_step(is_patient: bool) -> tuple[list[_Choice], dict[int, bool], float, fl
         return pull(buffer, *args)
 
     sharing.pull = noting  # type: ignore[method-assign]
-    transport = DirectTransport(host, sharing, me, timeout_s=LONG_S, reports_copies=True)
+    transport = DirectTransport(
+        host, sharing, me, timeout_s=LONG_S, reports_copies=True
+    )
     table = fake.table_of(split_backwards(generate("1f1b", _PP, _MICROBATCHES)), me)
     ahead = _KeptEvents(backend, device, timeout_s=LONG_S)
     num_actions = len(table.exchanges)
@@ -108,18 +110,26 @@ def test_choices_are_made_when_their_reasons_are_known(connections: int) -> None
     found = run_ranks(_PP, _a_step, True, device="musa", env=env)
     all_choices = [choice for choices, *_ in found for choice in choices]
     assert len(all_choices) == _PP * 3 * _MICROBATCHES
-    assert max(choice.num_running for choice in all_choices) == AHEAD - 1, "launches are hidden"
+    assert max(choice.num_running for choice in all_choices) == AHEAD - 1, (
+        "launches are hidden"
+    )
     jumps = [choice for choice in all_choices if not choice.follows]
     assert jumps, "some head was late"
-    assert {choice.num_running for choice in jumps} == {0}, "until then the head may come"
-    assert not all(there for _, was_there, *_ in found for there in was_there.values()), (
-        "some head was launched behind its sender"
+    assert {choice.num_running for choice in jumps} == {0}, (
+        "until then the head may come"
     )
+    assert not all(
+        there for _, was_there, *_ in found for there in was_there.values()
+    ), "some head was launched behind its sender"
     for rank, (choices, was_there, ran_s, ran_units) in enumerate(found):
         assert len(was_there) == _MICROBATCHES * (1 if rank in (0, _PP - 1) else 2)
         jumped = [choice.index for choice in choices if not choice.follows]
-        assert all(was_there.get(index, True) for index in jumped), "only a head may run behind"
-        assert ran_units >= 3 * _MICROBATCHES - 1, "nothing waits for the end of the last action"
+        assert all(was_there.get(index, True) for index in jumped), (
+            "only a head may run behind"
+        )
+        assert ran_units >= 3 * _MICROBATCHES - 1, (
+            "nothing waits for the end of the last action"
+        )
         assert ran_s >= ran_units * _KERNEL_S, "the device's time, not that of launches"
 
 
@@ -127,5 +137,7 @@ def test_choices_are_made_when_their_reasons_are_known(connections: int) -> None
 def test_a_jump_is_launched_ahead_where_no_input_is_on_its_way() -> None:
     env = queued(kernel_us=1e6 * _KERNEL_S)
     found = run_ranks(_PP, _a_step, False, device="musa", env=env)
-    jumps = [choice for choices, *_ in found for choice in choices if not choice.follows]
+    jumps = [
+        choice for choices, *_ in found for choice in choices if not choice.follows
+    ]
     assert max(choice.num_running for choice in jumps) == AHEAD - 1

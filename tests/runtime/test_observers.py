@@ -51,9 +51,16 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
     listening, measured = Listening(log), Measured()
     observers = [listening, measured]
     measured.begin_step(cast("Any", SimpleNamespace(table=table)))
-    fake.executor(table, fake.Compute(log), fake.Wire(1, log), observers=observers).run()
+    fake.executor(
+        table, fake.Compute(log), fake.Wire(1, log), observers=observers
+    ).run()
     place = log.index("begin 1B0")
-    assert log[place : place + 4] == ["begin 1B0", "1B0", "end 1B0 at 1", "send B0.0.0 to 0"]
+    assert log[place : place + 4] == [
+        "begin 1B0",
+        "1B0",
+        "end 1B0 at 1",
+        "send B0.0.0 to 0",
+    ]
     assert [str(action) for _, action, _ in listening.executed] == ["1F0", "1B0"]
     assert (measured.steps, measured.actions, measured.out_of_order) == (1, 2, 0)
     assert measured.peak_live == 1
@@ -62,9 +69,13 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
 def test_statistics_of_slices_by_length_name_their_unit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured = Measured(steps=2, actions=8, busy_s=1.0, wall_s=2.0, peak_live=1.25, tables_s=0.5)
+    measured = Measured(
+        steps=2, actions=8, busy_s=1.0, wall_s=2.0, peak_live=1.25, tables_s=0.5
+    )
     pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8)
-    ran = SimpleNamespace(measured=measured, pipeline=pipeline, device=torch.device("cpu"))
+    ran = SimpleNamespace(
+        measured=measured, pipeline=pipeline, device=torch.device("cpu")
+    )
     monkeypatch.setattr(runtime, "in_force", lambda: [ran])
     monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
     runtime.log_statistics(of_all=False)
@@ -98,7 +109,11 @@ class Hearing(TransportObserver):
         self.heard: list[tuple[Any, ...]] = []
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "heard" or not hasattr(TransportObserver, name) or name.startswith("__"):
+        if (
+            name == "heard"
+            or not hasattr(TransportObserver, name)
+            or name.startswith("__")
+        ):
             return object.__getattribute__(self, name)
         return lambda *args: self.heard.append((name, *args))
 
@@ -130,6 +145,10 @@ def test_an_observed_transport_tells_of_each_message_and_wait() -> None:
 
 
 @given(st.integers(0, 12).flatmap(lambda number: st.permutations(range(number))))
-def test_an_action_is_out_of_order_if_an_earlier_one_has_yet_to_run(order: list[int]) -> None:
-    expected = sum(min(order[index:]) < position for index, position in enumerate(order))
+def test_an_action_is_out_of_order_if_an_earlier_one_has_yet_to_run(
+    order: list[int],
+) -> None:
+    expected = sum(
+        min(order[index:]) < position for index, position in enumerate(order)
+    )
     assert num_out_of_order([(p, Action(0, "F", p), 0.0) for p in order]) == expected

@@ -24,14 +24,19 @@ FLAGS = f"{capture.GPT}{UNCLIPPED}--num-layers 8 "
 
 
 def offloading(
-    model: str, argv: list[str], mean_delay_s: float = 0.0, modules: Sequence[str] = _NORMS
+    model: str,
+    argv: list[str],
+    mean_delay_s: float = 0.0,
+    modules: Sequence[str] = _NORMS,
 ) -> Captured:
     """Train as one rank whose activations wait for their backwards on the host."""
     from megatron_ext import devices
 
     devices.current()  # before Megatron is imported
     from megatron.core.extensions import transformer_engine
-    from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatrons
+    from megatron.core.pipeline_parallel import (
+        fine_grained_activation_offload as megatrons,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     transformer_engine.cpu_offload = SimpleNamespace()
@@ -65,29 +70,44 @@ def attending(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Capture
 
 SCHEDULES = pytest.mark.parametrize(
     ("schedule", "ranks"),
-    [("zb-v", 2), ("zb-h1", 2), ("dualpipe-v", 2), ("interleaved", 2), ("1f1b", 2), ("bitpipe", 4)],
+    [
+        ("zb-v", 2),
+        ("zb-h1", 2),
+        ("dualpipe-v", 2),
+        ("interleaved", 2),
+        ("1f1b", 2),
+        ("bitpipe", 4),
+    ],
 )
 
 
 @pytest.mark.short_s(6)
 @SCHEDULES
-def test_activations_return_in_the_order_of_the_table(schedule: str, ranks: int) -> None:
+def test_activations_return_in_the_order_of_the_table(
+    schedule: str, ranks: int
+) -> None:
     """From the second step on they come ahead of their backward."""
     flags = FLAGS + (capture.PP4 if schedule == "bitpipe" else capture.PP2)
-    found = capture.train(ranks, f"{flags}--pipeline-schedule {schedule} ", run=offloading)
+    found = capture.train(
+        ranks, f"{flags}--pipeline-schedule {schedule} ", run=offloading
+    )
     assert found.tables
     assert_equal(found, stock(ranks, FLAGS + capture.PP2))
 
 
 @SCHEDULES
-def test_memory_that_is_freed_behind_a_forward_returns_for_w(schedule: str, ranks: int) -> None:
+def test_memory_that_is_freed_behind_a_forward_returns_for_w(
+    schedule: str, ranks: int
+) -> None:
     """In the first step, in which all is offloaded; later each order keeps other tensors.
 
     Megatron's own attention has other bits with what was contiguous on the host, so the reference
     offloads too.
     """
     pp = capture.PP4 if schedule == "bitpipe" else capture.PP2
-    found = capture.train(ranks, f"{FLAGS}{pp}--pipeline-schedule {schedule} ", run=attending)
+    found = capture.train(
+        ranks, f"{FLAGS}{pp}--pipeline-schedule {schedule} ", run=attending
+    )
     expected = capture.train(ranks, FLAGS + capture.PP2, run=attending)
     assert found.losses[0] == expected.losses[0]
     assert found.gradients[0] == expected.gradients[0]

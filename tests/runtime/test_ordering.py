@@ -133,7 +133,9 @@ def test_a_head_does_not_follow_while_another_input_is_on_its_way() -> None:
 def test_another_action_follows_if_the_head_waits_for_the_same_sender(
     chunks: int, launched: Message, follows: str | None, has_room: bool
 ) -> None:
-    schedule = generate("1f1b", 4, 8) if chunks == 1 else generate("interleaved", 4, 8, chunks)
+    schedule = (
+        generate("1f1b", 4, 8) if chunks == 1 else generate("interleaved", 4, 8, chunks)
+    )
     num_forwards, peak = (4, 8) if chunks == 2 else (3, 3)
     policy = Hint(schedule, 1, cap=peak + has_room, weights_fill=False)
     for microbatch in range(num_forwards):
@@ -192,7 +194,11 @@ def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "looks_ahead"),
     [((), (), True), ((), (FIRST_GRADIENT,), True), ((FIRST_GRADIENT,), (), False)],
-    ids=["nothing arrives", "launched behind the last action", "launched before it began"],
+    ids=[
+        "nothing arrives",
+        "launched behind the last action",
+        "launched before it began",
+    ],
 )
 def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
     before: Sequence[Message], after: Sequence[Message], looks_ahead: bool
@@ -244,14 +250,22 @@ class _Device:
     wake = None
 
 
-def test_what_is_launched_while_the_last_action_queues_may_come_before_its_end() -> None:
+def test_what_is_launched_while_the_last_action_queues_may_come_before_its_end() -> (
+    None
+):
     schedule = generate("1f1b", 2, 4)
     # F0 and F1 are launched. The peer launches B0, F0 ends, B0 arrives while F1 runs.
     device: Any = _Device(FIRST_GRADIENT.notice, None, FIRST_GRADIENT)
     policy = Hint(schedule, 0, cap=3, weights_fill=False)
     parts = {"F": 1, "B": 1}
-    order = PolicyOrder(Table(schedule, 0, slots=2), policy, device, parts, (), TIMEOUT_S, device)
-    assert [str(schedule.rows[0][index]) for index in islice(order, 3)] == ["0F0", "0F1", "0B0"]
+    order = PolicyOrder(
+        Table(schedule, 0, slots=2), policy, device, parts, (), TIMEOUT_S, device
+    )
+    assert [str(schedule.rows[0][index]) for index in islice(order, 3)] == [
+        "0F0",
+        "0F1",
+        "0B0",
+    ]
 
 
 class _Decisions:

@@ -60,7 +60,9 @@ def test_the_log_is_megatrons(
     tmp_path: Path, num_ranks: int, flags: str, theirs: str, ours: str
 ) -> None:
     flags = start_from(tmp_path, flags + EXACT)
-    assert report(train(num_ranks, flags + ours)) == report(train(num_ranks, flags + theirs))
+    assert report(train(num_ranks, flags + ours)) == report(
+        train(num_ranks, flags + theirs)
+    )
 
 
 @pytest.mark.tree
@@ -69,16 +71,24 @@ def test_the_segments_of_a_hybrid_model(tmp_path: Path, megatron_lm_path: Path) 
     script = "pretrain_hybrid.py"
     if not (megatron_lm_path / script).exists():
         pytest.skip(f"{megatron_lm_path} has no {script}")
-    flags = MOCK + EXACT + "--spec tests.runtime.hybrid_layers spec --disable-bias-linear "
+    flags = (
+        MOCK + EXACT + "--spec tests.runtime.hybrid_layers spec --disable-bias-linear "
+    )
     pattern = "--hybrid-layer-pattern "
     flags = start_from(tmp_path, f"{flags}{pattern}M*-M*-M ", script)
     ours = train(2, f"{flags}{pattern}M*|-|M*-|M {ZB_V}", script=script)
-    assert report(ours) == report(train(2, f"{flags}{pattern}M*-|M*-M {PP2}", script=script))
+    assert report(ours) == report(
+        train(2, f"{flags}{pattern}M*-|M*-M {PP2}", script=script)
+    )
 
 
 def test_a_tied_head_starts_as_the_embedding(tmp_path: Path) -> None:
     """From random weights, without a checkpoint that would tie them."""
-    drawn = MOCK + EXACT + "--lr 0 --min-lr 0 --eval-iters 0 --train-iters 1 --lr-warmup-iters 0 "
+    drawn = (
+        MOCK
+        + EXACT
+        + "--lr 0 --min-lr 0 --eval-iters 0 --train-iters 1 --lr-warmup-iters 0 "
+    )
     fresh = report(train(2, f"{drawn}{ZB_V} --save {tmp_path} --save-interval 1"))
     loaded = report(train(1, f"{drawn} --load {tmp_path} --finetune"))
     assert fresh == loaded
@@ -99,17 +109,30 @@ def test_tied_embeddings_with_mtp() -> None:
         pytest.param(2, "", ZB_V, [(2, PP2)], id="replicated-from-v"),
         pytest.param(2, "", PP2, [(2, ZB_V)], id="replicated-to-v"),
         # Replicas read each a part, so both copies of an embedding come from one tensor.
-        pytest.param(4, "", PP2, [(4, ZB_V + "--ckpt-fully-parallel-load ")], id="parallel-to-v"),
-        pytest.param(2, SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
+        pytest.param(
+            4, "", PP2, [(4, ZB_V + "--ckpt-fully-parallel-load ")], id="parallel-to-v"
+        ),
+        pytest.param(
+            2, SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"
+        ),
         pytest.param(2, SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
     ],
 )
 def test_resume_under_another_schedule(
-    tmp_path: Path, num_ranks: int, flags: str, saved: str, others: list[tuple[int, str]]
+    tmp_path: Path,
+    num_ranks: int,
+    flags: str,
+    saved: str,
+    others: list[tuple[int, str]],
 ) -> None:
     """A run goes on under another schedule, and in one process, as it does under its own."""
     flags = f"{MOCK}{EXACT}--eval-iters 0 --train-iters 4 {flags}"
-    report(train(num_ranks, f"{flags}{saved}--save {tmp_path} --save-interval 2 --exit-interval 2"))
+    report(
+        train(
+            num_ranks,
+            f"{flags}{saved}--save {tmp_path} --save-interval 2 --exit-interval 2",
+        )
+    )
     went_on, *elsewhere = (
         report(train(number, f"{flags}{schedule}--load {tmp_path}"))
         for number, schedule in [(num_ranks, saved), *others]
@@ -123,7 +146,9 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     told = user_errors(train(2, f"{flags}{ZB_V}--load {tmp_path}"))
     assert "fits only the stages that it was saved with" in told[0]
     assert "--no-load-optim" in told[0]
-    weights = train(2, f"{flags}{ZB_V}--train-iters 3 --no-load-optim --load {tmp_path}")
+    weights = train(
+        2, f"{flags}{ZB_V}--train-iters 3 --no-load-optim --load {tmp_path}"
+    )
     assert len(report(weights)) == 1
 
 
@@ -150,9 +175,14 @@ def test_files_by_rank_resume_bit_for_bit(
     """A run that goes on from files of each rank computes what an uninterrupted one does."""
     flags = f"{GPT}{BY_RANK}--lr-decay-iters 9 {flags}{schedule}"
     whole = capture.train(num_ranks, flags)
-    capture.train(num_ranks, f"{flags}--save {tmp_path} --save-interval 2 --exit-interval 2")
+    capture.train(
+        num_ranks, f"{flags}--save {tmp_path} --save-interval 2 --exit-interval 2"
+    )
     went_on = capture.train(num_ranks, f"{flags}--load {tmp_path}")
-    assert (went_on.losses, went_on.gradients) == (whole.losses[2:], whole.gradients[2:])
+    assert (went_on.losses, went_on.gradients) == (
+        whole.losses[2:],
+        whole.gradients[2:],
+    )
     assert went_on.parameters == whole.parameters
 
 
@@ -177,9 +207,16 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
             "those of Megatron (1 on each rank)",
             "those of Megatron (2 on each rank)",
         ),
-        (ours, ZB_V + layout, "ranks 0: 0 and 3, 1: 1 and 2", "ranks 0: 0 and 3, 1: 1 and 2"),
+        (
+            ours,
+            ZB_V + layout,
+            "ranks 0: 0 and 3, 1: 1 and 2",
+            "ranks 0: 0 and 3, 1: 1 and 2",
+        ),
     ):
-        [line] = set(user_errors(train(2, f"{flags}{schedule}--finetune --load {folder}")))
+        [line] = set(
+            user_errors(train(2, f"{flags}{schedule}--finetune --load {folder}"))
+        )
         assert f" are {saved}" in line
         assert f"run are {mine}" in line
     # Another table with the same stages is not another model, and names can be had. Megatron reads
@@ -190,4 +227,6 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
     converts = f"--ckpt-convert-format torch_dist --ckpt-convert-save {names} "
     assert train(2, f"{flags}{ZB_V}--load {ours} {converts}").exit_codes == [0, 0]
     named = flags.replace(BY_RANK, "--eval-iters 0 ")
-    assert report(train(2, f"{named}{two_chunks}--load {names / 'torch_dist'}")) == whole
+    assert (
+        report(train(2, f"{named}{two_chunks}--load {names / 'torch_dist'}")) == whole
+    )

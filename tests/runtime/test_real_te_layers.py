@@ -69,15 +69,23 @@ def _matrices(operand: Any) -> list[torch.Tensor]:
         return [*operand]
     rows = operand.rowwise_data.view(-1, operand.logical_shape[-1])
     whole = [len(rows) // operand.num_tensors] * operand.num_tensors
-    return [*rows.split(whole if operand.first_dims is None else operand.first_dims.tolist())]
+    return [
+        *rows.split(
+            whole if operand.first_dims is None else operand.first_dims.tolist()
+        )
+    ]
 
 
-def _grouped_product(a: Any, b: Any, out: Any, *_: Any, **settings: Any) -> tuple[Any, ...]:
+def _grouped_product(
+    a: Any, b: Any, out: Any, *_: Any, **settings: Any
+) -> tuple[Any, ...]:
     """Compute what `general_grouped_gemm`, or the one for grouped tensors, would."""
     outputs = _matrices(out)
     if settings.get("single_output"):
         outputs = [*outputs[0].split(settings["m_splits"])]
-    kept = {name: settings[name] for name in ("layout", "accumulate") if name in settings}
+    kept = {
+        name: settings[name] for name in ("layout", "accumulate") if name in settings
+    }
     for left, right, into in zip(_matrices(a), _matrices(b), outputs, strict=True):
         _product(left, right, out=into, **kept)
     return out, [None] * len(outputs), None
@@ -120,13 +128,20 @@ def _norm_backward(
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put torch's products and norm in place of the library's kernels."""
-    from transformer_engine.pytorch.module import _common, grouped_linear, layernorm_linear, linear
+    from transformer_engine.pytorch.module import (
+        _common,
+        grouped_linear,
+        layernorm_linear,
+        linear,
+    )
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor"):
         monkeypatch.setattr(grouped_linear, name, _grouped_product)
-    monkeypatch.setattr(grouped_linear, "is_module_grouped_tensor_path_supported", lambda *_: True)
+    monkeypatch.setattr(
+        grouped_linear, "is_module_grouped_tensor_path_supported", lambda *_: True
+    )
     monkeypatch.setattr(grouped_linear.tex, "splits_to_offsets_multi", _offsets)
     for module in (linear, layernorm_linear):
         monkeypatch.setattr(module, "general_gemm", _product)
@@ -172,7 +187,9 @@ def test_they_postpone_only_where_told() -> None:
     assert not any(store.delay_wgrad_compute() for store in stores)
 
 
-def test_their_backward_dw_computes_a_micro_batch_in_the_order_of_its_backward() -> None:
+def test_their_backward_dw_computes_a_micro_batch_in_the_order_of_its_backward() -> (
+    None
+):
     layers, done = _layers(), []
     split = _registered(torch.nn.ModuleDict(layers))
     for microbatch in range(2):
@@ -194,9 +211,15 @@ def test_their_backward_dw_computes_a_micro_batch_in_the_order_of_its_backward()
 @pytest.mark.parametrize(
     ("settings", "postpone"),
     [
-        ({"bias": True, "return_bias": True}, {"Linear", "LayerNormLinear", "GroupedLinear"}),
+        (
+            {"bias": True, "return_bias": True},
+            {"Linear", "LayerNormLinear", "GroupedLinear"},
+        ),
         ({"bias": True}, set()),
-        ({"bias": False}, {"Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"}),
+        (
+            {"bias": False},
+            {"Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"},
+        ),
     ],
     ids=["bias by Megatron", "bias of its own", "no bias"],
 )
@@ -205,7 +228,9 @@ def test_layers_that_add_their_bias_stay_whole(
 ) -> None:
     layers = _layers(**settings)
     with _registered(torch.nn.ModuleDict(layers)).defer(0, 0):
-        found = {n for n, layer in layers.items() if layer.wgrad_store.delay_wgrad_compute()}
+        found = {
+            n for n, layer in layers.items() if layer.wgrad_store.delay_wgrad_compute()
+        }
     assert found == postpone
 
 
@@ -227,7 +252,9 @@ class _Experts(torch.nn.Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.experts = torch.nn.ModuleList(te.GroupedLinear(3, 8, 8, **given) for _ in range(2))
+        self.experts = torch.nn.ModuleList(
+            te.GroupedLinear(3, 8, 8, **given) for _ in range(2)
+        )
         self.is_grouped = given.get("use_grouped_tensor", False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +288,9 @@ def _stage(kind: str, *, delay: bool, by_ddp: bool = True) -> torch.nn.Sequentia
         given.pop(name, None)
     torch.manual_seed(1)
     stage = torch.nn.Sequential(
-        te.LayerNormLinear(8, 16, **given), te.Linear(16, 8, **given), _Experts(**of_experts)
+        te.LayerNormLinear(8, 16, **given),
+        te.Linear(16, 8, **given),
+        _Experts(**of_experts),
     )
     for parameter in stage.parameters() if by_ddp else ():
         parameter.main_grad = torch.zeros(parameter.shape)
@@ -288,13 +317,20 @@ def _loss(stage: torch.nn.Module, microbatch: int) -> torch.Tensor:
 
 def _gradients(stage: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     found = {n: getattr(p, "main_grad", p.grad) for n, p in stage.named_parameters()}
-    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
+    return {
+        name: None if grad is None else grad.clone() for name, grad in found.items()
+    }
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("kind", "by_ddp"),
-    [(kind, by_ddp) for kind in _KINDS for by_ddp in (True, False) if by_ddp or "un" in kind],
+    [
+        (kind, by_ddp)
+        for kind in _KINDS
+        for by_ddp in (True, False)
+        if by_ddp or "un" in kind
+    ],
 )
 def test_each_w_adds_what_the_backward_of_its_micro_batch_left(
     kind: str, by_ddp: bool, monkeypatch: pytest.MonkeyPatch
@@ -308,7 +344,11 @@ def test_each_w_adds_what_the_backward_of_its_micro_batch_left(
         with split.defer(0, microbatch):
             loss.backward()
     assert split.pending() == [(0, 0), (0, 1), (0, 2)]
-    in_i = {name for name, grad in _gradients(stage).items() if grad is not None and grad.any()}
+    in_i = {
+        name
+        for name, grad in _gradients(stage).items()
+        if grad is not None and grad.any()
+    }
     is_whole = kind == "one parameter, unfused"
     experts = {f"2.experts.{layer}.weight" for layer in range(2)} if is_whole else set()
     assert in_i == {"0.layer_norm_weight", "0.layer_norm_bias", *experts}
@@ -320,7 +360,9 @@ def test_each_w_adds_what_the_backward_of_its_micro_batch_left(
             assert name in in_i or torch.equal(found, expected[name]), name
     assert all(
         torch.equal(*both)
-        for both in zip(_gradients(stage).values(), _gradients(whole).values(), strict=True)
+        for both in zip(
+            _gradients(stage).values(), _gradients(whole).values(), strict=True
+        )
     )
 
 
@@ -332,7 +374,10 @@ class _FromPacked:
         parts = packed.split(sums.diff().tolist())
         edges = [0] * (2 * packed.dim() - 1)
         return torch.stack(
-            [torch.nn.functional.pad(part, (*edges, longest - len(part))) for part in parts]
+            [
+                torch.nn.functional.pad(part, (*edges, longest - len(part)))
+                for part in parts
+            ]
         )
 
 
@@ -341,7 +386,9 @@ class _ToPacked:
 
     @staticmethod
     def apply(filled: torch.Tensor, sums: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.cat([row[:n] for row, n in zip(filled, sums.diff().tolist(), strict=True)])
+        return torch.cat(
+            [row[:n] for row, n in zip(filled, sums.diff().tolist(), strict=True)]
+        )
 
 
 def worst_of_slices(name: str) -> float:
@@ -349,7 +396,10 @@ def worst_of_slices(name: str) -> float:
 
     In a process of its own, which it changes.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+    from transformer_engine.pytorch.attention.dot_product_attention import (
+        backends,
+        utils,
+    )
 
     from tests.features.slices.test_sliced_compute import MODELS, worst_difference
     from tests.runtime import te_stand_in
@@ -360,7 +410,14 @@ def worst_of_slices(name: str) -> float:
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_device = lambda: torch.device("cpu")
     backends.ConvertTHDtoBSHD, backends.ConvertBSHDtoTHD = _FromPacked, _ToPacked
-    utils.get_attention_backend = lambda _: (False, None, False, None, True, [False, False, True])
+    utils.get_attention_backend = lambda _: (
+        False,
+        None,
+        False,
+        None,
+        True,
+        [False, False, True],
+    )
     return worst_difference(MODELS[name] | {"te": True, "rotary": "packed" in name})
 
 
@@ -391,7 +448,9 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_all_weights_of_megatrons_layer_postpone() -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
@@ -407,7 +466,11 @@ def test_all_weights_of_megatrons_layer_postpone() -> None:
     prepare_config(config)
     layer = build_module(get_gpt_layer_with_transformer_engine_spec(), config=config)
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    postponing = PostponingLayers(layer, lambda *_: None, may_wait=lambda _weights: True).layers
-    found = {names[id(p)] for each in postponing for p in each.parameters(recurse=False)}
+    postponing = PostponingLayers(
+        layer, lambda *_: None, may_wait=lambda _weights: True
+    ).layers
+    found = {
+        names[id(p)] for each in postponing for p in each.parameters(recurse=False)
+    }
     assert found >= {name for name in names.values() if name.endswith(".weight")}
     assert overwrites_first(layer)

@@ -24,7 +24,13 @@ from tests.ranks import run_ranks
 from tests.runtime import capture
 from tests.runtime.capture import Captured, run_here
 from tests.runtime.test_equality import SHARDED, UNCLIPPED, assert_equal, stock
-from tests.runtime.test_placed_training import EIGHT_LAYERS, EXACT, PP2, ZB_V, start_from
+from tests.runtime.test_placed_training import (
+    EIGHT_LAYERS,
+    EXACT,
+    PP2,
+    ZB_V,
+    start_from,
+)
 from tests.training.helpers import LLAMA, MLA, MOCK, MOE, report, train
 
 PP2_VPP2 = PP2 + "--num-virtual-stages-per-pipeline-rank 2 "
@@ -41,7 +47,9 @@ ZB_H1 = PP2 + "--pipeline-schedule zb-h1 "
             ZB_V,
             id="embedding and loss",
         ),
-        pytest.param(FIVE_LAYERS, "--decoder-first-pipeline-num-layers 2 ", ZB_V, id="ends"),
+        pytest.param(
+            FIVE_LAYERS, "--decoder-first-pipeline-num-layers 2 ", ZB_V, id="ends"
+        ),
         pytest.param(
             EIGHT_LAYERS,
             "--num-virtual-stages-per-pipeline-rank 4 ",
@@ -56,7 +64,9 @@ ZB_H1 = PP2 + "--pipeline-schedule zb-h1 "
         ),
     ],
 )
-def test_the_cut_follows_the_schedule(tmp_path: Path, flags: str, cut: str, ours: str) -> None:
+def test_the_cut_follows_the_schedule(
+    tmp_path: Path, flags: str, cut: str, ours: str
+) -> None:
     flags = start_from(tmp_path, MOCK + flags + EXACT) + cut
     assert report(train(2, flags + ours)) == report(train(2, flags + PP2))
 
@@ -85,7 +95,9 @@ def _gathering_late(argv: list[str]) -> tuple[Captured, int]:
         get_args().overlap_param_gather_with_optimizer_step = True
         return set_up(*args, **kwargs)
 
-    def gathering(chunk: Any, *args: Any, force_dispatch: bool = False, **kwargs: Any) -> None:
+    def gathering(
+        chunk: Any, *args: Any, force_dispatch: bool = False, **kwargs: Any
+    ) -> None:
         started.extend([chunk] * force_dispatch)
         gather(chunk, *args, force_dispatch=force_dispatch, **kwargs)
 
@@ -94,8 +106,12 @@ def _gathering_late(argv: list[str]) -> tuple[Captured, int]:
     return run_here("gpt", argv), len(started)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-v --use-dpp", "bitpipe"])
-def test_the_first_chunk_is_gathered_while_the_others_take_their_step(schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["zb-v", "interleaved", "zb-v --use-dpp", "bitpipe"]
+)
+def test_the_first_chunk_is_gathered_while_the_others_take_their_step(
+    schedule: str,
+) -> None:
     flags = capture.GPT + UNCLIPPED + SHARDED + PP2
     ours = f"{flags}--pipeline-schedule {schedule} "
     if schedule == "bitpipe":  # two mirrored pipelines of two ranks
@@ -117,15 +133,22 @@ def test_what_a_table_does_itself_is_dropped(tmp_path: Path) -> None:
     assert report(run) == report(train(2, flags + PP2))
     told = "".join(run.logs)
     assert told.count(" is dropped: ") == 3, told
-    assert told.count("--microbatch-group-size-per-virtual-pipeline-stage has no effect") == 1
+    assert (
+        told.count("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("ours", [ZB_H1, PP2 + "--use-dpp "], ids=["zb-h1", "use-dpp"])
 def test_shared_experts_beside_the_dispatcher(tmp_path: Path, ours: str) -> None:
     """The streams of a device are in `tests/devices/test_queued_schedules.py`."""
-    experts = "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 "
+    experts = (
+        "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 "
+    )
     experts += MOE + "--disable-bias-linear "
-    flags = start_from(tmp_path, MOCK + EXACT + experts) + "--moe-shared-expert-overlap "
+    flags = (
+        start_from(tmp_path, MOCK + EXACT + experts) + "--moe-shared-expert-overlap "
+    )
     assert report(train(2, flags + ours)) == report(train(2, flags + PP2))
 
 
@@ -147,10 +170,14 @@ def test_a_batch_that_grows(tmp_path: Path, ours: str) -> None:
     run = train(2, flags + ours)
     told = report(run)
     assert told == report(train(2, flags + PP2))
-    assert all(any(f"batch size:     {size} " in line for line in told) for size in (4, 8))
+    assert all(
+        any(f"batch size:     {size} " in line for line in told) for size in (4, 8)
+    )
 
 
-RECIPES = json.loads((Path(__file__).parent / "recipes.json").read_text(encoding="utf-8"))
+RECIPES = json.loads(
+    (Path(__file__).parent / "recipes.json").read_text(encoding="utf-8")
+)
 """Published recipes, by name: the schedule to try and the settings."""
 QUICK = (0, 1, 2)
 """Trainings of the quick tier."""
@@ -168,14 +195,23 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
     pp = 4 if flags["pipeline_model_parallel_size"] >= 12 else 2
     tp = 2 if pp == 2 and (value("tensor_model_parallel_size") or 1) > 1 else 1
     layout = value("pipeline_model_parallel_layout")
-    virtual = ("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
+    virtual = (
+        "num_virtual_stages_per_pipeline_rank",
+        "virtual_pipeline_model_parallel_size",
+    )
     chunks = 1 if (value(*virtual) or 1) == 1 else 2
     words = [f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}"]
     words += ["--sequence-parallel"] * (tp > 1 and bool(value("sequence_parallel")))
-    words.append(LLAMA if not value("multi_latent_attention") else MLA.partition("--mtp")[0])
+    words.append(
+        LLAMA if not value("multi_latent_attention") else MLA.partition("--mtp")[0]
+    )
 
-    first = value("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
-    last = value("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    first = value(
+        "decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"
+    )
+    last = value(
+        "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"
+    )
     counted = [
         f"--account-for-{end}-in-pipeline-split"
         for end in ("embedding", "loss")
@@ -183,18 +219,25 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
     ]
     if layout:
         given = parse_layout(layout)
-        chunks, tail = min(2, len(given) // flags["pipeline_model_parallel_size"]), len(given) - 1
+        chunks, tail = (
+            min(2, len(given) // flags["pipeline_model_parallel_size"]),
+            len(given) - 1,
+        )
         most = max(stage.count("t") for stage in given)
         kept = [given[0], *given[1 : pp * chunks - 1], given[tail]]
         sizes = [-(-2 * stage.count("t") // most) for stage in kept]
         ends = "m" * kept[-1].count("m") + "L"
-        words.append(f"--pipeline-model-parallel-layout E{'|'.join('t' * n for n in sizes)}{ends}")
+        words.append(
+            f"--pipeline-model-parallel-layout E{'|'.join('t' * n for n in sizes)}{ends}"
+        )
         layers = sum(sizes)
     else:
         layers = 2 * pp * chunks - len(counted)
         if first or last:
             names = [name for name, size in (("first", first), ("last", last)) if size]
-            words += [f"--decoder-{name}-pipeline-num-layers {chunks}" for name in names]
+            words += [
+                f"--decoder-{name}-pipeline-num-layers {chunks}" for name in names
+            ]
             layers = 2 * chunks * (pp - len(names)) + chunks * len(names)
         words += counted
         words += [f"--num-virtual-stages-per-pipeline-rank {chunks}"] * (chunks > 1)
@@ -203,15 +246,21 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
     if value("num_experts", "num_moe_experts"):
         words.append(MOE)
         kind = value("moe_token_dispatcher_type")
-        words.append(f"--moe-token-dispatcher-type {'alltoall' if kind == 'flex' else kind}")
+        words.append(
+            f"--moe-token-dispatcher-type {'alltoall' if kind == 'flex' else kind}"
+        )
         if (value("expert_model_parallel_size") or 1) > 1 and pp == 2:
             words.append("--expert-model-parallel-size 2")
             words += ["--expert-tensor-parallel-size 1"] * (tp > 1)
         if value("moe_shared_expert_intermediate_size"):
             words.append("--moe-shared-expert-intermediate-size 32")
-            words += ["--moe-shared-expert-overlap"] * bool(value("moe_shared_expert_overlap"))
+            words += ["--moe-shared-expert-overlap"] * bool(
+                value("moe_shared_expert_overlap")
+            )
         if value("moe_router_enable_expert_bias"):
-            words.append("--moe-router-enable-expert-bias --moe-router-score-function sigmoid")
+            words.append(
+                "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+            )
         if kind := value("moe_router_load_balancing_type"):
             words.append(f"--moe-router-load-balancing-type {kind}")
     if value("mtp_num_layers"):
@@ -226,7 +275,9 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
             words.append("--recompute-granularity selective --recompute-modules")
             words += modules
     # What Bridge sets by default is not among the settings.
-    words += ["--overlap-grad-reduce"] * bool(value("overlap_grad_reduce", "overlap_param_gather"))
+    words += ["--overlap-grad-reduce"] * bool(
+        value("overlap_grad_reduce", "overlap_param_gather")
+    )
     words += [
         f"--{name.replace('_', '-')}"
         for name in (

@@ -20,9 +20,19 @@ from tests.training.helpers import LLAMA, MOCK, MOE
 from .capture import PP2, run_here, train
 from .test_equality import EP2, PAIRS, TP2, VPP2, assert_equal, stock
 
-DROPOUT = MOCK + "--eval-iters 1 --eval-interval 2 --train-iters 3 --clip-grad 0 --microbatch-rng "
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-TRACKED = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng", "mtp-hsm-rng")
+DROPOUT = (
+    MOCK
+    + "--eval-iters 1 --eval-interval 2 --train-iters 3 --clip-grad 0 --microbatch-rng "
+)
+RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+)
+TRACKED = (
+    "data-parallel-rng",
+    "model-parallel-rng",
+    "expert-parallel-rng",
+    "mtp-hsm-rng",
+)
 
 
 def _draw() -> dict[str, list[float]]:
@@ -54,7 +64,10 @@ def _states() -> dict[str, list[int]]:
 
 def _drawn() -> list[dict[str, list[float]]]:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import (
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -72,7 +85,9 @@ def _drawn() -> list[dict[str, list[float]]]:
     return [first, second, other, again]
 
 
-def test_each_generator_starts_anew_for_each_micro_batch_and_goes_on_afterwards() -> None:
+def test_each_generator_starts_anew_for_each_micro_batch_and_goes_on_afterwards() -> (
+    None
+):
     ranks = run_ranks(2, _drawn)
     for first, second, other, again in ranks:
         assert first == again

@@ -137,7 +137,9 @@ def test_a_wait_names_the_action_that_does_not_end() -> None:
     event = _Event()
     bound = _bound(event, timeout_s=0.1)
     bound.record(Action(1, "B", 4))
-    with pytest.raises(TransportTimeout, match=r"1B4 did not end on cuda:3: waited 0\.1 s"):
+    with pytest.raises(
+        TransportTimeout, match=r"1B4 did not end on cuda:3: waited 0\.1 s"
+    ):
         bound.wait_until(0)
     event.passed.set()
     bound.close()
@@ -148,5 +150,7 @@ def test_a_failure_of_the_device_reaches_the_wait() -> None:
     bound = _bound(event)
     bound.record(Action(1, "B", 4))
     event.passed.set()
-    with pytest.raises(MegatronExtError, match="1B4 failed on cuda:3: an illegal memory access"):
+    with pytest.raises(
+        MegatronExtError, match="1B4 failed on cuda:3: an illegal memory access"
+    ):
         bound.wait_until(0)

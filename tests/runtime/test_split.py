@@ -41,7 +41,11 @@ _MODELS: dict[str, dict[str, Any]] = {
     "mtp": {"mtp_num_layers": 2, **_BF16},
     "mtp tied": {"mtp_num_layers": 1, "tied": True},
     "moe": _MOE,
-    "moe bf16 shared expert": {**_MOE, **_BF16, "moe_shared_expert_intermediate_size": 32},
+    "moe bf16 shared expert": {
+        **_MOE,
+        **_BF16,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "mla": {"mla": True},
 }
 

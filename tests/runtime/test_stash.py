@@ -67,7 +67,9 @@ class _Held(Observer):
         assert not self.held
 
 
-def _measure(name: str, settings: dict[str, Any], recompute: dict[str, Any]) -> dict[str, Any]:
+def _measure(
+    name: str, settings: dict[str, Any], recompute: dict[str, Any]
+) -> dict[str, Any]:
     """Run a step of a GPT in two stages of two layers; return what this rank held, in bytes."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -109,7 +111,9 @@ def _measure(name: str, settings: dict[str, Any], recompute: dict[str, Any]) -> 
     def forward_step(data: Any, chunk: Any) -> Any:
         tokens = next(data)
         time.sleep(draw.expovariate(1 / 0.005))
-        output = chunk(tokens[:, :-1], torch.arange(LENGTH)[None], mask, labels=tokens[:, 1:])
+        output = chunk(
+            tokens[:, :-1], torch.arange(LENGTH)[None], mask, labels=tokens[:, 1:]
+        )
         return output, lambda losses: (losses.mean(), {})
 
     get_forward_backward_func()(

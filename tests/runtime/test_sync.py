@@ -64,7 +64,9 @@ def replay(
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(len(table.schedule.placement.stages_of[0]))]
     config = SimpleNamespace(
-        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
+        grad_sync_func=None,
+        param_sync_func=None,
+        no_sync_func=[c.no_sync for c in chunks],
     )
     change(config, chunks)
 
@@ -74,7 +76,9 @@ def replay(
             log.extend(f"window {c.number}" for c in chunks if not c.silent)
             return super().run(action, *args, **kwargs)
 
-    sync = TrainingSync(config, chunks, table, SplitBackward(), force_all_reduce=force_all_reduce)
+    sync = TrainingSync(
+        config, chunks, table, SplitBackward(), force_all_reduce=force_all_reduce
+    )
     with sync:
         fake.executor(table, Computed(), fake.Wire(0), sync).run()
     assert not any(chunk.silent for chunk in chunks)
@@ -87,7 +91,9 @@ def by_ddp(config: Any, _: list[Chunk]) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda *_: None, by_ddp], ids=["given", "by DDP"])
-@pytest.mark.parametrize(("schedule", "pp"), [("bitpipe", 4), ("zb-v", 2), ("zb-h1", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "pp"), [("bitpipe", 4), ("zb-v", 2), ("zb-h1", 2)]
+)
 def test_a_split_chunk_is_reduced_right_after_its_last_w(
     schedule: str, pp: int, change: Callable[[Any, list[Chunk]], None]
 ) -> None:
@@ -112,7 +118,9 @@ def by_others(_: Any, chunks: list[Chunk]) -> None:
         del chunk.ddp_config
 
 
-@pytest.mark.parametrize("change", [lambda *_: None, by_others], ids=["Megatron's", "others'"])
+@pytest.mark.parametrize(
+    "change", [lambda *_: None, by_others], ids=["Megatron's", "others'"]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
 def test_hooks_reduce_during_the_last_full_backward_of_a_chunk(
     schedule: str, change: Callable[[Any, list[Chunk]], None]
@@ -142,7 +150,9 @@ def own(config: Any, chunks: list[Chunk]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
-def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(schedule: str) -> None:
+def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(
+    schedule: str,
+) -> None:
     """Everybody waits for other backwards; the reduction of their chunks starts after them."""
     log, table, chunks = replay(schedule, 2, own)
     assert [entry for entry in log if entry.startswith("window")] == ["window 0"]
@@ -153,7 +163,9 @@ def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(schedule:
     assert "reduce 0" not in log
 
 
-@pytest.mark.parametrize("change", [own, lambda *_: None], ids=["aligned", "as they complete"])
+@pytest.mark.parametrize(
+    "change", [own, lambda *_: None], ids=["aligned", "as they complete"]
+)
 def test_twins_open_no_window(change: Callable[[Any, list[Chunk]], None]) -> None:
     """Replicas may complete their chunks in another order."""
     log, _, chunks = replay("bitpipe", 4, change, order="paper")
@@ -191,7 +203,9 @@ def test_everything_can_be_reduced_everywhere() -> None:
 
 def test_parameters_are_gathered_one_chunk_ahead() -> None:
     def gather(config: Any, chunks: list[Chunk]) -> None:
-        config.param_sync_func = [lambda _, c=c: c.log.append(f"gather {c.number}") for c in chunks]
+        config.param_sync_func = [
+            lambda _, c=c: c.log.append(f"gather {c.number}") for c in chunks
+        ]
 
     log, table, _ = replay("bitpipe", 4, gather)
     stages = table.schedule.placement.stages_of[0]
@@ -213,14 +227,23 @@ def zb_v() -> Reductions:
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(2)]
     config = SimpleNamespace(
-        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
+        grad_sync_func=None,
+        param_sync_func=None,
+        no_sync_func=[c.no_sync for c in chunks],
     )
     sync = TrainingSync(config, chunks, table, SplitBackward(), force_all_reduce=False)
     stages = list(reduction_order(table.schedule.rows[0]))
-    return sync, stages, [chunks[table.schedule.placement.chunk_of(s)] for s in stages], log
+    return (
+        sync,
+        stages,
+        [chunks[table.schedule.placement.chunk_of(s)] for s in stages],
+        log,
+    )
 
 
-def test_a_chunk_that_is_complete_too_early_waits_for_its_turn(zb_v: Reductions) -> None:
+def test_a_chunk_that_is_complete_too_early_waits_for_its_turn(
+    zb_v: Reductions,
+) -> None:
     """Replicas that choose their order start the same reductions in the same order."""
     sync, (first, second), chunks, log = zb_v
     with sync:
@@ -273,13 +296,19 @@ def test_buckets_are_reduced_as_weights_are_done_in_one_order(zb_v: Reductions) 
 
 def last_step(argv: list[str]) -> list[str]:
     """Train; return what this rank did in the last step: weights done, backwards, reductions."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+    from megatron.core.distributed.param_and_grad_buffer import (
+        _ParamAndGradBucketGroup as Group,
+    )
 
     from megatron_ext.runtime import runtime, split
     from megatron_ext.runtime.compute import StageCompute
 
     log: list[str] = []
-    accumulate, start, backward = split.accumulate, Group.start_grad_sync, StageCompute.backward
+    accumulate, start, backward = (
+        split.accumulate,
+        Group.start_grad_sync,
+        StageCompute.backward,
+    )
 
     class Executor(runtime.Executor):
         def run(self) -> None:
@@ -309,7 +338,9 @@ def last_step(argv: list[str]) -> list[str]:
 
 @pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.parametrize(("schedule", "unit"), [("zb-h1", "W"), ("1f1b", "B")])
-def test_the_first_stage_reduces_during_its_last_w_or_b(schedule: str, unit: str) -> None:
+def test_the_first_stage_reduces_during_its_last_w_or_b(
+    schedule: str, unit: str
+) -> None:
     """Megatron gives it several buckets, and other stages one."""
     flags = f"{GPT}{PP2}--overlap-grad-reduce --ddp-num-buckets 4 --pipeline-schedule {schedule}"
     logs = run_ranks(4, last_step, flags.split())

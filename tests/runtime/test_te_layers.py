@@ -44,7 +44,11 @@ class _Store:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: _Store
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        store: _Store,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.store, ctx.biased = weight, store, bias is not None
@@ -94,16 +98,24 @@ class _Layer(torch.nn.Module):
 class _BiasedLayer(_Layer):
     """A layer with a bias: added by the product, behind it, or by who gets it returned."""
 
-    def __init__(self, delay: bool, *, returned: bool = False, behind: bool = False) -> None:
+    def __init__(
+        self, delay: bool, *, returned: bool = False, behind: bool = False
+    ) -> None:
         super().__init__(delay)
         self.bias = torch.nn.Parameter(torch.randn(4))
         self.bias.main_grad = torch.zeros(4)
-        self.use_bias, self.apply_bias, self.gemm_bias_unfused_add = True, not returned, behind
+        self.use_bias, self.apply_bias, self.gemm_bias_unfused_add = (
+            True,
+            not returned,
+            behind,
+        )
         self.bias.register_post_accumulate_grad_hook(_hook)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_product = self.apply_bias and not self.gemm_bias_unfused_add
-        output = _Linear.apply(x, self.weight, self.bias if in_product else None, self.wgrad_store)
+        output = _Linear.apply(
+            x, self.weight, self.bias if in_product else None, self.wgrad_store
+        )
         return output if in_product else output + self.bias
 
 
@@ -150,7 +162,9 @@ def _main_grads(chunk: _Chunk) -> list[torch.Tensor]:
     return [layer.weight.main_grad for layer in (chunk.first, chunk.twice, chunk.pair)]
 
 
-def _backwards(split: SplitBackward, chunk: torch.nn.Module, count: int, stage: int = 1) -> None:
+def _backwards(
+    split: SplitBackward, chunk: torch.nn.Module, count: int, stage: int = 1
+) -> None:
     for microbatch in range(count):
         with split.postponing(stage):
             loss = _loss(chunk, microbatch)
@@ -179,7 +193,9 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
     split.run(1, 2)  # nothing is left to do
 
 
-def test_a_layer_with_a_weight_that_was_frozen_after_its_forward_is_left_whole() -> None:
+def test_a_layer_with_a_weight_that_was_frozen_after_its_forward_is_left_whole() -> (
+    None
+):
     chunk, whole, split = _Chunk(delay=True), _Chunk(delay=False), SplitBackward()
     split.register_modules(1, chunk)
     with split.postponing(1):
@@ -198,10 +214,16 @@ def test_a_layer_with_a_weight_that_was_frozen_after_its_forward_is_left_whole()
 def test_layers_are_left_alone_where_no_backward_splits() -> None:
     chunk = _Chunk(delay=True)
     SplitBackward().register_modules(1, chunk, splits=False)
-    assert all(layer.wgrad_store.enabled for layer in chunk.modules() if isinstance(layer, _Layer))
+    assert all(
+        layer.wgrad_store.enabled
+        for layer in chunk.modules()
+        if isinstance(layer, _Layer)
+    )
     SplitBackward().register_modules(1, chunk)
     assert not any(
-        layer.wgrad_store.enabled for layer in chunk.modules() if isinstance(layer, _Layer)
+        layer.wgrad_store.enabled
+        for layer in chunk.modules()
+        if isinstance(layer, _Layer)
     )
 
 
@@ -234,7 +256,9 @@ class _UnfusedLinear(torch.autograd.Function):
     """Gradients without accumulation fusion: the sum in `grad` is what DDP adds."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, store: _Store) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, store: _Store
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.store = store
         return x @ weight.t()
@@ -282,7 +306,9 @@ class _GroupedProducts(torch.autograd.Function):
     """What `GroupedLinear` does without accumulation fusion, with half of the tokens each."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, store: _Store, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, store: _Store, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.store = store
         return torch.cat([x @ w.t() for x, w in zip(x.chunk(2), weights, strict=True)])
@@ -292,7 +318,9 @@ class _GroupedProducts(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         halves = grad.chunk(2)
         grad_x = torch.cat([g @ w for g, w in zip(halves, weights, strict=True)])
-        gradients = list(torch.full((2, 4, 4), torch.nan))  # memory that nothing has filled
+        gradients = list(
+            torch.full((2, 4, 4), torch.nan)
+        )  # memory that nothing has filled
 
         def products(x: Any, halves: Any, gradients: Any) -> None:
             for each, half, into in zip(x, halves, gradients, strict=True):
@@ -312,7 +340,9 @@ class _UnfusedExperts(_UnfusedLayer):
         super().__init__(delay, by_ddp=by_ddp)
         del self.weight
         self.num_gemms = 2
-        self.weight0, self.weight1 = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.weight0, self.weight1 = (
+            torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)
+        )
         self.nodes = [self._hooked(weight) for weight in self.parameters() if by_ddp]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -344,9 +374,14 @@ class _Unfused(torch.nn.Module):
 
 
 @pytest.mark.parametrize("by_ddp", [True, False])
-def test_gradients_without_accumulation_fusion_are_those_of_whole_backwards(by_ddp: bool) -> None:
+def test_gradients_without_accumulation_fusion_are_those_of_whole_backwards(
+    by_ddp: bool,
+) -> None:
     """Bit for bit: in `main_grad`, or without DDP in `grad`; a whole backward is among them."""
-    chunk, whole, split = (*(_Unfused(d, by_ddp=by_ddp) for d in (True, False)), SplitBackward())
+    chunk, whole, split = (
+        *(_Unfused(d, by_ddp=by_ddp) for d in (True, False)),
+        SplitBackward(),
+    )
     split.register_modules(0, chunk)
     _backwards(split, chunk, 2, stage=0)
     for microbatch in range(2):
@@ -370,7 +405,9 @@ class _InBuffer(_Layer):
         self.ub_bulk_dgrad = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Linear.apply(x, self.weight, None, _Gathering(self.wgrad_store, self.buffer))
+        return _Linear.apply(
+            x, self.weight, None, _Gathering(self.wgrad_store, self.buffer)
+        )
 
 
 class _Gathering:
@@ -521,7 +558,9 @@ def test_what_a_failed_step_left_is_dropped() -> None:
 
 class _OverwritingLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, first: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, first: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.first = weight, first
         return x @ weight.t()
@@ -551,7 +590,9 @@ class _Overwriting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("forwards", [(0, 1), (1, 0)])
-def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int, int]) -> None:
+def test_a_gradient_before_that_of_the_first_forward_is_lost(
+    forwards: tuple[int, int],
+) -> None:
     layer = _Overwriting()
     losses = {microbatch: _loss(layer, microbatch) for microbatch in forwards}
     for microbatch in range(2):
@@ -567,9 +608,14 @@ def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int
 def test_layers_that_overwrite_are_known() -> None:
     chunk = torch.nn.Sequential(torch.nn.LayerNorm(4), _Overwriting())
     assert split_te.overwrites_first(chunk)
-    chunk[1].disable_parameter_transpose_cache = True  # then Megatron names no first one
+    chunk[
+        1
+    ].disable_parameter_transpose_cache = True  # then Megatron names no first one
     assert not split_te.overwrites_first(chunk)
-    chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = False, False
+    chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = (
+        False,
+        False,
+    )
     assert not split_te.overwrites_first(chunk)
     assert not split_te.overwrites_first(_Chunk(delay=True))
 
@@ -616,7 +662,11 @@ def test_layers_are_told_before_they_are_built(te_version: Any) -> None:
     te_version("2.9.0")
     prepare_config(local)
     prepare_config(config)
-    assert [c.delay_wgrad_compute for c in (absent, local, config)] == [False, False, True]
+    assert [c.delay_wgrad_compute for c in (absent, local, config)] == [
+        False,
+        False,
+        True,
+    ]
     assert not config.tp_comm_bulk_wgrad
 
 
@@ -631,18 +681,31 @@ def test_its_layers_can_be_split(te_version: Any) -> None:
     te_version("2.3.0")
     assert why_not_split(_config()) is None
     assert why_not_split(_config(add_bias_linear=True)) is None
-    assert why_not_split(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False)) is None
+    assert (
+        why_not_split(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "whole"),
     [
         ({}, ""),
-        ({"add_bias_linear": True}, "of the projections to queries, keys and values are"),
-        ({"add_qkv_bias": True, "moe_grouped_gemm": True}, "queries, keys and values are"),
+        (
+            {"add_bias_linear": True},
+            "of the projections to queries, keys and values are",
+        ),
+        (
+            {"add_qkv_bias": True, "moe_grouped_gemm": True},
+            "queries, keys and values are",
+        ),
         ({"add_bias_linear": True, "multi_latent_attention": True}, ""),
         (
-            {"add_bias_linear": True, "multi_latent_attention": True, "moe_grouped_gemm": True},
+            {
+                "add_bias_linear": True,
+                "multi_latent_attention": True,
+                "moe_grouped_gemm": True,
+            },
             "gradients of the first layer of grouped experts are",
         ),
         (

@@ -15,7 +15,9 @@ from tests.ranks import run_ranks
 _WIDTHS = {"input_size": 12, "output_size": 20}
 
 
-def _layer(kind: str, bias: bool, dtype: torch.dtype, **settings: Any) -> torch.nn.Module:
+def _layer(
+    kind: str, bias: bool, dtype: torch.dtype, **settings: Any
+) -> torch.nn.Module:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
@@ -31,7 +33,9 @@ def _layer(kind: str, bias: bool, dtype: torch.dtype, **settings: Any) -> torch.
     torch.manual_seed(3)
     if kind == "column":
         return ColumnParallelLinear(**_WIDTHS, **options, gather_output=False)
-    return RowParallelLinear(**_WIDTHS, **options, input_is_parallel=True, skip_bias_add=False)
+    return RowParallelLinear(
+        **_WIDTHS, **options, input_is_parallel=True, skip_bias_add=False
+    )
 
 
 def _gradients(layer: torch.nn.Module, split: bool) -> dict[str, torch.Tensor]:
@@ -45,7 +49,8 @@ def _gradients(layer: torch.nn.Module, split: bool) -> dict[str, torch.Tensor]:
     width = layer.weight.size(1)
     dtype = layer.weight.dtype
     inputs = [
-        torch.randn(6, 3, width, generator=generator).to(dtype).requires_grad_() for _ in range(2)
+        torch.randn(6, 3, width, generator=generator).to(dtype).requires_grad_()
+        for _ in range(2)
     ]
     with _deferring(split):
         outputs = [layer(x)[0] for x in inputs]
@@ -81,14 +86,19 @@ def _assert_equal(layer: torch.nn.Module) -> None:
 
 def layers(tp: int, sequence_parallel: bool) -> None:
     start_parallel(tensor_model_parallel_size=tp)
-    settings = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    settings = {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": sequence_parallel,
+    }
     for kind in ("column", "row"):
         for bias in (False, True):
             for dtype in (torch.float32, torch.bfloat16):
                 _assert_equal(_layer(kind, bias, dtype, **settings))
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)]
+)
 def test_bits_are_upstreams(tp: int, sequence_parallel: bool) -> None:
     run_ranks(tp, layers, tp, sequence_parallel)
 
@@ -107,11 +117,15 @@ def fused_layers(tp: int) -> None:
         return add
 
     names = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
-    upstream.fused_weight_gradient_mlp_cuda = SimpleNamespace(**{n: kernel(n) for n in names})
+    upstream.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        **{n: kernel(n) for n in names}
+    )
     upstream._grad_accum_fusion_available = True
     start_parallel(tensor_model_parallel_size=tp)
     settings = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    layer = _layer("column", True, torch.bfloat16, gradient_accumulation_fusion=True, **settings)
+    layer = _layer(
+        "column", True, torch.bfloat16, gradient_accumulation_fusion=True, **settings
+    )
     _assert_equal(layer)
     assert calls == ["wgrad_gemm_accum_fp32"] * 4
 
@@ -179,7 +193,11 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor, trans_b: bool
+        ctx: Any,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        sizes: torch.Tensor,
+        trans_b: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens, experts, sizes)
         ctx.trans_b = trans_b
@@ -192,7 +210,9 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_tokens = _product(grad.contiguous(), experts, sizes, not ctx.trans_b)
         if ctx.needs_input_grad[1]:
-            pairs = zip(tokens.split(sizes.tolist()), grad.split(sizes.tolist()), strict=True)
+            pairs = zip(
+                tokens.split(sizes.tolist()), grad.split(sizes.tolist()), strict=True
+            )
             products = [g.t() @ t if ctx.trans_b else t.t() @ g for t, g in pairs]
             grad_experts = torch.stack(products)
         return grad_tokens, grad_experts, None, None

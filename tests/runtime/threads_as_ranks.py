@@ -82,13 +82,16 @@ class SharedWire(fake.Wire):
             if network.is_stuck:
                 network.changed.notify_all()
             network.changed.wait_for(
-                lambda: (source, message) in self.mail or network.is_stuck, timeout=_LONG_S
+                lambda: (source, message) in self.mail or network.is_stuck,
+                timeout=_LONG_S,
             )
             del network.blocked[self.rank]
             return super().recv(source, message, timeout_s)
 
 
-def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> list[fake.Compute]:
+def run_all(
+    schedule: Schedule, num_parts: int = 1, make: Make | None = None
+) -> list[fake.Compute]:
     """Run every rank of a table, for both twins; return each rank's computation.
 
     Args:
@@ -114,14 +117,18 @@ def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) ->
         wire = network.wires[number]
         network.run(
             number,
-            fake.executor(table, computes[number], wire, peers=peers, num_parts=num_parts),
+            fake.executor(
+                table, computes[number], wire, peers=peers, num_parts=num_parts
+            ),
         )
 
     with ThreadPoolExecutor(len(computes)) as pool:
         futures = [pool.submit(run, number) for number in range(len(computes))]
     for future in futures:
         future.result()
-    assert not any(wire.mail or wire.expected for wire in network.wires), "all was taken"
+    assert not any(wire.mail or wire.expected for wire in network.wires), (
+        "all was taken"
+    )
     return computes
 
 
@@ -169,9 +176,13 @@ Rank = tuple[Row, fake.Compute, Callable[[Action], list[float]]]
 """A rank's row, its results, and a function that returns the correct inputs of an action."""
 
 
-def by_rank(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> Iterator[Rank]:
+def by_rank(
+    schedule: Schedule, num_parts: int = 1, make: Make | None = None
+) -> Iterator[Rank]:
     """Run a schedule; yield each rank's row, results and correct inputs."""
-    chains = [chain(schedule, start_of(twin)) for twin in range(schedule.placement.twins)]
+    chains = [
+        chain(schedule, start_of(twin)) for twin in range(schedule.placement.twins)
+    ]
     num_ranks = len(schedule.rows)
     for number, compute in enumerate(run_all(schedule, num_parts, make)):
         twin, rank = divmod(number, num_ranks)

@@ -85,7 +85,9 @@ def forward_step(
     data_iterator: Iterator[torch.Tensor] | None, model: Stage
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Read data only on the first stage, as GPT does; report the loss on the last stage."""
-    data = next(data_iterator) if model.number == 0 and data_iterator is not None else None
+    data = (
+        next(data_iterator) if model.number == 0 and data_iterator is not None else None
+    )
     return model(data), _loss
 
 

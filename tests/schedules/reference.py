@@ -26,7 +26,9 @@ def needs(schedule: Schedule, action: Action) -> list[list[Action]]:
     if stage + 1 < schedule.num_stages:
         needed.append([Action(stage + 1, kind, *number) for kind in ("B", "I")])  # type: ignore[arg-type]
     if part + 1 < schedule.num_slices:
-        needed.append([Action(stage, kind, microbatch, part + 1) for kind in ("B", "I")])  # type: ignore[arg-type]
+        needed.append(
+            [Action(stage, kind, microbatch, part + 1) for kind in ("B", "I")]
+        )  # type: ignore[arg-type]
     return needed
 
 
@@ -37,9 +39,12 @@ def is_cover(schedule: Schedule) -> bool:
     for rank, row in enumerate(schedule.rows):
         counts = Counter(row)
         for stage in schedule.placement.stages_of[rank]:
-            for number in product(range(schedule.num_microbatches), range(schedule.num_slices)):
+            for number in product(
+                range(schedule.num_microbatches), range(schedule.num_slices)
+            ):
                 done = "".join(
-                    kind * counts.pop(Action(stage, kind, *number), 0) for kind in "FBIW"
+                    kind * counts.pop(Action(stage, kind, *number), 0)
+                    for kind in "FBIW"
                 )
                 if done not in ("FB", "FIW"):
                     return False
@@ -104,7 +109,10 @@ def ends_with_slots(schedule: Schedule, slots: int) -> bool:
                 first = position[rank]
                 num_actions = 2 if first in schedule.pairs_of(rank) else 1
                 actions_of_pair = row[first : first + num_actions]
-                steps = [(1 if action.kind == "F" else -1, action) for action in actions_of_pair]
+                steps = [
+                    (1 if action.kind == "F" else -1, action)
+                    for action in actions_of_pair
+                ]
                 leaving = [link(a.stage, a.stage + step, a.kind) for step, a in steps]
                 has_inputs = all(
                     any(option in ends for option in options)
@@ -134,7 +142,9 @@ def lower(schedule: Schedule) -> list[list[Action | Transfer]]:
     for rank, program in enumerate(programs):
         for exchange in exchanges(schedule, rank):
             # A local tensor is listed once, as the output of its producer.
-            program += (transfer for transfer in exchange.all_inputs if transfer.verb == "RECV")
+            program += (
+                transfer for transfer in exchange.all_inputs if transfer.verb == "RECV"
+            )
             program += (*exchange.actions, *exchange.all_outputs)
     return programs
 

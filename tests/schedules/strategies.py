@@ -30,11 +30,17 @@ def schedules(
     generator = registered()[name or draw(st.sampled_from(list(registered())))]
     pp = draw(st.integers(1, 9))
     count = draw(st.integers(1, largest))
-    options = {key: draw(st.sampled_from(values)) for key, values in generator.options.items()}
+    options = {
+        key: draw(st.sampled_from(values)) for key, values in generator.options.items()
+    }
     chunks = draw(st.integers(2, 4)) if generator.free_chunks else None
     has_slices = slices and "slices" in TABLES
     num_slices = draw(st.sampled_from([1, 1, 1, 2, 3])) if has_slices else 1
-    costs = Costs(attention=draw(st.sampled_from([0.0, 0.4]))) if num_slices > 1 else Costs()
+    costs = (
+        Costs(attention=draw(st.sampled_from([0.0, 0.4])))
+        if num_slices > 1
+        else Costs()
+    )
     count = -(-count // num_slices)
     # Starting there, use the next sizes that the generator accepts.
     for ranks in (pp, pp + 1, 4):
@@ -44,7 +50,9 @@ def schedules(
                 return generate(generator.name, ranks, number, chunks, costs, **options)
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
-    raise AssertionError(f"{generator.name} takes no size near pp {pp}, m {count}, {options}")
+    raise AssertionError(
+        f"{generator.name} takes no size near pp {pp}, m {count}, {options}"
+    )
 
 
 @st.composite
@@ -53,7 +61,10 @@ def bypassed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
     table = draw(schedules(largest=largest))
     assume(table.num_stages > 1 and not table.disaggregated)
     placement = table.placement
-    places = [(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)]
+    places = [
+        (rank, placement.is_crossed(stage))
+        for stage, rank in enumerate(placement.rank_of)
+    ]
     bypasses: list[Bypass] = []
     for index in range(draw(st.integers(1, 6))):
         source = draw(st.integers(0, table.num_stages - 2))

@@ -14,14 +14,26 @@ def test_all_schedules_the_fastest_first() -> None:
     assert timelines[0].schedule.label == "bitpipe order=zb"
     assert [t.makespan for t in timelines] == sorted(t.makespan for t in timelines)
     labels = [t.schedule.label for t in timelines]
-    assert {"interleaved chunks=2", "interleaved chunks=4", "bitpipe order=paper"} < set(labels)
+    assert {
+        "interleaved chunks=2",
+        "interleaved chunks=4",
+        "bitpipe order=paper",
+    } < set(labels)
     assert len(labels) == len(set(labels))
 
 
 def test_what_cannot_run_is_left_out_with_the_reason() -> None:
     timelines, left_out = comparison.compare("all", 3, 5, Costs())
     names = {t.schedule.name for t in timelines}
-    assert names == {"1f1b", "dualpipe-v", "gpipe", "interleaved", "v-half", "zb-h1", "zb-v"}
+    assert names == {
+        "1f1b",
+        "dualpipe-v",
+        "gpipe",
+        "interleaved",
+        "v-half",
+        "zb-h1",
+        "zb-v",
+    }
     assert [reason.split()[0] for reason in left_out] == ["bitpipe", "dualpipe"]
     with pytest.raises(ScheduleError, match="no schedule can run") as raised:
         comparison.compare("all", 0, 5, Costs())

@@ -29,7 +29,9 @@ MODES = ("recompute", "ship")
 
 def test_the_picture_in_the_docstring_is_the_table() -> None:
     timeline = simulate(generate("fbd", 4, 4))
-    assert f"\n{render.caption(timeline)}\n{render.grid(timeline)}\n" in (fbd.__doc__ or "")
+    assert f"\n{render.caption(timeline)}\n{render.grid(timeline)}\n" in (
+        fbd.__doc__ or ""
+    )
 
 
 @given(
@@ -50,7 +52,13 @@ def test_bubble_memory_and_order_are_as_published(
     slower = simulate(schedule, dataclasses.replace(costs, latency=latency))
     assert slower.makespan >= timeline.makespan - 1e-9
     assert timeline.messages == sum(
-        len([step for step in program if isinstance(step, Transfer) and step.verb == "RECV"])
+        len(
+            [
+                step
+                for step in program
+                if isinstance(step, Transfer) and step.verb == "RECV"
+            ]
+        )
         for program in lower(schedule)
     )
 
@@ -63,7 +71,9 @@ def test_the_step_of_twice_the_devices_is_that_of_1f1b() -> None:
 
 def test_what_forward_ranks_send() -> None:
     first, *_ = exchanges(generate("fbd", 6, 2), 0)
-    to_forward, to_backward = (Transfer("SEND", Message("F", 1, 0), peer) for peer in (1, 4))
+    to_forward, to_backward = (
+        Transfer("SEND", Message("F", 1, 0), peer) for peer in (1, 4)
+    )
     assert first.outputs == (to_forward, to_backward)
     last, *_ = exchanges(generate("fbd", 6, 2), 1)
     assert last.outputs == (Transfer("SEND", Message("F", 2, 0), 3),)
@@ -95,7 +105,9 @@ def test_every_message_has_a_slot_and_one_sender(mode: str) -> None:
         (0, 1, Action(0, "F", 0), "each action runs exactly once"),
     ],
 )
-def test_wrong_tables_are_refused(rank: int, index: int, action: Action, rule: str) -> None:
+def test_wrong_tables_are_refused(
+    rank: int, index: int, action: Action, rule: str
+) -> None:
     schedule = generate("fbd", 4, 3)
     rows = [list(row) for row in schedule.rows]
     rows[rank][index : index + 1] = [action]
@@ -136,4 +148,7 @@ def test_plan_and_plot_show_both_roles(capsys: pytest.CaptureFixture[str]) -> No
         "--pipeline-model-parallel-size 4 --forward-backward-disaggregating --fbd-activations ship"
     ) in told
     assert cli.main(["plot", "fbd", *sizes]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "B7" in line]) == 4
+    assert (
+        len([line for line in capsys.readouterr().out.splitlines() if "B7" in line])
+        == 4
+    )

@@ -26,7 +26,9 @@ IMAGES = ROOT / "docs" / "images" / "schedules"
 PLOTS = [
     command
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for command in re.findall(r"<sub>`(megatron-ext plot .* -o \S+)`", page.read_text("utf-8"))
+    for command in re.findall(
+        r"<sub>`(megatron-ext plot .* -o \S+)`", page.read_text("utf-8")
+    )
 ]
 """The commands below pictures, which write them."""
 
@@ -48,7 +50,9 @@ def test_pictures_are_current(picture: str) -> None:
 
 
 @pytest.mark.parametrize("command", PLOTS)
-def test_a_picture_is_what_the_command_below_it_draws(command: str, tmp_path: Path) -> None:
+def test_a_picture_is_what_the_command_below_it_draws(
+    command: str, tmp_path: Path
+) -> None:
     *words, path = shlex.split(command)[1:]
     assert cli.main([*words, str(tmp_path / "picture.svg")]) == 0
     drawn = (tmp_path / "picture.svg").read_text(encoding="utf-8")
@@ -63,7 +67,9 @@ def test_the_comparison_is_current() -> None:
     pattern = r"<!-- plan: begin -->\n```text\n(.*)\n```\n<!-- plan: end -->"
     [written] = re.findall(pattern, SCHEDULES, re.DOTALL)
     timelines, _ = compare("all", 8, 16, UNIT)
-    assert written == comparison_table(timelines), "copy what `megatron-ext plan` prints"
+    assert written == comparison_table(timelines), (
+        "copy what `megatron-ext plan` prints"
+    )
 
 
 def test_each_schedule_has_its_formulas() -> None:
@@ -74,7 +80,9 @@ def test_each_schedule_has_its_formulas() -> None:
 def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
     timelines, _ = compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
     assert f"```text\n{comparison_table(timelines)}\n```" in SCHEDULES
-    drawn = svg.draw(simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4)))
+    drawn = svg.draw(
+        simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4))
+    )
     assert (IMAGES.parent / "pairs.svg").read_text(encoding="utf-8") == drawn
 
 
@@ -94,7 +102,9 @@ def test_the_figures_of_slices_are_what_plan_prints(name: str) -> None:
 
 
 def test_the_page_about_slices_shows_current_simulations() -> None:
-    drawn = svg.draw(*(simulate(generate("zb-h1", 4, 4, slices=count)) for count in (1, 4)))
+    drawn = svg.draw(
+        *(simulate(generate("zb-h1", 4, 4, slices=count)) for count in (1, 4))
+    )
     assert (IMAGES.parent / "slices.svg").read_text(encoding="utf-8") == drawn
     costs = Costs(attention=0.3)
     bubble = simulate(generate("zb-h1", 8, 16, costs=costs, slices=8), costs).bubble
@@ -105,14 +115,18 @@ def test_the_page_about_slices_shows_current_simulations() -> None:
 
 def _figures_beside(words: str) -> set[str]:
     """Return the numbers in the paragraph of the page that has these words."""
-    [paragraph] = [text for text in SCHEDULES.split("\n\n") if words in " ".join(text.split())]
+    [paragraph] = [
+        text for text in SCHEDULES.split("\n\n") if words in " ".join(text.split())
+    ]
     return set(re.findall(r"\d+(?:\.\d+)?", paragraph))
 
 
 def test_figures_at_equal_memory_for_weights() -> None:
     sizes = [("zb-v", None), ("interleaved", 4), ("interleaved", 2)]
     # A share of 1/4 of the model takes twice the time of one of 1/8.
-    bubbles = [2 * simulate(generate(name, 4, 8, chunks)).bubble for name, chunks in sizes]
+    bubbles = [
+        2 * simulate(generate(name, 4, 8, chunks)).bubble for name, chunks in sizes
+    ]
     assert bubbles == [3, 4.5, 9]
     assert {"3", "4.5", "9"} <= _figures_beside("equal memory for weights")
 
@@ -129,7 +143,9 @@ def test_the_error_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("table.csv").write_text(table_files.csv_text(generate("1f1b", 4, 6)).replace("2F3,", ""))
+    Path("table.csv").write_text(
+        table_files.csv_text(generate("1f1b", 4, 6)).replace("2F3,", "")
+    )
     assert cli.main(["plan", "--schedule", "csv:table.csv"]) == 2
     assert f"```text\n{capsys.readouterr().err}```" in SCHEDULES
 
@@ -151,7 +167,11 @@ print(render.picture(simulate(generate("zb-late", 4, 4))))
 def test_the_example_of_a_new_schedule_works() -> None:
     [code] = re.findall(r"```python\n(.*?)```", ADDING, re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", code.replace("from __future__ import annotations\n", "") + CHECK],
+        [
+            sys.executable,
+            "-c",
+            code.replace("from __future__ import annotations\n", "") + CHECK,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -33,7 +33,9 @@ def pasted(*cases: tuple[str, int]) -> list[Any]:
 def flags_of(printed: str) -> list[str]:
     """Return the command lines that `plan` prints below `flags:`."""
     listed = re.split(r"\nflags.*:\n", printed)[1].split("\n\n", maxsplit=1)[0]
-    return [re.split(r"\s{2,}", line.strip(), maxsplit=1)[1] for line in listed.splitlines()]
+    return [
+        re.split(r"\s{2,}", line.strip(), maxsplit=1)[1] for line in listed.splitlines()
+    ]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -65,7 +67,11 @@ def test_training_takes_everything_that_plan_recommends(
     cases = []
     for pp in SIZES:
         for m in (1, pp + 1, 2 * pp, 17):
-            for options in ([], ["--use-dpp", "--comm", "0.2"], ["--costs", "1,1.21,0.7"]):
+            for options in (
+                [],
+                ["--use-dpp", "--comm", "0.2"],
+                ["--costs", "1,1.21,0.7"],
+            ):
                 size = ["--pp", str(pp), "--microbatches", str(m)]
                 for flags in planned(capsys, *size, *options):
                     model = f"--num-layers {12 * pp} --global-batch-size {m}"
@@ -142,7 +148,9 @@ def remedies_of(flags: str, message: str) -> list[str]:
     for flag, pattern in REMEDIES:
         told = re.search(pattern, message)
         if told is not None:
-            found += [changed(flags, f"{flag} {number}") for number in told.groups() if number]
+            found += [
+                changed(flags, f"{flag} {number}") for number in told.groups() if number
+            ]
             break
     assert found, f"no remedy for {flags} in: {message}"
     named = re.search(r", or (--pipeline-schedule \S+), which accepts any", message)

@@ -28,7 +28,9 @@ MADE = {
 }
 
 
-def _schedule(name: str, stages: tuple[int, ...]) -> torch_schedules.PipelineScheduleMulti:
+def _schedule(
+    name: str, stages: tuple[int, ...]
+) -> torch_schedules.PipelineScheduleMulti:
     module, device = torch.nn.Identity(), torch.device("cpu")
     stages_of_torch = [PipelineStage(module, stage, 2 * PP, device) for stage in stages]
     return getattr(torch_schedules, name)(
@@ -45,7 +47,9 @@ def main() -> None:
         schedule._dump_csv(str(folder / f"{name}.csv"), "compute_only")
         schedule._dump_csv(str(folder / f"{name}-comms.csv"), "compute_comms")
     for path in sorted(folder.glob("ours-*.csv")):
-        schedule = _schedule("_PipelineScheduleRuntime", V if "-v" in path.stem else LOOP)
+        schedule = _schedule(
+            "_PipelineScheduleRuntime", V if "-v" in path.stem else LOOP
+        )
         schedule._load_csv(str(path), "compute_only")
         back = path.with_name(path.name.replace("ours-", "back-"))
         schedule._dump_csv(str(back), "compute_only")

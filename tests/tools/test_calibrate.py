@@ -39,7 +39,9 @@ def calibrated(model: str, path: str) -> int:
     return cli.main(["plan", "--calibrate", path, "--", *model.split()])
 
 
-@pytest.mark.parametrize(("model", "parts"), [(MOE, ["dense", "moe"]), (MLA, ["dense"])])
+@pytest.mark.parametrize(
+    ("model", "parts"), [(MOE, ["dense", "moe"]), (MLA, ["dense"])]
+)
 def test_layers_are_measured_and_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, parts: list[str]
 ) -> None:
@@ -56,7 +58,15 @@ def test_layers_are_measured_and_planned_with(
         planned = part_of(sizes, part, by, device)
         assert planned[:2] == pytest.approx((forward_s, input_s))
         assert planned.weight == pytest.approx(weight_s, rel=1e-6, abs=1e-4)
-    words = ["plan", "--devices", f"4x{path}", "--global-batch-size", "8", "--explain", "--fix"]
+    words = [
+        "plan",
+        "--devices",
+        f"4x{path}",
+        "--global-batch-size",
+        "8",
+        "--explain",
+        "--fix",
+    ]
     assert cli.main([*words, "pp=4,tp=1,cp=1", "--", *model.split()]) == 0
     printed = capsys.readouterr().out
     assert "on cpu, flags, 1 x 64 tokens: plan --calibrate" in printed
@@ -92,12 +102,26 @@ def test_a_plan_takes_the_costs_of_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
 ) -> None:
     costs = Costs(0.010, 0.012, 0.008)
-    settings = {"num_layers": 8, "hidden_size": 64, "micro_batch_size": 1, "seq_length": 64}
+    settings = {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "micro_batch_size": 1,
+        "seq_length": 64,
+    }
     run = write_run(tmp_path, schedule=schedule, costs=costs, settings=settings)
 
     def planned(*more: str) -> dict[str, Any]:
         fix = f"pp=4,tp=1,cp=1,micro_batch=1,recompute=none,schedule={schedule}"
-        words = ["plan", "--devices", "4xcpu", "--global-batch-size", "8", "--fix", fix, "--json"]
+        words = [
+            "plan",
+            "--devices",
+            "4xcpu",
+            "--global-batch-size",
+            "8",
+            "--fix",
+            fix,
+            "--json",
+        ]
         assert cli.main([*words, *more, "--", *TINY.split()]) == 0
         return json.loads(capsys.readouterr().out)["plans"][0]
 
@@ -114,8 +138,14 @@ def test_a_plan_takes_the_costs_of_a_trace(
         (["--calibrate", "a.txt"], "unknown file type; use .json"),
         (["--calibrate", "a.json", "--pp", "4"], "--pp is for a plan; leave it out"),
         (["--calibrate", "a.json", "--fix", "tp=2"], "takes the sequences alone"),
-        (["--calibrate", "a.json", "--seq-length", "-4"], "--seq-length is -4; give the tokens"),
-        (["--devices", "4xcpu", "--global-batch-size", "8", "--trace-dir", "/no"], "/no"),
+        (
+            ["--calibrate", "a.json", "--seq-length", "-4"],
+            "--seq-length is -4; give the tokens",
+        ),
+        (
+            ["--devices", "4xcpu", "--global-batch-size", "8", "--trace-dir", "/no"],
+            "/no",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

@@ -40,17 +40,25 @@ def test_lengths_are_read(tmp_path: Path, lines: list[str]) -> None:
     assert read_lengths(_written(tmp_path / "lengths", lines)) == [3, 1, 2]
 
 
-@pytest.mark.parametrize("line", ["x", "1.5", "0", "-3", "true", "null", '{"text": "a"}', "[]"])
+@pytest.mark.parametrize(
+    "line", ["x", "1.5", "0", "-3", "true", "null", '{"text": "a"}', "[]"]
+)
 def test_a_line_without_a_length_is_named(tmp_path: Path, line: str) -> None:
     path = _written(tmp_path / "lengths", ["7", line])
-    with pytest.raises(ScheduleError, match=r"line 2: .* is not a length; write a whole number"):
+    with pytest.raises(
+        ScheduleError, match=r"line 2: .* is not a length; write a whole number"
+    ):
         read_lengths(path)
 
 
 def test_every_schedule_of_one_pipeline_is_predicted() -> None:
-    found, _ = predict_lengths(_lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    found, _ = predict_lengths(
+        _lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs()
+    )
     names = {gains.schedule.split()[0] for gains in found}
-    assert names == {name for name, generator in registered().items() if generator.twins == 1}
+    assert names == {
+        name for name, generator in registered().items() if generator.twins == 1
+    }
     for gains in found:
         assert gains.bound <= gains.pack
         assert gains.order <= gains.in_file_order + 1e-9
@@ -62,7 +70,9 @@ def test_schedules_that_are_left_out_are_named() -> None:
     _, left_out = predict_lengths(
         [50] * 64, "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs()
     )
-    mirrored = sorted(name for name, generator in registered().items() if generator.twins == 2)
+    mirrored = sorted(
+        name for name, generator in registered().items() if generator.twins == 2
+    )
     assert sorted(reason.split()[0] for reason in left_out) == mirrored != []
 
 
@@ -76,7 +86,9 @@ def test_replicas_that_share_out_long_microbatches_gain() -> None:
 
 def test_equal_samples_have_nothing_to_gain() -> None:
     sizes = Sizes(4, 8, 2, 100)
-    [gains], _ = predict_lengths([100] * 64, "1f1b", sizes, LengthCost(1, 0.02), Costs())
+    [gains], _ = predict_lengths(
+        [100] * 64, "1f1b", sizes, LengthCost(1, 0.02), Costs()
+    )
     usual = simulate(generate("1f1b", 4, 8)).makespan
     steps = gains.in_file_order, gains.order, gains.pack
     assert steps == pytest.approx((usual,) * 3)
@@ -92,7 +104,10 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "train with --pipeline-balance order or pack" in printed.out
     assert "left out: bitpipe mirrors two pipelines" in printed.err
     assert "left out: dualpipe mirrors two pipelines" in printed.err
-    assert cli.main([*words, "--length-costs", "1,0.1", "--schedule", "1f1b", "--json"]) == 0
+    assert (
+        cli.main([*words, "--length-costs", "1,0.1", "--schedule", "1f1b", "--json"])
+        == 0
+    )
     [entry] = json.loads(capsys.readouterr().out)
     steps = ["in_file_order", "order", "pack", "bound"]
     assert list(entry) == ["schedule", *steps]
@@ -115,15 +130,36 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ("--lengths {}", "needs --length-costs A,B or --hidden-size H, one of them"),
         ("--lengths {} --hidden-size 8 --length-costs 1,1", "one of them"),
         ("--lengths {} --length-costs 1", "two numbers A,B"),
-        ("--lengths {} --hidden-size 0", "a model of width 0 has no cost; use 1 or more"),
+        (
+            "--lengths {} --hidden-size 0",
+            "a model of width 0 has no cost; use 1 or more",
+        ),
         ("--lengths {} --hidden-size 8 --replicas 0", "--replicas 0 must be 1 or more"),
         ("--lengths {} --hidden-size 8 --replicas 99", "give more lengths, or lower"),
-        ("--lengths {} --hidden-size 8 --chunks 2", "--chunks cannot be combined with --lengths"),
-        ("--lengths {} --hidden-size 8 --pairs", "--pairs cannot be combined with --lengths"),
-        ("--lengths {} --hidden-size 8 --slices 2", "--slices cannot be combined with --lengths"),
-        ("--lengths {} --hidden-size 8 --schedule bitpipe", "bitpipe mirrors two pipelines"),
-        ("--lengths {} --hidden-size 8 --schedule csv:x", "registered schedules, not csv:x"),
-        ("--lengths {} --hidden-size 8 --microbatches 0", "--microbatches 0 must be 1 or more"),
+        (
+            "--lengths {} --hidden-size 8 --chunks 2",
+            "--chunks cannot be combined with --lengths",
+        ),
+        (
+            "--lengths {} --hidden-size 8 --pairs",
+            "--pairs cannot be combined with --lengths",
+        ),
+        (
+            "--lengths {} --hidden-size 8 --slices 2",
+            "--slices cannot be combined with --lengths",
+        ),
+        (
+            "--lengths {} --hidden-size 8 --schedule bitpipe",
+            "bitpipe mirrors two pipelines",
+        ),
+        (
+            "--lengths {} --hidden-size 8 --schedule csv:x",
+            "registered schedules, not csv:x",
+        ),
+        (
+            "--lengths {} --hidden-size 8 --microbatches 0",
+            "--microbatches 0 must be 1 or more",
+        ),
         (
             "--lengths {} --hidden-size 8 --schedule 1f1b --slice-tokens 1",
             "can have 64; use --slice-tokens 2 or more",
@@ -143,5 +179,9 @@ def test_mistakes_are_one_line(
 
 
 def test_a_sample_longer_than_a_micro_batch_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="a sample has 101 tokens, a micro-batch holds at most"):
-        predict_lengths([101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs())
+    with pytest.raises(
+        ScheduleError, match="a sample has 101 tokens, a micro-batch holds at most"
+    ):
+        predict_lengths(
+            [101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs()
+        )

@@ -77,7 +77,9 @@ def test_gains_of_a_dynamic_order_as_json(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule 1f1b --comm 0.1 --json")
+    _, out, _ = _run(
+        capsys, "plan --pp 8 --microbatches 16 --schedule 1f1b --comm 0.1 --json"
+    )
     assert json.loads(out)[0]["makespan"] == pytest.approx(73, abs=0.05)
     _, out, _ = _run(
         capsys, "plan --pp 2 --microbatches 2 --schedule 1f1b --costs 1,1.5,0.5 --json"
@@ -85,10 +87,16 @@ def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(out)[0]["ideal"] == 6
 
 
-def test_searched_tables_are_made_for_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1 --json")
+def test_searched_tables_are_made_for_the_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = _run(
+        capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1 --json"
+    )
     assert json.loads(out)[0]["makespan"] == 51.7
-    _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1")
+    _, out, _ = _run(
+        capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1"
+    )
     assert "--enable-bitpipe-schedule --pipeline-costs 1,1,1,0.1" in out
 
 
@@ -110,7 +118,9 @@ def test_plot_draws_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_plot_draws_the_dynamic_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plot_draws_the_dynamic_order(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out, _ = _run(
         capsys, f"plot 1f1b --pp 4 --microbatches 12 --use-dpp -o {tmp_path / 'x.svg'}"
     )
@@ -118,26 +128,35 @@ def test_plot_draws_the_dynamic_order(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == 0
     assert static.startswith("1f1b: ")
     assert dynamic.startswith("1f1b --use-dpp: ")
-    took = [float(line.split("makespan ")[1].split(",")[0]) for line in (static, dynamic)]
+    took = [
+        float(line.split("makespan ")[1].split(",")[0]) for line in (static, dynamic)
+    ]
     assert took[0] > 1.2 * took[1], "messages are late"
     assert static in (tmp_path / "x.svg").read_text()
 
 
-def test_plot_writes_each_kind_of_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plot_writes_each_kind_of_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for suffix in ("svg", "csv", "json"):
         path = tmp_path / f"plot.{suffix}"
         code, out, err = _run(
-            capsys, f"plot bitpipe --pp 4 --microbatches 8 --bitpipe-order paper -o {path}"
+            capsys,
+            f"plot bitpipe --pp 4 --microbatches 8 --bitpipe-order paper -o {path}",
         )
         assert (code, out.splitlines()[-1]) == (0, f"wrote {path}")
-        assert ("one of the two mirrored pipelines (2 ranks)" in err) == (suffix == "csv")
+        assert ("one of the two mirrored pipelines (2 ranks)" in err) == (
+            suffix == "csv"
+        )
     schedule = generate("bitpipe", 4, 8, order="paper")
     assert table_files.from_json((tmp_path / "plot.json").read_text()) == schedule
     assert table_files.load_csv(str(tmp_path / "plot.csv")).rows == schedule.rows
     ET.parse(tmp_path / "plot.svg")
 
 
-def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_csv_needs_no_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "table.csv"
     _run(capsys, f"plot zb-v --pp 4 --microbatches 6 -o {path}")
     code, out, _ = _run(capsys, f"plan --schedule csv:{path}")
@@ -202,7 +221,11 @@ def test_commands_import_nothing_heavy(command: str) -> None:
         "print('heavy:', *{'torch', 'numpy', 'megatron.core', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1].split() == ["heavy:"]
 

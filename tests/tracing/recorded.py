@@ -73,7 +73,8 @@ def built(training: Training) -> Iterator[tuple[Any, list[Any]]]:
     os.environ[VARIABLE] = training.folder
     build = megatron_ext.configure(
         megatron_ext.PipelineConfig(
-            schedule=training.schedule, **{"message_timeout_s": 60.0, **training.settings}
+            schedule=training.schedule,
+            **{"message_timeout_s": 60.0, **training.settings},
         ),
         pipeline_ranks=training.pipeline_ranks,
         num_microbatches=training.num_microbatches,

@@ -36,7 +36,9 @@ def run_and_note_callers(argv: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_log_lines_reduce_only_where_somebody_gets_the_numbers(tmp_path: Path, asked: bool) -> None:
+def test_log_lines_reduce_only_where_somebody_gets_the_numbers(
+    tmp_path: Path, asked: bool
+) -> None:
     flags = ZB + (f"--tensorboard-dir {tmp_path}" if asked else "")
     for callers in run_ranks(2, run_and_note_callers, flags.split()):
         assert ("megatron_ext.tracing.scalars" in callers) == asked

@@ -26,7 +26,9 @@ def _train_each(*trainings: Training) -> None:
 @pytest.mark.short_s(8)
 def test_schedules_with_the_same_bits_have_the_same_digests(tmp_path: Path) -> None:
     own = Training(str(tmp_path / "own"))
-    zb_h1, zb_v = (replace(own, folder=str(tmp_path / n), schedule=n) for n in ("zb-h1", "zb-v"))
+    zb_h1, zb_v = (
+        replace(own, folder=str(tmp_path / n), schedule=n) for n in ("zb-h1", "zb-v")
+    )
     run_ranks(2, _train_each, own, zb_h1, zb_v)
     for candidate in (zb_h1, zb_v):
         assert locate(tmp_path / "own", Path(candidate.folder)) is None
@@ -53,7 +55,9 @@ _FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _FOUR_RANKS)
-def test_four_ranks_in_other_shapes_have_the_same_digests(name: str, tmp_path: Path) -> None:
+def test_four_ranks_in_other_shapes_have_the_same_digests(
+    name: str, tmp_path: Path
+) -> None:
     """With another number of replicas, sums over them may differ in their last bits."""
     first, second = _FOUR_RANKS[name]
     own = Training(str(tmp_path / "own"), world_size=4, **first)
@@ -72,12 +76,16 @@ SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-red
     [(2, ""), pytest.param(4, SHARDED, marks=pytest.mark.slow)],
     ids=["two stages", "sharded"],
 )
-def test_megatrons_own_loop_is_recorded(num_ranks: int, flags: str, tmp_path: Path) -> None:
+def test_megatrons_own_loop_is_recorded(
+    num_ranks: int, flags: str, tmp_path: Path
+) -> None:
     """Its optimizer ends a step; evaluations between steps are not recorded."""
     flags += f"{MOCK}{NO_DROPOUT}{PP2}--clip-grad 0 --train-iters 2 --eval-interval 1 "
     for name, schedule in (("own", ""), ("ours", "--pipeline-schedule zb-h1")):
         environment = {VARIABLE: str(tmp_path / name)}
-        run_script(num_ranks, "pretrain_gpt.py", f"{flags}{schedule}".split(), env=environment)
+        run_script(
+            num_ranks, "pretrain_gpt.py", f"{flags}{schedule}".split(), env=environment
+        )
     assert locate(tmp_path / "own", tmp_path / "ours") is None
     for file in read_folder(tmp_path / "ours"):
         assert sorted(file.steps) == [0, 1, 2]
@@ -100,7 +108,9 @@ def _train_twice(first: Training, second: Training) -> None:
 
 @pytest.mark.short_s(6)
 def test_a_run_that_is_not_deterministic_differs_from_itself(tmp_path: Path) -> None:
-    first, second = (Training(str(tmp_path / name), "zb-v") for name in ("first", "second"))
+    first, second = (
+        Training(str(tmp_path / name), "zb-v") for name in ("first", "second")
+    )
     run_ranks(2, _train_twice, first, second)
     difference = locate(tmp_path / "first", tmp_path / "second")
     assert difference is not None
@@ -120,7 +130,9 @@ def _slightly_wrong(chunks: list[Any]) -> AbstractContextManager[Any]:
     return at_output(2, "mlp", change)(chunks)
 
 
-def _train_in_orders(own: Training, other: Training, wrong: Training, rounded: Training) -> None:
+def _train_in_orders(
+    own: Training, other: Training, wrong: Training, rounded: Training
+) -> None:
     import os
 
     train(own)
@@ -131,7 +143,9 @@ def _train_in_orders(own: Training, other: Training, wrong: Training, rounded: T
 
 
 @pytest.mark.short_s(8)
-def test_other_sums_stay_within_what_rounding_changes_and_a_fault_does_not(tmp_path: Path) -> None:
+def test_other_sums_stay_within_what_rounding_changes_and_a_fault_does_not(
+    tmp_path: Path,
+) -> None:
     """The fault is smaller than the stated tolerance."""
     own = Training(str(tmp_path / "own"), pipeline_ranks=1)
     rounded = replace(own, folder=str(tmp_path / "rounded"))
@@ -139,9 +153,13 @@ def test_other_sums_stay_within_what_rounding_changes_and_a_fault_does_not(tmp_p
     wrong = replace(other, folder=str(tmp_path / "wrong"))
     run_ranks(2, _train_in_orders, own, other, wrong, rounded)
     folders = {name: tmp_path / name for name in ("own", "other", "wrong", "rounded")}
-    assert compare(folders["own"], folders["other"], folders["rounded"]).difference is None
+    assert (
+        compare(folders["own"], folders["other"], folders["rounded"]).difference is None
+    )
     assert locate(folders["own"], folders["wrong"]) is None
-    difference = compare(folders["own"], folders["wrong"], folders["rounded"]).difference
+    difference = compare(
+        folders["own"], folders["wrong"], folders["rounded"]
+    ).difference
     assert difference is not None
     assert (difference.kind, difference.iteration) == ("backward", 1)
     assert (difference.layer, difference.module) == (2, "mlp")

@@ -35,7 +35,9 @@ def test_a_last_bit_changes_them(
     tensor = _random(shape, dtype, seed)
     other = tensor.clone()
     index = data.draw(st.integers(0, tensor.numel() - 1))
-    words = other.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    words = other.view(-1).view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    )
     words[index] ^= 1
     assert _bits(other) != _bits(tensor)
 
@@ -132,7 +134,9 @@ def test_a_change_of_all_elements_alike_changes_them(
 def test_so_does_one_of_a_large_tensor(
     shape: list[int], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    tensor = _random(shape, torch.float32, 3).abs() + 1  # without zeros, which a factor leaves
+    tensor = (
+        _random(shape, torch.float32, 3).abs() + 1
+    )  # without zeros, which a factor leaves
     assert _bits(change(tensor)) != _bits(tensor)
 
 

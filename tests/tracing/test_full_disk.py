@@ -77,16 +77,22 @@ def test_training_goes_on_when_the_disk_of_the_trace_is_full(small_disk: Path) -
     assert any(1 <= survey.num_iterations < _ITERATIONS for survey in recorded.surveys)
 
 
-def test_training_goes_on_when_there_is_no_room_for_a_trace_at_all(small_disk: Path) -> None:
+def test_training_goes_on_when_there_is_no_room_for_a_trace_at_all(
+    small_disk: Path,
+) -> None:
     with (
         (small_disk / "filler").open("wb", buffering=0) as file,
         pytest.raises(OSError, match="No space left"),
     ):
         file.writelines(bytes(1024) for _ in range(_ROOM_BYTES))
-    check_warnings(train(small_disk / "run"), small_disk / "run", "No space left on device")
+    check_warnings(
+        train(small_disk / "run"), small_disk / "run", "No space left on device"
+    )
 
 
-def test_training_goes_on_when_a_trace_exceeds_what_a_file_may_have(tmp_path: Path) -> None:
+def test_training_goes_on_when_a_trace_exceeds_what_a_file_may_have(
+    tmp_path: Path,
+) -> None:
     run = train(tmp_path / "run", _ROOM_BYTES)
     check_warnings(run, tmp_path / "run", "File too large")
     recorded = read_run(tmp_path / "run")
@@ -111,4 +117,7 @@ def test_a_trace_that_ended_keeps_nothing_and_says_so_once(
     assert not recorder._spans
     recorder.close()
     [record] = caplog.records
-    assert "benchmark-data-0-pipeline-0-tensor-0.json cannot be written: No space" in record.message
+    assert (
+        "benchmark-data-0-pipeline-0-tensor-0.json cannot be written: No space"
+        in record.message
+    )

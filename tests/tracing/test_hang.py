@@ -64,11 +64,18 @@ def test_circles_name_everybody_in_them() -> None:
     }
     verdict = explain(states, 3, 0)
     assert verdict.culprits == (1, 2)
-    assert "rank 1, which was named before: their tables do not fit each other" in verdict.chain
+    assert (
+        "rank 1, which was named before: their tables do not fit each other"
+        in verdict.chain
+    )
 
 
 def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
-    inside = {"activity": "is in the optimizer step", "in_collective": True, "entered": 2}
+    inside = {
+        "activity": "is in the optimizer step",
+        "in_collective": True,
+        "entered": 2,
+    }
     states = {rank: RankState(rank, **inside) for rank in (0, 1, 3)}
     states[2] = RankState(2, "runs 2F7", since_s=5)
     verdict = explain(states, 4, 0)
@@ -76,11 +83,15 @@ def test_ranks_in_a_collective_wait_for_those_that_are_not() -> None:
         "rank 0 is in the optimizer step and waits there for rank 2, which runs 2F7 for 5.0 s"
     )
     states[2] = RankState(2, **inside, since_s=1)
-    assert explain(states, 4, 0).culprits == (0,), "all are there, so nobody else is to blame"
+    assert explain(states, 4, 0).culprits == (0,), (
+        "all are there, so nobody else is to blame"
+    )
 
 
 @pytest.mark.parametrize("activity", ["is in the optimizer step", "runs 0F3"])
-def test_a_rank_inside_a_collective_waits_for_those_that_have_not_reached_it(activity: str) -> None:
+def test_a_rank_inside_a_collective_waits_for_those_that_have_not_reached_it(
+    activity: str,
+) -> None:
     """Of ranks in the same part of a step, torch's own collectives tell who waits for whom."""
     is_counted = activity != "runs 0F3"
     inside = RankState(0, activity, (), is_counted, 9, entered=2, runs_collective=True)
@@ -92,8 +103,12 @@ def test_a_rank_inside_a_collective_waits_for_those_that_have_not_reached_it(act
         f"rank 0 {activity} and waits there for rank 2, which {activity} for 9.0 s, "
         "at model.py:7 in f"
     )
-    assert explain({0: inside, 1: inside}, 2, 0).culprits == (0,), "nobody else is to blame"
-    assert explain({0: inside}, 2, 0).culprits == (1,), "a rank that says nothing comes first"
+    assert explain({0: inside, 1: inside}, 2, 0).culprits == (0,), (
+        "nobody else is to blame"
+    )
+    assert explain({0: inside}, 2, 0).culprits == (1,), (
+        "a rank that says nothing comes first"
+    )
 
 
 @pytest.mark.parametrize("function", [dist.all_reduce, torch.zeros_like])
@@ -102,10 +117,14 @@ def test_a_thread_inside_a_collective_of_torch_is_told_apart(
 ) -> None:
     dog = hang.Watchdog(lambda: RankState(-1, "runs 0F0"), 1.0)
     dog._training = threading.get_ident()
-    frame = SimpleNamespace(f_code=test_states_travel_as_text.__code__, f_lineno=7, f_back=None)
+    frame = SimpleNamespace(
+        f_code=test_states_travel_as_text.__code__, f_lineno=7, f_back=None
+    )
     if function is dist.all_reduce:
         # Its wrapper is elsewhere in torch; the thread itself is in C++, below the function.
-        frame = SimpleNamespace(f_code=inspect.unwrap(function).__code__, f_lineno=1, f_back=frame)
+        frame = SimpleNamespace(
+            f_code=inspect.unwrap(function).__code__, f_lineno=1, f_back=frame
+        )
     monkeypatch.setattr(sys, "_current_frames", lambda: {dog._training: frame})
     state = dog._state(3)
     assert state.runs_collective == (function is dist.all_reduce)
@@ -120,10 +139,14 @@ def test_a_thread_inside_a_collective_of_torch_is_told_apart(
         RankState(0, "waits", ((1, "weights 0"),), entered=math.inf),
     ],
 )
-def test_ranks_that_have_passed_a_collective_hold_nobody_up_in_it(other: RankState) -> None:
+def test_ranks_that_have_passed_a_collective_hold_nobody_up_in_it(
+    other: RankState,
+) -> None:
     """Nor do forward ranks of a disaggregated job, which wait for weights meanwhile."""
     stuck = RankState(1, "is in the reduction", (), True, 9, "d.py:7 in f", entered=3)
-    verdict = explain({0: other, 1: stuck}, 2, 0 if other.waits_for or other.in_collective else 1)
+    verdict = explain(
+        {0: other, 1: stuck}, 2, 0 if other.waits_for or other.in_collective else 1
+    )
     assert verdict.culprits == (1,), verdict.chain
     assert verdict.chain.endswith("is in the reduction for 9.0 s, at d.py:7 in f")
 
@@ -135,7 +158,10 @@ def test_ranks_agree_on_a_verdict_however_long_the_time_out_is(
     monkeypatch.setattr(hang, "_ANSWER_S", 1.0)
     store = HashStore()
     store.set("alarm", "0")
-    dogs = [hang.Watchdog(lambda: RankState(-1, "waits", ((2, "1B0"),)), 300.0) for _ in "01"]
+    dogs = [
+        hang.Watchdog(lambda: RankState(-1, "waits", ((2, "1B0"),)), 300.0)
+        for _ in "01"
+    ]
     for dog in dogs:
         dog._training = threading.get_ident()
     with ThreadPoolExecutor() as pool:
@@ -219,7 +245,9 @@ def test_a_store_that_does_not_answer_does_not_hold_the_watchdog_up() -> None:
     assert "the job's store does not answer" in run.logs[0]
 
 
-def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> None:
+def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_device() -> (
+    None
+):
     session, seen = Session(Namespace(job=None, iteration=None)), []  # type: ignore[arg-type]
     session.recorder = Recorder(lambda: (Path(), None, None))  # type: ignore[arg-type, return-value]
     session._report("runs 0F0")
@@ -233,7 +261,10 @@ def test_steps_end_for_the_watchdog_when_their_trace_has_been_read_from_the_devi
 def test_states_travel_as_text() -> None:
     state = RankState(3, "waits", ((1, "2B0"), (2, "4F1")), False, 1.5, "a.py:3 in f")
     assert str(RankState(**json.loads(json.dumps(state._asdict())))) == str(state)
-    assert str(state) == "rank 3 waits for 2B0 of rank 1 or 4F1 of rank 2 for 1.5 s, at a.py:3 in f"
+    assert (
+        str(state)
+        == "rank 3 waits for 2B0 of rank 1 or 4F1 of rank 2 for 1.5 s, at a.py:3 in f"
+    )
     crowd = RankState(0, "waits", tuple((rank, "0F0") for rank in range(9)))
     assert "or 5 others" in str(crowd)
 
@@ -281,7 +312,9 @@ def test_the_process_of_a_silent_rank_is_looked_at() -> None:
     with subprocess.Popen(sleep) as process:
         try:
             place = f"its process {process.pid} on {socket.gethostname()}"
-            assert hang.process_state(socket.gethostname(), process.pid).startswith(place)
+            assert hang.process_state(socket.gethostname(), process.pid).startswith(
+                place
+            )
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             said = hang.process_state(socket.gethostname(), process.pid)

@@ -46,7 +46,9 @@ def _train_pairs(own: Training, other: Training, places: dict[str, str]) -> None
 
 
 @pytest.mark.short_s(10)
-def test_the_first_wrong_operator_of_the_first_wrong_layer_is_named(tmp_path: Path) -> None:
+def test_the_first_wrong_operator_of_the_first_wrong_layer_is_named(
+    tmp_path: Path,
+) -> None:
     """Megatron's own schedule and zb-v, which cuts the model otherwise and splits backwards."""
     own = Training(str(tmp_path / "own"), num_steps=1)
     other = replace(own, folder=str(tmp_path / "other"), schedule="zb-v")
@@ -73,4 +75,7 @@ def test_the_first_wrong_operator_of_the_first_wrong_layer_is_named(tmp_path: Pa
         in sentences["wrong_product"]
     )
     assert "in the backward of decoder.layers.2" in sentences["wrong_gradient"]
-    assert "only the candidate ran aten.mul.Tensor -> [16, 1, 32]" in sentences["wrong_gradient"]
+    assert (
+        "only the candidate ran aten.mul.Tensor -> [16, 1, 32]"
+        in sentences["wrong_gradient"]
+    )

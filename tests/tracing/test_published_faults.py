@@ -27,14 +27,18 @@ def loaded_by_local_names(chunks: list[Any]) -> AbstractContextManager[Any]:
 
     with torch.no_grad():
         for name, weight in named_weights(chunks):
-            local = re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) % 2}", name)
+            local = re.sub(
+                r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) % 2}", name
+            )
             if local != name and weight.dim() > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(local.encode()))
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
     return nullcontext()
 
 
-def gradients_cleared_between_micro_batches(chunks: list[Any]) -> AbstractContextManager[Any]:
+def gradients_cleared_between_micro_batches(
+    chunks: list[Any],
+) -> AbstractContextManager[Any]:
     """Drop the gradients so far when the last micro-batch begins (Automodel#3530).
 
     There, stages were initialized again within the step, which resets gradients.
@@ -53,7 +57,9 @@ def gradients_cleared_between_micro_batches(chunks: list[Any]) -> AbstractContex
 
 
 def _train_each(
-    own: Training, faulty: dict[str, Training], faults: dict[str, Callable[[list[Any]], Any]]
+    own: Training,
+    faulty: dict[str, Training],
+    faults: dict[str, Callable[[list[Any]], Any]],
 ) -> None:
     train(own)
     for name, training in faulty.items():
@@ -67,7 +73,9 @@ def test_published_faults_are_located(tmp_path: Path) -> None:
         "cleared": gradients_cleared_between_micro_batches,
     }
     own = Training(str(tmp_path / "own"), num_steps=1)
-    faulty = {name: Training(str(tmp_path / name), "1f1b", num_steps=1) for name in faults}
+    faulty = {
+        name: Training(str(tmp_path / name), "1f1b", num_steps=1) for name in faults
+    }
     run_ranks(2, _train_each, own, faulty, faults, timeout_s=280)
     names = locate(tmp_path / "own", tmp_path / "names")
     assert names is not None

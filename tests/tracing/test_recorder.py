@@ -43,7 +43,9 @@ def test_each_file_is_a_chrome_trace_of_its_own(tmp_path: Path) -> None:
     directory = write_run(tmp_path, iterations=1)
     assert directory.name == "data-1-pipeline-4-tensor-1-pp"
     names = sorted(path.name for path in directory.glob("benchmark*"))
-    assert names == [f"benchmark-data-0-pipeline-{rank}-tensor-0.json" for rank in range(4)]
+    assert names == [
+        f"benchmark-data-0-pipeline-{rank}-tensor-0.json" for rank in range(4)
+    ]
     head, *rest = json.loads(trace_of(directory, 3).read_text())
     named = [event for event in rest if event["ph"] == "M"]
     *spans, last = [event for event in rest if event["ph"] == "X"]
@@ -65,7 +67,13 @@ def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
     recorder.begin_iteration(1)
     empty = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
     clock.now_ns += 3_600 * 10**9  # after an hour in one iteration
-    widest = {"cause": "input", "on": 99999, "for": "F", "stage": 999, "microbatch": 99999}
+    widest = {
+        "cause": "input",
+        "on": 99999,
+        "for": "F",
+        "stage": 999,
+        "microbatch": 99999,
+    }
     for _ in range(1000):
         recorder.add("wait", clock.now_ns - 20_000, widest)
     recorder.close()
@@ -93,7 +101,9 @@ def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
     assert [s.name for i in iterations(tmp_path) for s in i.spans] == ["optimizer"] * 6
 
 
-def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Path) -> None:
+def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(
+    tmp_path: Path,
+) -> None:
     child = os.fork()
     if child == 0:
         recorder = Recorder(lambda: (tmp_path, HEADER, None))
@@ -105,7 +115,10 @@ def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Pa
     try:
         deadline = time.monotonic() + 60
         written = tmp_path.glob
-        while not any(p.stat().st_size for p in written("*")) or len(iterations(tmp_path)) < 3:
+        while (
+            not any(p.stat().st_size for p in written("*"))
+            or len(iterations(tmp_path)) < 3
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -141,7 +154,10 @@ def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
     begin = recorder.stamp()
     Device.now_ms += 1.5
     recorder.add("forward", begin, {"stage": 0, "microbatch": 0})
-    for waited_ms in (0.01, 0.49):  # receives, of which the first found its message there
+    for waited_ms in (
+        0.01,
+        0.49,
+    ):  # receives, of which the first found its message there
         begin = recorder.stamp()
         Device.now_ms += waited_ms
         recorder.add("wait", begin, {"on": 1})
@@ -177,7 +193,9 @@ def test_a_device_that_is_stuck_hides_no_error(
 ) -> None:
     event = SimpleNamespace(record=lambda: None, query=lambda: False)
     synchronized = iter([None])  # at the begin of the step; then it would wait forever
-    device = SimpleNamespace(timing_event=lambda: event, synchronize=lambda: next(synchronized))
+    device = SimpleNamespace(
+        timing_event=lambda: event, synchronize=lambda: next(synchronized)
+    )
     use(make_pipeline("1f1b", 2, 2))
     monkeypatch.setattr("megatron_ext.tracing.session._STUCK_S", 0.1)
     session = Session(active.required())
@@ -210,7 +228,9 @@ def test_an_evaluation_is_no_part_of_a_step_that_nobody_ended(tmp_path: Path) ->
     run(num_microbatches=2, forward_only=True)
     session.close()
     [events] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
-    assert [event["name"] for event in events if event.get("cat") == "forward"] == ["forward 0"]
+    assert [event["name"] for event in events if event.get("cat") == "forward"] == [
+        "forward 0"
+    ]
 
 
 def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
@@ -224,7 +244,10 @@ def test_a_step_that_ends_in_an_action_has_failed(tmp_path: Path) -> None:
             session.end_action(0, Action(0, "F", 0))
         session.end_iteration()
     session.close()
-    assert [step.figures.get("failed", False) for step in iterations(tmp_path)] == [False, True]
+    assert [step.figures.get("failed", False) for step in iterations(tmp_path)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_step_that_begins_again_was_discarded(tmp_path: Path) -> None:
@@ -236,7 +259,10 @@ def test_a_step_that_begins_again_was_discarded(tmp_path: Path) -> None:
         active.begin_iteration(number)
         session.begin_iteration(2)
     session.close()
-    found = [(each.number, each.figures.get("failed", False)) for each in iterations(tmp_path)]
+    found = [
+        (each.number, each.figures.get("failed", False))
+        for each in iterations(tmp_path)
+    ]
     assert found == [(1, False), (2, True), (2, True), (2, False), (3, False)]
 
 
@@ -284,7 +310,9 @@ def test_a_trace_has_the_slices_of_each_step(
 
 
 def test_a_trace_names_the_settings_of_slices_by_length() -> None:
-    configuration = use(make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder()))
+    configuration = use(
+        make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder())
+    )
     settings = settings_of(configuration, None)
     assert settings["slice_tokens"] == 8
     assert settings["dpp_extra_activations"] == 0, "of tables by length"
@@ -306,7 +334,9 @@ def identified(folder: Path) -> list[tuple[str, Any]]:
     return [(header.run, header.settings["num_layers"]) for header in headers]
 
 
-def test_a_trace_names_its_attempt_and_has_the_settings_of_bridge(tmp_path: Path) -> None:
+def test_a_trace_names_its_attempt_and_has_the_settings_of_bridge(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(1, identified, tmp_path) == [[("job/1", 8), ("", 8)]]
 
 

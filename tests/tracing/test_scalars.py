@@ -37,10 +37,14 @@ def on_a_terminal(argv: list[str]) -> None:
     import torch.distributed as dist
 
     expected = 3 if dist.get_rank() == 3 else 0
-    assert sum(line.startswith(" pipeline: bubble ") for line in lines) == expected, lines
+    assert sum(line.startswith(" pipeline: bubble ") for line in lines) == expected, (
+        lines
+    )
 
 
-def test_training_without_a_tree_writes_them_and_a_line_on_a_terminal(tmp_path: Path) -> None:
+def test_training_without_a_tree_writes_them_and_a_line_on_a_terminal(
+    tmp_path: Path,
+) -> None:
     require_training()
     argv = f"{GPT}{PP2}--pipeline-schedule 1f1b --tensorboard-dir {tmp_path}".split()
     run_ranks(4, on_a_terminal, argv)
@@ -72,7 +76,9 @@ def test_weights_and_biases_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
         " pipeline: bubble 25.0 %, 1.0 MiB/s between ranks, 50.0 % of the actions out of order"
     )
     del found["pipeline/bubble"]
-    assert scalars.line_of(found).startswith(" pipeline: 1.0 MiB/s between ranks, 50.0 %")
+    assert scalars.line_of(found).startswith(
+        " pipeline: 1.0 MiB/s between ranks, 50.0 %"
+    )
 
 
 def counted(is_host: bool) -> dict[str, float] | None:

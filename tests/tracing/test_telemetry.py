@@ -70,7 +70,9 @@ def _real(groups: tuple[str, ...]) -> Callable[[], list[Span]]:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
+        InMemorySpanExporter,
+    )
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -81,7 +83,11 @@ def _real(groups: tuple[str, ...]) -> Callable[[], list[Span]]:
         spans = exporter.get_finished_spans()
         names = {span.context.span_id: span.name for span in spans}
         return [
-            Span(span.name, span.parent and names[span.parent.span_id], dict(span.attributes or {}))
+            Span(
+                span.name,
+                span.parent and names[span.parent.span_id],
+                dict(span.attributes or {}),
+            )
             for span in spans
         ]
 
@@ -144,7 +150,9 @@ def test_every_action_and_message_is_a_span_below_the_step(set_up: Any) -> None:
     for rank, ended in enumerate(by_rank):
         spans = [span for span in ended if span.name.startswith("megatron_ext.")]
         assert {span.parent for span in spans} == {"megatron.step"}
-        theirs = {span.parent for span in ended if span not in spans}  # of forward_step and so on
+        theirs = {
+            span.parent for span in ended if span not in spans
+        }  # of forward_step and so on
         assert theirs <= {f"megatron_ext.{name}" for name in ACTION_NAMES.values()}
         actions = Counter(span.name.removeprefix("megatron_ext.") for span in spans)
         assert actions["forward"] == actions["weight_gradient"] == M
@@ -159,7 +167,11 @@ def test_every_action_and_message_is_a_span_below_the_step(set_up: Any) -> None:
 
 def test_groups_that_are_not_enabled_have_no_spans(set_up: Any) -> None:
     for spans in run_ranks(2, _train, set_up, BOTH[1:], "1f1b", False):
-        assert {span.name.split(".")[1] for span in spans} <= {"send", "receive", "wait"}
+        assert {span.name.split(".")[1] for span in spans} <= {
+            "send",
+            "receive",
+            "wait",
+        }
     for spans in run_ranks(2, _train, set_up, ("step",), "1f1b", False):
         assert spans == []
 

@@ -43,14 +43,20 @@ def train(flags: str, directory: Path | None) -> tuple[list[str], Run]:
 
 
 def spans(run: Run, rank: int) -> list[Any]:
-    return [span for iteration in run.surveys[rank].file.iterations() for span in iteration.spans]
+    return [
+        span
+        for iteration in run.surveys[rank].file.iterations()
+        for span in iteration.spans
+    ]
 
 
 def names(run: Run, rank: int) -> set[str]:
     return {span.name for span in spans(run, rank)}
 
 
-def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: Path) -> None:
+def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(
+    tmp_path: Path,
+) -> None:
     dynamic = (
         f"{LAYERS8}{PP4}--use-dpp --num-layers-per-virtual-pipeline-stage 1 "
         "--pipeline-transport shm --overlap-grad-reduce --use-distributed-optimizer "
@@ -69,9 +75,14 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
             if span.name == "forward"
         )
         row = [action for action in table.rows[rank] if action.kind == "F"]
-        assert found == sorted(3 * [(action.stage, action.microbatch) for action in row])
+        assert found == sorted(
+            3 * [(action.stage, action.microbatch) for action in row]
+        )
     waits = [
-        span.attributes for rank in range(4) for span in spans(run, rank) if span.name == "wait"
+        span.attributes
+        for rank in range(4)
+        for span in spans(run, rank)
+        if span.name == "wait"
     ]
     assert {wait["cause"] for wait in waits} <= {"input", "slot"}
     assert any("on" in wait for wait in waits)
@@ -81,18 +92,26 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     total = figures(run.surveys)
     assert 0 < total.bubble_ratio < 1
     assert total.memory_bytes > 2**20
-    assert all(step.activation_bytes > 0 for survey in run.surveys for step in survey.steps)
+    assert all(
+        step.activation_bytes > 0 for survey in run.surveys for step in survey.steps
+    )
     output = tmp_path / "chrome.json"
     write_chrome_trace(run, output)
     events = json.loads(output.read_text())
     starts, ends = arrows(events)
     assert starts.keys() == ends.keys()
-    assert all(ends[key] > starts[key] for key in starts), "nothing arrives before it is sent"
+    assert all(ends[key] > starts[key] for key in starts), (
+        "nothing arrives before it is sent"
+    )
     assert "planned: " in report.page(run)
-    done = run_package("plan", "--trace-dir", str(tmp_path / "run"), "--memory-gib", "64")
+    done = run_package(
+        "plan", "--trace-dir", str(tmp_path / "run"), "--memory-gib", "64"
+    )
     assert done.returncode == 0, done.stderr
     assert "\nrecommended: " in done.stdout
-    flags = done.stdout.partition("\nflags (--json has those of all):\n")[2].splitlines()
+    flags = done.stdout.partition("\nflags (--json has those of all):\n")[
+        2
+    ].splitlines()
     assert len(flags) >= 3
     assert all(" --pipeline-model-parallel-size 4 " in line for line in flags)
     assert re.match(
@@ -105,7 +124,11 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
-    ends = [each.header.rank for each in run.surveys if any(map(_told, each.file.iterations()))]
+    ends = [
+        each.header.rank
+        for each in run.surveys
+        if any(map(_told, each.file.iterations()))
+    ]
     assert ends == [0, 3], "ranks that read data note how much"
 
 
@@ -121,7 +144,11 @@ def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> N
     output = tmp_path / "all.json"
     write_chrome_trace(run, output)
     events = json.loads(output.read_text())
-    rows = {(event["cat"] == "exchange", event["tid"]) for event in events if event["ph"] == "X"}
+    rows = {
+        (event["cat"] == "exchange", event["tid"])
+        for event in events
+        if event["ph"] == "X"
+    }
     assert rows == {(False, 0), (True, 1000)}
     predictions = forecast.predict(run).predictions
     assert any(prediction.all_to_all_hidden for prediction in predictions)
@@ -142,7 +169,9 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
             if span.name == "forward"
         )
         row = [action for action in table.rows[rank] if action.kind == "F"]
-        assert found == sorted(3 * [(action.microbatch, action.slice) for action in row])
+        assert found == sorted(
+            3 * [(action.microbatch, action.slice) for action in row]
+        )
         [step] = run.surveys[rank].complete_steps[:1]
         assert step.peak_live == pytest.approx(measure(table).activations[rank])
         assert step.activation_bytes > 0
@@ -159,13 +188,21 @@ def test_a_run_in_slices_is_recorded_put_together_and_planned(tmp_path: Path) ->
 def _told(step: Iteration) -> bool:
     """Return whether an iteration tells how long the micro-batches of its forwards are."""
     sizes = step.figures.get("lengths", {})
-    forwards = {str(s.attributes["microbatch"]) for s in step.spans if s.name == "forward"}
-    assert all(size == [2 * 16, 2 * 16**2] for size in sizes.values()), "tokens, pairs of [2, 16]"
+    forwards = {
+        str(s.attributes["microbatch"]) for s in step.spans if s.name == "forward"
+    }
+    assert all(size == [2 * 16, 2 * 16**2] for size in sizes.values()), (
+        "tokens, pairs of [2, 16]"
+    )
     return sizes.keys() == forwards
 
 
-def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Path) -> None:
-    flags = f"{GPT}{PP2}--tensor-model-parallel-size 2 --use-dpp --pipeline-transport tcp "
+def test_followers_wait_for_their_leader_and_links_have_their_wire(
+    tmp_path: Path,
+) -> None:
+    flags = (
+        f"{GPT}{PP2}--tensor-model-parallel-size 2 --use-dpp --pipeline-transport tcp "
+    )
     _, run = train(flags, tmp_path)
     causes = [
         {span.attributes["cause"] for span in spans(run, rank) if span.name == "wait"}
@@ -195,13 +232,17 @@ def test_megatrons_own_schedules_are_recorded(
                 if s.name in ("forward", "backward")
             ]
             kinds = {"F": "forward", "B": "backward"}
-            assert actions == [(a.stage, kinds[a.kind], a.microbatch) for a in table.rows[rank]]
+            assert actions == [
+                (a.stage, kinds[a.kind], a.microbatch) for a in table.rows[rank]
+            ]
     assert forecast.predict(run).measured == table.label
 
 
 def test_iterations_have_megatrons_numbers(tmp_path: Path) -> None:
     flags = f"{GPT}--pipeline-schedule 1f1b {PP2}--iterations-to-skip 1 --log-interval 1 --trace "
-    logs = run_script(2, "pretrain_gpt.py", [*flags.split(), "--trace-dir", str(tmp_path)])
+    logs = run_script(
+        2, "pretrain_gpt.py", [*flags.split(), "--trace-dir", str(tmp_path)]
+    )
     logged = re.findall(r"iteration +(\d+)/", "".join(logs))
     assert len(logged) == 2, "of three one was skipped"
     for survey in read_run(tmp_path).surveys:
@@ -210,7 +251,13 @@ def test_iterations_have_megatrons_numbers(tmp_path: Path) -> None:
 
 def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) -> None:
     _, run = train(f"{GPT}{PP2}--pipeline-schedule zb-h1 ", tmp_path)
-    assert {"forward", "input_gradient", "weight_gradient", "reduce", "optimizer"} <= names(run, 0)
+    assert {
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "reduce",
+        "optimizer",
+    } <= names(run, 0)
     assert [survey.num_iterations for survey in run.surveys] == [3] * 4
 
 
@@ -218,11 +265,17 @@ def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) ->
 def test_a_batch_that_grows_is_planned_from_its_full_steps(
     tmp_path: Path, schedule: str, megatron_lm_path: Path
 ) -> None:
-    calculator = "megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"
+    calculator = (
+        "megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"
+    )
     growing = "--rampup-batch-size 4 4 16 --global-batch-size 12 "
-    if "step_batch_size_schedule" in parameters(calculator):  # these releases do not ramp up
+    if "step_batch_size_schedule" in parameters(
+        calculator
+    ):  # these releases do not ramp up
         growing = "--step-batch-size-schedule 0:4,128:8,256:12 "  # in tokens
-    by_samples = re.sub(r"--(train-iters|lr-warmup-iters|global-batch-size) \d+ ", "", GPT)
+    by_samples = re.sub(
+        r"--(train-iters|lr-warmup-iters|global-batch-size) \d+ ", "", GPT
+    )
     _, run = train(f"{by_samples}{PP4}--train-samples 40 {growing}{schedule}", tmp_path)
     for survey in run.surveys:
         assert [step.microbatches for step in survey.steps] == [2, 2, 4, 6, 6]
@@ -274,12 +327,21 @@ def test_without_the_flags_nothing_of_ours_takes_part() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"trace": False, "trace_dir": Path("x")}, "--trace-dir is for --trace; add --trace"),
+        (
+            {"trace": False, "trace_dir": Path("x")},
+            "--trace-dir is for --trace; add --trace",
+        ),
         ({"trace": True, "trace_interval": 0}, "--trace-interval 0 must be at least 1"),
         ({"trace": True, "trace_interval": 3, "trace_iterations": 4}, "between 1 and"),
-        ({"trace": True, "trace_iterations": 0}, "--trace-iterations 0 must be between 1"),
+        (
+            {"trace": True, "trace_iterations": 0},
+            "--trace-iterations 0 must be between 1",
+        ),
         ({"hang_timeout": -1.0}, "--hang-timeout -1.0 must be a positive number"),
-        ({"hang_timeout": float("nan")}, "--hang-timeout nan must be a positive number"),
+        (
+            {"hang_timeout": float("nan")},
+            "--hang-timeout nan must be a positive number",
+        ),
     ],
 )
 def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> None:
@@ -290,7 +352,11 @@ def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> Non
 
 def test_numbers_that_are_not_said_fit_those_that_are() -> None:
     def found(interval: int | None, iterations: int | None) -> tuple[int, int]:
-        said = {"trace_interval": interval, "trace_iterations": iterations, "trace_dir": None}
+        said = {
+            "trace_interval": interval,
+            "trace_iterations": iterations,
+            "trace_dir": None,
+        }
         tracing = pipeline_config(Namespace(trace=True, **said)).tracing
         assert tracing is not None
         return tracing.interval, tracing.num_iterations
@@ -301,9 +367,17 @@ def test_numbers_that_are_not_said_fit_those_that_are() -> None:
     assert pipeline_config(Namespace()).tracing is None
 
 
-def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
-    argv = [*GPT.split(), *PP2.split(), "--trace", "--trace-dir", str(tmp_path / "file" / "run")]
+    argv = [
+        *GPT.split(),
+        *PP2.split(),
+        "--trace",
+        "--trace-dir",
+        str(tmp_path / "file" / "run"),
+    ]
     run = start_script(2, "pretrain_gpt.py", argv)
     assert 2 in run.exit_codes, run.describe()
     text = "\n".join(run.logs)
@@ -315,7 +389,9 @@ def test_forward_and_backward_ranks_have_a_row_each(tmp_path: Path) -> None:
     _, run = train(f"{GPT}{PP2}--forward-backward-disaggregating ", tmp_path)
     assert sorted(survey.header.pipeline for survey in run.surveys) == [0, 1, 2, 3]
     assert [survey.header.rank for survey in run.surveys] == [0, 1, 2, 3]
-    by_row = {each.header.pipeline: names(run, each.header.rank) for each in run.surveys}
+    by_row = {
+        each.header.pipeline: names(run, each.header.rank) for each in run.surveys
+    }
     assert all("weights" in found for found in by_row.values())
     assert "backward" not in by_row[0] | by_row[1]
     assert "backward" in by_row[2] & by_row[3]

@@ -77,10 +77,16 @@ def hang(kind: str) -> tuple[RankRun, str]:
             " is stopped, by SIGSTOP or a debugger",
             marks=pytest.mark.slow,
         ),
-        ("wrong schedule", "ranks 1, 2 hold each other up", "their tables do not fit each other"),
+        (
+            "wrong schedule",
+            "ranks 1, 2 hold each other up",
+            "their tables do not fit each other",
+        ),
     ],
 )
-def test_a_job_that_hangs_ends_and_names_the_rank(kind: str, error: str, end: str) -> None:
+def test_a_job_that_hangs_ends_and_names_the_rank(
+    kind: str, error: str, end: str
+) -> None:
     run, text = hang(kind)
     assert any(run.exit_codes), run.describe()
     assert error in text, run.describe()

@@ -51,10 +51,14 @@ def fix_vocabulary_order() -> None:
     BERT replaces masked tokens with entries of the vocabulary, whose order HuggingFace randomizes
     in each process, so even two upstream runs differ.
     """
-    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import (
+        HuggingFaceTokenizer,
+    )
 
     original = HuggingFaceTokenizer.inv_vocab.fget
-    HuggingFaceTokenizer.inv_vocab = property(lambda self: dict(sorted(original(self).items())))
+    HuggingFaceTokenizer.inv_vocab = property(
+        lambda self: dict(sorted(original(self).items()))
+    )
 
 
 def report(run: RankRun) -> list[str]:
@@ -105,13 +109,22 @@ def gpt_dataset(prefix: Path, *, documents: int = 100, seed: int = 0) -> str:
     """Write documents of one sequence of random ids below 99, ended by 99."""
     draw = random.Random(seed)
     lengths = [draw.randrange(5, 50) for _ in range(documents)]
-    return write_dataset(prefix, [[[*draw.choices(range(99), k=n), 99]] for n in lengths])
+    return write_dataset(
+        prefix, [[[*draw.choices(range(99), k=n), 99]] for n in lengths]
+    )
 
 
 def bert_flags(directory: Path) -> str:
     """Write a vocabulary and documents of sentences; return the flags of a tiny BERT on them."""
     draw = random.Random(0)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"w{i}" for i in range(95)),
+    ]
     tokenizer = directory / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "vocab.txt").write_text("\n".join(words) + "\n")
@@ -120,7 +133,10 @@ def bert_flags(directory: Path) -> str:
         json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": True})
     )
     documents = [
-        [[draw.randrange(5, 100) for _ in range(draw.randrange(3, 9))] for _ in range(3)]
+        [
+            [draw.randrange(5, 100) for _ in range(draw.randrange(3, 9))]
+            for _ in range(3)
+        ]
         for _ in range(200)
     ]
     data = write_dataset(directory / "bert", documents)

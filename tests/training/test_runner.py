@@ -46,7 +46,9 @@ def test_a_bare_name_is_taken_from_the_tree(tree: Path) -> None:
     assert runner.choose("pretrain_gpt.py") == tree / "pretrain_gpt.py"
 
 
-def test_without_a_tree_the_wheels_own_loop_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_tree_the_wheels_own_loop_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From 0.17 on the wheel brings megatron.training, which has GPT only."""
     monkeypatch.setattr(releases, "has_training", lambda: True)
     assert runner.choose("pretrain_gpt.py") is None
@@ -68,9 +70,18 @@ def test_a_wheel_without_a_loop_needs_a_tree(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("version", "remedy"),
     [
-        ("0.16.1", "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set"),
-        ("0.17.1", "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set"),
-        ("0.19.2", "megatron-core 0.19.2 has no pretrain_bert.py; Megatron has BERT up to 0.17"),
+        (
+            "0.16.1",
+            "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set",
+        ),
+        (
+            "0.17.1",
+            "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set",
+        ),
+        (
+            "0.19.2",
+            "megatron-core 0.19.2 has no pretrain_bert.py; Megatron has BERT up to 0.17",
+        ),
     ],
 )
 def test_bert_needs_a_release_that_has_it(
@@ -89,10 +100,14 @@ def test_bert_is_what_the_tree_has(tree: Path) -> None:
     assert runner.choose("pretrain_bert.py") == tree / "pretrain_bert.py"
 
 
-@pytest.mark.skipif(not releases.has_training(), reason="the wheel has no training loop")
+@pytest.mark.skipif(
+    not releases.has_training(), reason="the wheel has no training loop"
+)
 def test_the_wheels_loop_is_refused_where_everything_is_switched_off() -> None:
     """The loop would take `--pipeline-schedule` and train without."""
-    ended = run_package("pretrain_gpt.py", "--pipeline-schedule", "zb-v", MEGATRON_EXT_DISABLE="1")
+    ended = run_package(
+        "pretrain_gpt.py", "--pipeline-schedule", "zb-v", MEGATRON_EXT_DISABLE="1"
+    )
     assert ended.returncode == 2
     assert "MEGATRON_EXT_DISABLE=1 switches off" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -135,14 +150,20 @@ def test_a_script_sees_its_own_arguments_and_armed_patches() -> None:
     done = run_package("mine.py", "--flag", "1")
     assert done.returncode == 0, done.stderr
     path = str(Path("mine.py").resolve())
-    assert done.stdout.splitlines()[-1] == f"__main__ {[path, '--flag', '1']} 3 PatchPoint"
+    assert (
+        done.stdout.splitlines()[-1] == f"__main__ {[path, '--flag', '1']} 3 PatchPoint"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [
         (["gone.py"], {}, "there is no gone.py"),
-        (["pretrain_gpt.py"], {"MEGATRON_LM_PATH": "/nowhere"}, "is not a Megatron-LM tree"),
+        (
+            ["pretrain_gpt.py"],
+            {"MEGATRON_LM_PATH": "/nowhere"},
+            "is not a Megatron-LM tree",
+        ),
         (["mine.py"], {"MEGATRON_EXT_DEVICE": "abacus"}, "abacus"),
         (["mine.py"], {"MEGATRON_EXT_DEVICE": "musa"}, "musa"),
     ],
@@ -180,18 +201,24 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
 def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(
     tree: Path, package: str, remedy: str
 ) -> None:
-    missing = f"raise ModuleNotFoundError('No module', name={package + '.language'!r})\n"
+    missing = (
+        f"raise ModuleNotFoundError('No module', name={package + '.language'!r})\n"
+    )
     (tree / "megatron" / "training" / "__init__.py").write_text(missing)
     (tree / "pretrain_gpt.py").write_text("import megatron.training\n")
     done = run_package("pretrain_gpt.py")
     assert done.returncode == 2
-    assert f"imports {package}.language, which is not installed; {remedy}" in done.stderr
+    assert (
+        f"imports {package}.language, which is not installed; {remedy}" in done.stderr
+    )
     assert "Traceback" not in done.stderr
     Path("mine.py").write_text("import surely_not_there\n")
     assert "Traceback" in run_package("mine.py").stderr
 
 
-def test_a_checkout_that_is_not_installed_names_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_is_not_installed_names_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def requires(name: str) -> list[str]:
         raise runner.metadata.PackageNotFoundError(name)
 

@@ -26,7 +26,9 @@ from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError, HangError, PeerDied
 from tests.ranks import losses, require_training
 
-pytest.importorskip("nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]")
+pytest.importorskip(
+    "nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]"
+)
 
 from nvidia_resiliency_ext.inprocess import FrozenState
 
@@ -64,7 +66,9 @@ def test_the_launcher_knows_the_line_with_which_a_restart_begins(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It comes at every --logging-level."""
-    monkeypatch.setattr(logging.getLogger("megatron_ext.training.survival"), "level", logging.ERROR)
+    monkeypatch.setattr(
+        logging.getLogger("megatron_ext.training.survival"), "level", logging.ERROR
+    )
     begin = survival.BeginAttempt()
     begin(state(iteration=0))
     assert not capfd.readouterr().err
@@ -110,18 +114,24 @@ def test_an_error_in_a_step_that_training_has_passed_since_is_no_repetition(
         end(state(fn_exception=KeyError("batch")))
 
 
-def test_a_blocked_module_of_megatron_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_module_of_megatron_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "megatron.blocked", None)
     assert survival.EndConfiguration()(state()).rank == 0
 
 
 def test_nothing_of_an_attempt_stays_in_caches_of_megatron() -> None:
-    rotary = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    rotary = pytest.importorskip(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    )
     module = rotary.RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
     module(4)
     instance = weakref.ref(module)
     del module
-    assert instance() is not None, "Megatron keeps it no longer; drop what clears its caches"
+    assert instance() is not None, (
+        "Megatron keeps it no longer; drop what clears its caches"
+    )
     survival.EndConfiguration()(state())
     gc.collect()
     assert instance() is None
@@ -143,14 +153,18 @@ def test_an_abort_that_fails_keeps_nvrx_from_nothing(
     shut_down = []
     monkeypatch.setattr(active._PROCESS, "configuration", Broken())
     monkeypatch.setattr(survival.devices, "current", Broken)
-    monkeypatch.setattr(survival.store_connection, "shut_down", lambda: shut_down.append(True))
+    monkeypatch.setattr(
+        survival.store_connection, "shut_down", lambda: shut_down.append(True)
+    )
     assert survival.EndWaits()(state()).rank == 0
     assert "could not abort its transports" in caplog.text
     assert "could not abort its collectives" in caplog.text
     assert shut_down
 
 
-def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_store() -> None:
+def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_store() -> (
+    None
+):
     """Ranks wait for an address that a rank lost during a recovery never publishes."""
     megatrons = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     survival.BeginAttempt()(state(iteration=1))
@@ -169,14 +183,18 @@ def test_a_wait_in_the_store_for_a_lost_rank_ends_and_the_next_attempt_has_a_sto
     survival.store_connection.open(megatrons).set("address of rank 1", "there")
     assert not survival.store_connection.open(megatrons).check(["iteration"])
     survival.EndConfiguration()(state(iteration=2))
-    survival.EndWaits()(state(iteration=3))  # NVRx watches the others before an attempt begins
+    survival.EndWaits()(
+        state(iteration=3)
+    )  # NVRx watches the others before an attempt begins
     survival.BeginAttempt()(state(iteration=3))
     with pytest.raises(RuntimeError):
         survival.store_connection.open(megatrons).get("address of rank 1")
     survival.EndConfiguration()(state(iteration=3))
 
 
-def test_a_loss_ends_only_the_connection_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_ends_only_the_connection_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     megatrons = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection = survival.StoreConnection()
     find_sockets = survival.open_sockets
@@ -185,8 +203,12 @@ def test_a_loss_ends_only_the_connection_to_the_store(monkeypatch: pytest.Monkey
         def sockets_before() -> set[OpenSocket]:
             sockets = find_sockets()
             monkeypatch.setattr(survival, "open_sockets", find_sockets)
-            client.connect(server.getsockname())  # as another thread may, while torch connects
-            return sockets - {item for item in sockets if item.descriptor == client.fileno()}
+            client.connect(
+                server.getsockname()
+            )  # as another thread may, while torch connects
+            return sockets - {
+                item for item in sockets if item.descriptor == client.fileno()
+            }
 
         monkeypatch.setattr(survival, "open_sockets", sockets_before)
         connection.open(megatrons)
@@ -261,7 +283,9 @@ class Job:
     processes: list[subprocess.Popen[bytes]]
 
     def text(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.glob("rank*.log")))
+        return "".join(
+            path.read_text() for path in sorted(self.folder.glob("rank*.log"))
+        )
 
     def wait_for(self, pattern: str, timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
@@ -293,7 +317,14 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
                 "PYTHONWARNINGS": "ignore",
                 "TORCH_CPP_LOG_LEVEL": "error",
             }
-            words = [sys.executable, "-u", "-m", "megatron_ext", "pretrain_gpt.py", *flags.split()]
+            words = [
+                sys.executable,
+                "-u",
+                "-m",
+                "megatron_ext",
+                "pretrain_gpt.py",
+                *flags.split(),
+            ]
             with (folder / f"rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(words, stdout=log, stderr=log, env=env)
             running.processes.append(process)
@@ -309,23 +340,37 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
 @pytest.mark.parametrize(
     ("num_ranks", "schedule"),
     [
-        pytest.param(2, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="zb-h1"),
+        pytest.param(
+            2, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="zb-h1"
+        ),
         pytest.param(
             2,
             "--use-dpp --num-layers-per-virtual-pipeline-stage 1 --pipeline-transport tcp",
             id="dpp",
         ),
-        pytest.param(2, "--pipeline-schedule zb-v --pipeline-transport torch", id="zb-v"),
-        pytest.param(2, "--pipeline-schedule v-half --pipeline-transport shm", id="v-half"),
-        pytest.param(2, "--pipeline-schedule dualpipe-v --pipeline-transport tcp", id="dualpipe-v"),
-        pytest.param(2, "--pipeline-schedule 1f1b --pipeline-transport torch", id="1f1b"),
+        pytest.param(
+            2, "--pipeline-schedule zb-v --pipeline-transport torch", id="zb-v"
+        ),
+        pytest.param(
+            2, "--pipeline-schedule v-half --pipeline-transport shm", id="v-half"
+        ),
+        pytest.param(
+            2,
+            "--pipeline-schedule dualpipe-v --pipeline-transport tcp",
+            id="dualpipe-v",
+        ),
+        pytest.param(
+            2, "--pipeline-schedule 1f1b --pipeline-transport torch", id="1f1b"
+        ),
         pytest.param(
             4,
             "--pipeline-model-parallel-size 4 --num-layers 8 --enable-bitpipe-schedule "
             "--pipeline-transport shm",
             id="bitpipe",
         ),
-        pytest.param(4, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="dp-2"),
+        pytest.param(
+            4, "--pipeline-schedule zb-h1 --pipeline-transport shm", id="dp-2"
+        ),
         pytest.param(
             4,
             "--tensor-model-parallel-size 2 --pipeline-schedule zb-h1 --pipeline-transport shm",
@@ -333,7 +378,9 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
         ),
     ],
 )
-def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, num_ranks: int, schedule: str) -> None:
+def test_a_killed_rank_costs_a_step_at_most(
+    tmp_path: Path, num_ranks: int, schedule: str
+) -> None:
     require_training()
     saved = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 1000 "
     saved += "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
@@ -354,7 +401,9 @@ def test_a_killed_rank_costs_a_step_at_most(tmp_path: Path, num_ranks: int, sche
     with job(alone, num_ranks, f"{FLAGS}{schedule}") as undisturbed:
         assert undisturbed.wait() == [0] * num_ranks, undisturbed.text()[-3000:]
         expected = dict(enumerate(losses(undisturbed.text()), start=1))
-    differing = [int(step) for step, loss in by_step.items() if loss != expected[int(step)]]
+    differing = [
+        int(step) for step, loss in by_step.items() if loss != expected[int(step)]
+    ]
     # Megatron keeps the loss of the first step after a start, so what it logs for the second one
     # is the mean of both.
     assert len(differing) <= 1, (by_step, expected)

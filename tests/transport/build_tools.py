@@ -13,7 +13,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
-    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    "PATH": os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    ),
 }
 GENERATOR = ["-G", "Ninja"] if shutil.which("ninja", path=ENVIRONMENT["PATH"]) else []
 
@@ -23,11 +25,22 @@ needs_cmake = pytest.mark.skipif(
 )
 
 
-def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build_wheel(
+    source: Path, out: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run pip on a directory or sdist, offline, with the build tools installed here."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+    ]
     command += ["--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source)]
-    inherited = {k: v for k, v in ENVIRONMENT.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}
+    inherited = {
+        k: v for k, v in ENVIRONMENT.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"
+    }
     return subprocess.run(
         command,
         env=inherited | environment,
@@ -40,6 +53,8 @@ def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.Compl
 
 def build_sdist(out: Path, repository: Path = REPOSITORY) -> Path:
     code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=repository, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=repository, check=True, timeout=60
+    )
     [sdist] = out.iterdir()
     return sdist

@@ -22,7 +22,9 @@ def build_fake_verbs(folder: Path) -> Path:
     library = folder / "libfake_verbs.so"
     sources = sorted(str(path) for path in (CSRC / "tests" / "fake_verbs").glob("*.cc"))
     options = ["-std=c++17", "-shared", "-fPIC", f"-I{CSRC}"]
-    subprocess.run([compiler, *options, *sources, "-o", str(library)], check=True, timeout=120)
+    subprocess.run(
+        [compiler, *options, *sources, "-o", str(library)], check=True, timeout=120
+    )
     return library
 
 

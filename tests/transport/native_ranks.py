@@ -66,14 +66,18 @@ def open_transport(
     )  # fmt: skip
 
 
-def tensor_of(key: Message, source: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(
+    key: Message, source: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     """Return random bytes that both sides can generate."""
     seed = hash((key.kind == "B", key.stage, key.microbatch, source)) % 2**31
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype == torch.bool else 256
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     values = torch.randint(high, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return values.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+    return (
+        values.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+    )
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -93,7 +97,9 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
     me, size = rank(), int(os.environ["WORLD_SIZE"])
     chooser = random.Random(seed)
     plan = [
-        Expected(source, Message(chooser.choice("FB"), target, i), _shape(chooser), dtype)
+        Expected(
+            source, Message(chooser.choice("FB"), target, i), _shape(chooser), dtype
+        )
         for source in range(size)
         for target in range(size)
         for i in range(num_messages)
@@ -114,10 +120,14 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
     for source, key, shape, dtype, _ in inbound:
         assert shape is not None
         received = transport.recv(source, key, LONG_S)
-        assert equal(received, tensor_of(key, source, shape, dtype)), f"{key} from rank {source}"
+        assert equal(received, tensor_of(key, source, shape, dtype)), (
+            f"{key} from rank {source}"
+        )
         received_tensors.append(received)
     transport.flush(LONG_S)
-    for tensor, (source, key, shape, dtype, _) in zip(received_tensors, inbound, strict=True):
+    for tensor, (source, key, shape, dtype, _) in zip(
+        received_tensors, inbound, strict=True
+    ):
         assert shape is not None
         assert equal(tensor, tensor_of(key, source, shape, dtype))
     return len(received_tensors)

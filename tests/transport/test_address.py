@@ -43,13 +43,29 @@ def test_both_sides_choose_the_same(mine, theirs, wire, why) -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "reason"),
     [
-        (_told(ABLE, "shm"), _told(ELSEWHERE, "shm"), "it runs on host other, .*transport auto"),
-        (_told(HERE, "rdma"), _told(ELSEWHERE, "rdma"), "has no RDMA: no libibverbs. Take"),
-        (_told(ELSEWHERE, "rdma"), _told(HERE, "rdma"), "has no RDMA: no libibverbs. Take"),
+        (
+            _told(ABLE, "shm"),
+            _told(ELSEWHERE, "shm"),
+            "it runs on host other, .*transport auto",
+        ),
+        (
+            _told(HERE, "rdma"),
+            _told(ELSEWHERE, "rdma"),
+            "has no RDMA: no libibverbs. Take",
+        ),
+        (
+            _told(ELSEWHERE, "rdma"),
+            _told(HERE, "rdma"),
+            "has no RDMA: no libibverbs. Take",
+        ),
         (HERE, _told(HERE, "tcp"), "rank 1 has the wire tcp, rank 0 auto"),
         (HERE, replace(HERE, version="0.0"), "runs megatron_ext 0.0"),
         (HERE, replace(HERE, byte_order="other"), "other endian"),
-        (replace(HERE, ip="127.0.0.1"), ELSEWHERE, r"rank 0 listens on 127\.0\.0\.1, .*--node-ips"),
+        (
+            replace(HERE, ip="127.0.0.1"),
+            ELSEWHERE,
+            r"rank 0 listens on 127\.0\.0\.1, .*--node-ips",
+        ),
         (
             HERE,
             replace(ELSEWHERE, ip="::1"),
@@ -63,7 +79,9 @@ def test_a_wire_that_is_not_there_is_refused(mine, theirs, reason) -> None:
 
 
 def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
-    def own(node_ips: list[str], rank: int, world_size: int, ranks_per_node: int | None) -> str:
+    def own(
+        node_ips: list[str], rank: int, world_size: int, ranks_per_node: int | None
+    ) -> str:
         return own_address(node_ips, rank, world_size, ranks_per_node, "127.0.0.5")
 
     nodes, ranks = ["10.0.0.1", "10.0.0.2"], [f"10.0.1.{rank}" for rank in range(8)]
@@ -72,9 +90,13 @@ def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
     ]  # fmt: skip
     assert [own(ranks, rank, 8, 4) for rank in range(8)] == ranks
     assert own(["localhost"], 0, 2, None) in {"127.0.0.1", "::1"}
-    with pytest.raises(TransportError, match="has 3 addresses; give one for each of the 2 nodes"):
+    with pytest.raises(
+        TransportError, match="has 3 addresses; give one for each of the 2 nodes"
+    ):
         own(ranks[:3], 0, 8, 4)
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"):
+    with pytest.raises(
+        TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"
+    ):
         own(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
     with pytest.raises(TransportError, match=r"0\.0\.0\.0 stands for every address"):
         own(["0.0.0.0"], 0, 2, 2)
@@ -84,5 +106,7 @@ def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
 
 def test_the_way_to_the_rendezvous_gives_the_address() -> None:
     assert own_address([], 0, 8, 4, "127.0.0.5") == "127.0.0.1"
-    with pytest.raises(TransportError, match=r"no route to no\.host\.invalid .* --node-ips"):
+    with pytest.raises(
+        TransportError, match=r"no route to no\.host\.invalid .* --node-ips"
+    ):
         own_address([], 0, 8, 4, "no.host.invalid")

@@ -17,24 +17,33 @@ ALONE = ["copy"]
     ("num_bytes", "wires"),
     [
         (1 << 10, ["gloo", "socket", "tcp", "shm", "shm, asleep", *ALONE]),
-        (1 << 24, ["gloo", "socket", *TCP, "shm", "shm, asleep", "shm, pieces", *ALONE]),
+        (
+            1 << 24,
+            ["gloo", "socket", *TCP, "shm", "shm, asleep", "shm, pieces", *ALONE],
+        ),
         (1 << 27, ["gloo", "socket", *TCP]),
     ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
     found = run_ranks(2, transport.measure, num_bytes, 1)[0]
     assert list(found) == wires
-    assert all(latency_s > 0 and bytes_per_s > 0 for latency_s, bytes_per_s in found.values())
+    assert all(
+        latency_s > 0 and bytes_per_s > 0 for latency_s, bytes_per_s in found.values()
+    )
 
 
 @pytest.mark.usefixtures("native", "emulated_musa")
 def test_tensors_of_devices_have_rows() -> None:
     found = run_ranks(2, transport.measure, 1 << 24, 1, "musa", device="musa")[0]
     assert list(found) == ["gpu, staged", "gpu, ipc", "gpu, copy"]
-    assert all(latency_s > 0 and bytes_per_s > 0 for latency_s, bytes_per_s in found.values())
+    assert all(
+        latency_s > 0 and bytes_per_s > 0 for latency_s, bytes_per_s in found.values()
+    )
 
 
-def test_what_has_no_gpu_to_be_measured_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_gpu_to_be_measured_on_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Another test module may have armed the CPU backend, which answers for torch.cuda.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert transport.left_out() == (

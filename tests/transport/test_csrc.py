@@ -14,7 +14,9 @@ from .build_tools import ENVIRONMENT, GENERATOR, needs_cmake
 REPOSITORY = Path(__file__).parents[2]
 # A build takes a minute of two idle cores, and many times that of busy ones.
 _BUILD_TIMEOUT_S = 900
-SOURCES = sorted(path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
+SOURCES = sorted(
+    path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in {".cc", ".h"}
+)
 
 
 def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -30,7 +32,9 @@ def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def run(*command: str) -> None:
     result = execute(list(command))
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
+    assert result.returncode == 0, (
+        f"{' '.join(command)}\n{result.stdout}{result.stderr}"
+    )
 
 
 def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
@@ -44,7 +48,9 @@ def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
     ):
         result = execute(command)
         if result.returncode != 0:
-            pytest.skip(f"-fsanitize={sanitizers} does not work here: {result.stderr.strip()}")
+            pytest.skip(
+                f"-fsanitize={sanitizers} does not work here: {result.stderr.strip()}"
+            )
 
 
 @needs_cmake
@@ -69,22 +75,34 @@ def test_an_unknown_sanitizer_is_refused(tmp_path):
 
 def test_every_cxx_test_is_built():
     listed = re.search(
-        r"foreach\(name IN ITEMS ([\w\s]+)\)", (REPOSITORY / "CMakeLists.txt").read_text()
+        r"foreach\(name IN ITEMS ([\w\s]+)\)",
+        (REPOSITORY / "CMakeLists.txt").read_text(),
     )
-    tests = {path.stem.removeprefix("test_") for path in SOURCES if path.stem.startswith("test_")}
+    tests = {
+        path.stem.removeprefix("test_")
+        for path in SOURCES
+        if path.stem.startswith("test_")
+    }
     assert listed is not None
     assert set(listed[1].split()) == tests
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
 def test_sources_are_free_of_foreign_headers(path):
     text = path.read_text(encoding="ascii")
     assert max(map(len, text.splitlines())) <= 100
     included = re.findall(r"#include [<\"](.*)[>\"]", text)
     foreign = re.compile(
-        r"torch/|ATen/|c10/|cuda|musa|nccl|infiniband/|rdma/(rdma_cma|ib_)", re.IGNORECASE
+        r"torch/|ATen/|c10/|cuda|musa|nccl|infiniband/|rdma/(rdma_cma|ib_)",
+        re.IGNORECASE,
     )
-    if path.name != "test_verbs_abi.cc":  # which compares our declarations with a foreign header
+    if (
+        path.name != "test_verbs_abi.cc"
+    ):  # which compares our declarations with a foreign header
         assert [name for name in included if foreign.match(name)] == []
     if not path.stem.startswith("bind"):
-        assert [name for name in included if name.startswith(("pybind11/", "Python.h"))] == []
+        assert [
+            name for name in included if name.startswith(("pybind11/", "Python.h"))
+        ] == []

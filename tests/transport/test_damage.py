@@ -29,7 +29,10 @@ _SHAPES = (
     ((700,), torch.uint8),
 )
 _HEADER_BYTES = 128
-_BYTES = sum(_HEADER_BYTES + torch.Size(shape).numel() * dtype.itemsize for shape, dtype in _SHAPES)
+_BYTES = sum(
+    _HEADER_BYTES + torch.Size(shape).numel() * dtype.itemsize
+    for shape, dtype in _SHAPES
+)
 _runs = itertools.count()
 
 
@@ -58,7 +61,9 @@ class _Store:
             return self._values[key].encode()
 
 
-def _carry(source: socket.socket, target: socket.socket, greeting: int, flip: int | None) -> None:
+def _carry(
+    source: socket.socket, target: socket.socket, greeting: int, flip: int | None
+) -> None:
     """Pass bytes on, with bit `flip` of those after the greeting flipped."""
     position = -greeting
     try:
@@ -75,12 +80,18 @@ def _carry(source: socket.socket, target: socket.socket, greeting: int, flip: in
 @contextmanager
 def _proxy(store: _Store, answers: bool, flip: int) -> Iterator[None]:
     """Stand between the ranks, and flip a bit in one of the two directions."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(3) as pool,
+    ):
         store.proxy_port = listener.getsockname()[1]
 
         def serve() -> None:
             calling, _ = listener.accept()
-            with calling, socket.create_connection(("127.0.0.1", store.real_port)) as real:
+            with (
+                calling,
+                socket.create_connection(("127.0.0.1", store.real_port)) as real,
+            ):
                 hello = bytearray()
                 while not hello.endswith(b"\n"):
                     hello += calling.recv(1)
@@ -114,7 +125,9 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
         for _, key, shape, dtype, _ in expected:
             assert shape is not None
             received = transport.recv(peer, key, LONG_S)
-            assert equal(received, tensor_of(key, peer, shape, dtype)), f"damaged: {key}"
+            assert equal(received, tensor_of(key, peer, shape, dtype)), (
+                f"damaged: {key}"
+            )
         transport.flush(LONG_S)
     except TransportError as error:
         transport.abort(str(error))

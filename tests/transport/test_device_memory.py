@@ -40,7 +40,9 @@ class _Watched:
     """A device's copies, and where they were from and to."""
 
     def __init__(self, real: Any) -> None:
-        torch.empty(1, pin_memory=True)  # from then on torch asks the device what is pinned
+        torch.empty(
+            1, pin_memory=True
+        )  # from then on torch asks the device what is pinned
         self._real = real
         self.pin, self.unpin = real.pin, real.unpin
         self.to_slots: list[bool] = []
@@ -82,7 +84,11 @@ def _round_trips(wire: Any) -> tuple[list[bool], list[bool], list[str], list[str
         if me == 1:
             transport.isend(tensor * 2, peer, out)
     own = threading.current_thread().name
-    waits = [f"{what}: {line}" for what, line, thread in host_waits.by_line() if thread == own]
+    waits = [
+        f"{what}: {line}"
+        for what, line, thread in host_waits.by_line()
+        if thread == own
+    ]
     transport.flush(LONG_S)
     right = torch.arange(float(_SHAPE[0])) * 2.0 ** (2 * _NUM_TRIPS - me)
     wrong = [] if equal(tensor.cpu(), right) else [str(tensor[:4])]
@@ -97,7 +103,9 @@ def test_no_copy_of_a_message_makes_the_host_wait(wire: str, connections: int) -
     env = queued(connections=connections, jitter_us=200, seed=connections)
     for found in run_ranks(2, _round_trips, wire, device="musa", env=env):
         to_slots, from_registered, waits, wrong = found
-        assert to_slots == [wire == "shm"] * _NUM_TRIPS  # TCP sends from torch's pinned memory
+        assert (
+            to_slots == [wire == "shm"] * _NUM_TRIPS
+        )  # TCP sends from torch's pinned memory
         assert from_registered == [True] * _NUM_TRIPS
         assert (waits, wrong) == ([], [])
 
@@ -219,7 +227,9 @@ class _Copies:
     def unpin(self, address: int) -> None:
         self.pinned.remove(address)
 
-    def to_host(self, tensor: torch.Tensor, target: object = None) -> tuple[torch.Tensor, _Gate]:
+    def to_host(
+        self, tensor: torch.Tensor, target: object = None
+    ) -> tuple[torch.Tensor, _Gate]:
         assert target is None
         self.gates.append(_Gate())
         return tensor, self.gates[-1]
@@ -309,7 +319,9 @@ def _by_reservation(wire: Any) -> list[str]:
             tensor_on(reserved).copy_(values)
             transport.publish(peer, key, reserved)
         got = transport.recv(peer, key._replace(stage=me), LONG_S)
-        if not equal(got, torch.full(shape, key.microbatch + 10 * peer, dtype=torch.uint8)):
+        if not equal(
+            got, torch.full(shape, key.microbatch + 10 * peer, dtype=torch.uint8)
+        ):
             wrong.append(str(key))
     transport.flush(LONG_S)
     transport.abort("enough")

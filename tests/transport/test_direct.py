@@ -47,14 +47,18 @@ def _device() -> torch.device:
     return devices.current().torch_device(_rank())
 
 
-def _open(num_ranks: int = 2, *, name: str = "test", wire: str = "shm") -> DirectTransport:
+def _open(
+    num_ranks: int = 2, *, name: str = "test", wire: str = "shm"
+) -> DirectTransport:
     devices.current().bind(_rank())
     host = NativeTransport(
         store(), _rank(), set(range(num_ranks)) - {_rank()},
         run_id=name, wire=wire, slots=4,  # type: ignore[arg-type]
         slot_bytes=NOTE_BYTES,
     )  # fmt: skip
-    return DirectTransport(host, devices.current().sharing(_device()), _rank(), timeout_s=_LONG_S)
+    return DirectTransport(
+        host, devices.current().sharing(_device()), _rank(), timeout_s=_LONG_S
+    )
 
 
 @functools.cache
@@ -63,12 +67,16 @@ def _values(number: int, source: int) -> torch.Tensor:
     dtype = _DTYPES[number % len(_DTYPES)]
     generator = torch.Generator().manual_seed(100 * number + source)
     shape = _SHAPES[number % len(_SHAPES)]
-    return torch.randint(0, 2 if dtype == torch.bool else 50, shape, generator=generator).to(dtype)
+    return torch.randint(
+        0, 2 if dtype == torch.bool else 50, shape, generator=generator
+    ).to(dtype)
 
 
 def _equal(tensor: torch.Tensor, number: int, source: int) -> bool:
     expected, found = _values(number, source), tensor.cpu()
-    return found.dtype == expected.dtype and torch.equal(found.double(), expected.double())
+    return found.dtype == expected.dtype and torch.equal(
+        found.double(), expected.double()
+    )
 
 
 def _num_buffers() -> int:
@@ -96,19 +104,32 @@ def _await_devices(transport: DirectTransport, num_ranks: int) -> None:
     """Wait until no device has work left: until then the driver keeps what a rank has freed."""
     _await_readers(transport)
     everybody = store()
-    everybody.set(f"read by {_rank()}", "")  # a peer that has ended has no events to wait for
+    everybody.set(
+        f"read by {_rank()}", ""
+    )  # a peer that has ended has no events to wait for
     everybody.wait([f"read by {rank}" for rank in range(num_ranks)])
 
 
-def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: int) -> None:
+def _step(
+    transport: DirectTransport, num_ranks: int, num_messages: int, seed: int
+) -> None:
     """Each rank sends all it has, to all, and takes what it gets in another order."""
     me, order = _rank(), random.Random(seed + _rank())
     peers = [rank for rank in range(num_ranks) if rank != me]
-    inbound = [(peer, Message("F", me, number)) for number in range(num_messages) for peer in peers]
+    inbound = [
+        (peer, Message("F", me, number))
+        for number in range(num_messages)
+        for peer in peers
+    ]
     for_host = (Message("C", 0, 0), Message("P", 0, 0, header=True))
-    choices = [Expected(peer, key, (1,), torch.int32) for peer in peers for key in for_host]
+    choices = [
+        Expected(peer, key, (1,), torch.int32) for peer in peers for key in for_host
+    ]
     transport.begin(
-        [Expected(peer, key, None, _DTYPES[key.microbatch % len(_DTYPES)]) for peer, key in inbound]
+        [
+            Expected(peer, key, None, _DTYPES[key.microbatch % len(_DTYPES)])
+            for peer, key in inbound
+        ]
         + choices,
         1,
     )
@@ -164,7 +185,9 @@ def _close_where_no_thread_starts() -> int:
     transport.recv(peer, Message("F", _rank(), 0), _LONG_S)
     transport.flush(_LONG_S)
     _await_devices(transport, 2)
-    with patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
+    with patch.object(
+        threading.Thread, "start", side_effect=RuntimeError("at shutdown")
+    ):
         transport.close()
     del transport
     return _num_left()
@@ -224,7 +247,9 @@ def test_messages_that_become_longer_leave_few_buffers_behind() -> None:
     made: list[SimpleNamespace] = []
 
     def make(num_bytes: int) -> SimpleNamespace:
-        made.append(SimpleNamespace(num_bytes=num_bytes, handle=b"new", used_there=None))
+        made.append(
+            SimpleNamespace(num_bytes=num_bytes, handle=b"new", used_there=None)
+        )
         return made[-1]
 
     sharing = SimpleNamespace(make=make, is_read=lambda _buffer: True)
@@ -258,12 +283,18 @@ def _reach(cannot_reach: int) -> Reach:
     ("cannot_reach", "env", "reason"),
     [
         (-1, {}, ""),
-        (1, {}, "the driver says that device 0000:02:00.0 cannot access device 0000:01:00"),
+        (
+            1,
+            {},
+            "the driver says that device 0000:02:00.0 cannot access device 0000:01:00",
+        ),
         (-1, {"FAKE_MUSA_NO_IPC": "1"}, "operation not supported (error 801"),
     ],
 )
 def test_both_ranks_know_what_is_not_possible(cannot_reach, env, reason) -> None:
-    for rank, reach in enumerate(run_ranks(2, _reach, cannot_reach, env=env, device="musa")):
+    for rank, reach in enumerate(
+        run_ranks(2, _reach, cannot_reach, env=env, device="musa")
+    ):
         assert reach.is_complete == (not reason)
         assert list(reach.reasons) == [1 - rank] * bool(reason)
         assert all(reason in told for told in reach.reasons.values())
@@ -302,9 +333,14 @@ def _survive(killed_after: str) -> tuple[str, str]:
             transport.isend(big, 0, Message("F", 0, 0))
         os.kill(os.getpid(), signal.SIGKILL)
     transport, key, own = _open(), Message("F", 0, 0), Message("C", 0, 0)
-    expected = Expected(1, key, None, torch.float32), Expected(0, own, (0,), torch.uint8)
+    expected = (
+        Expected(1, key, None, torch.float32),
+        Expected(0, own, (0,), torch.uint8),
+    )
     transport.begin(expected, 1)
-    transport.isend(torch.empty(0, dtype=torch.uint8), 0, own)  # it has arrived, and is no cause
+    transport.isend(
+        torch.empty(0, dtype=torch.uint8), 0, own
+    )  # it has arrived, and is no cause
     if sent := killed_after == "a send":
         os.waitpid(pid, 0)  # what it sent can be read until then
     kind, told = _error_of(functools.partial(transport.recv, 1, key, _LONG_S))

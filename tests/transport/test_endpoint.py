@@ -18,7 +18,9 @@ from megatron_ext.transport.dtypes import tensor_on
 _BYTES = 1 << 8 | 8
 
 
-def _send(endpoint, tag: int, dtype: int, shape: tuple[int, ...], content: bytes) -> None:
+def _send(
+    endpoint, tag: int, dtype: int, shape: tuple[int, ...], content: bytes
+) -> None:
     buffer = ctypes.create_string_buffer(content, max(1, len(content)))
     endpoint.send(0, tag, dtype, shape, ctypes.addressof(buffer), buffer)
 
@@ -31,7 +33,11 @@ def test_a_message_of_the_dtype_that_is_asked_for_comes_as_a_capsule(native):
     assert (tensor.shape, bytes(tensor.numpy())) == ((2, 3), b"abcdef")
     for tag, wanted in ((1, 0), (2, 2 << 8 | 8)):  # not asked for; another one
         message = endpoint.take(0, tag, 0, wanted)
-        assert (message.dtype, message.shape, bytes(message)) == (_BYTES, (2, 3), b"abcdef")
+        assert (message.dtype, message.shape, bytes(message)) == (
+            _BYTES,
+            (2, 3),
+            b"abcdef",
+        )
     _send(endpoint, 3, _BYTES, (0, 3), b"")
     assert len(endpoint.take(0, 3, 0, _BYTES)) == 0  # no capsule on no bytes
     assert endpoint.take(0, 4, 0, _BYTES) is None
@@ -42,7 +48,9 @@ def test_a_message_of_the_dtype_that_is_asked_for_comes_as_a_capsule(native):
 def test_a_dtype_that_this_torch_does_not_have_is_refused(native):
     endpoint = native.Endpoint(0, 2, 4096)
     _send(endpoint, 0, 99 << 8 | 16, (3,), b"abcdef")
-    with pytest.raises(MessageMismatch, match=r"6 bytes has the dtype 0x6310, .* install the same"):
+    with pytest.raises(
+        MessageMismatch, match=r"6 bytes has the dtype 0x6310, .* install the same"
+    ):
         tensor_on(endpoint.take(0, 0, 0))
 
 
@@ -85,7 +93,9 @@ def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
     with mine, theirs:
         endpoint.add(1, native.TcpLink(endpoint, 1, mine))
         sizes = [*shape, *[0] * (8 - len(shape))]
-        head = struct.pack("<I4B6Q8q", 0x4D455831, 1, 8, len(shape), 0, 0, 7, 4, 0, 4, 0, *sizes)
+        head = struct.pack(
+            "<I4B6Q8q", 0x4D455831, 1, 8, len(shape), 0, 0, 7, 4, 0, 4, 0, *sizes
+        )
         theirs.sendall(head + struct.pack("<Q", _checksum(head)) + b"abcd")
         with pytest.raises(TransportError, match=r"rank 1 are damaged: .* its 4 bytes"):
             endpoint.take(1, 7, 60, _BYTES)
@@ -94,7 +104,9 @@ def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
 
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
 def test_a_reason_is_text_wherever_it_was_cut(native, wire):
-    sockets = _tcp_pair() if wire == "tcp" else socket.socketpair(type=socket.SOCK_SEQPACKET)
+    sockets = (
+        _tcp_pair() if wire == "tcp" else socket.socketpair(type=socket.SOCK_SEQPACKET)
+    )
     first, second = (native.Endpoint(rank, 2, 4096) for rank in range(2))
     with closing(first), closing(second), sockets[0], sockets[1]:
         make = native.TcpLink if wire == "tcp" else native.ShmLink

@@ -27,7 +27,9 @@ def test_the_error_names_the_rank_with_another_version() -> None:
     text = "\n".join(run.logs)
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if "megatron_ext: error:" in line]
-    assert len(lines) >= 2, text  # ranks that hear the same of each other report it once
+    assert len(lines) >= 2, (
+        text
+    )  # ranks that hear the same of each other report it once
     for line in lines:
         assert "0.0.1 (" in line
         assert "install one version on all hosts" in line

@@ -20,7 +20,8 @@ def without_native(monkeypatch):
 
 def test_a_missing_module_is_one_error_with_the_remedy(without_native):
     with pytest.raises(
-        TransportError, match=r"_C is not usable: .*g\+\+.*MEGATRON_EXT_REQUIRE_NATIVE=1"
+        TransportError,
+        match=r"_C is not usable: .*g\+\+.*MEGATRON_EXT_REQUIRE_NATIVE=1",
     ):
         native_loader.require_native()
 
@@ -48,20 +49,29 @@ def test_the_stub_lists_exactly_what_is_there(native):
     )
     body = ast.parse(stub.read_text()).body
     described = {
-        node.name: {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
+        node.name: {
+            member.name for member in node.body if isinstance(member, ast.FunctionDef)
+        }
         for node in body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     }
     special = {"__init__", "__len__"}
     found = {
-        name: {member for member in vars(value) if not member.startswith("_") or member in special}
+        name: {
+            member
+            for member in vars(value)
+            if not member.startswith("_") or member in special
+        }
         for name, value in vars(native).items()
         if not name.startswith("_") and isinstance(value, type)
     }
     # The buffer protocol is no attribute before Python 3.12, and pybind11 gives every class an
     # __init__, which refuses to be called.
     assert {name: members | {"__init__"} for name, members in found.items()} == {
-        name: members - {"__buffer__"} | {"__init__"} for name, members in described.items()
+        name: members - {"__buffer__"} | {"__init__"}
+        for name, members in described.items()
     }
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in vars(native) if not name.startswith("_")} == found.keys() | functions
+    assert {
+        name for name in vars(native) if not name.startswith("_")
+    } == found.keys() | functions

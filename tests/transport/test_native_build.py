@@ -35,7 +35,9 @@ def broken_compiler(request, tmp_path):
 
 
 @pytest.mark.short_s(4)
-def test_without_a_compiler_the_package_installs_without_the_module(tmp_path, broken_compiler):
+def test_without_a_compiler_the_package_installs_without_the_module(
+    tmp_path, broken_compiler
+):
     result = build_wheel(REPOSITORY, tmp_path / "out", CXX=broken_compiler)
     assert result.returncode == 0, result.stdout + result.stderr
     [wheel] = (tmp_path / "out").iterdir()
@@ -47,7 +49,10 @@ def test_without_a_compiler_the_package_installs_without_the_module(tmp_path, br
 
 def test_a_required_module_that_does_not_build_is_an_error(tmp_path, broken_compiler):
     result = build_wheel(
-        REPOSITORY, tmp_path / "out", CXX=broken_compiler, MEGATRON_EXT_REQUIRE_NATIVE="1"
+        REPOSITORY,
+        tmp_path / "out",
+        CXX=broken_compiler,
+        MEGATRON_EXT_REQUIRE_NATIVE="1",
     )
     assert result.returncode != 0
     assert "CMake" in result.stdout + result.stderr
@@ -65,14 +70,21 @@ def test_a_source_distribution_builds_a_complete_wheel(tmp_path):
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
     package = {name for name in sources if name.startswith("megatron_ext/")}
-    assert {"CMakeLists.txt", "LICENSE", "csrc/bind.cc", "megatron_ext/py.typed"} <= sources
+    assert {
+        "CMakeLists.txt",
+        "LICENSE",
+        "csrc/bind.cc",
+        "megatron_ext/py.typed",
+    } <= sources
     assert "megatron_ext/transport/_C.pyi" in package
     assert {Path(name).suffix for name in package} >= {".json", ".py", ".pyi", ".typed"}
 
     content = zipfile.ZipFile(wheel)
     files = {name for name in content.namelist() if ".dist-info/" not in name}
     assert files == package | {f"megatron_ext/transport/_C{suffix}"}
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in content.namelist())
+    assert any(
+        name.endswith(".dist-info/licenses/LICENSE") for name in content.namelist()
+    )
 
     content.extractall(tmp_path / "installed")
     assert flush_in(tmp_path / "installed") == "True"
@@ -87,8 +99,21 @@ def flush_in(site: Path) -> str:
         "assert _C.__file__.startswith(sys.argv[1]), _C.__file__; "
         "print(_C.Endpoint(0, 1, 1).flush(0))"
     )
-    command = [sys.executable, "-I", "-S", "-c", code, str(site), sysconfig.get_path("purelib")]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        code,
+        str(site),
+        sysconfig.get_path("purelib"),
+    ]
     environment = {**os.environ, "MEGATRON_EXT_DISABLE": "1"}
     return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout.strip()

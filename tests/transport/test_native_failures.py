@@ -55,7 +55,9 @@ def _silent_peer(wire: Wire) -> list[str]:
         messages.append(str(raised.value))
         for i in range(20):
             transport.isend(
-                torch.ones(SLOT_BYTES if wire == "shm" else 1 << 20), 0, Message("B", 2, i)
+                torch.ones(SLOT_BYTES if wire == "shm" else 1 << 20),
+                0,
+                Message("B", 2, i),
             )
         with pytest.raises(TransportTimeout) as raised:
             transport.flush(0.2)
@@ -79,7 +81,9 @@ def test_a_time_out_names_message_peer_and_links() -> None:
         )
         assert "rank 0 did not receive what was sent to it" in flushed
         assert re.search(r"[1-9]\d* messages queued for it", flushed)
-    assert "18 messages queued for it" in told[0][1]  # 8 slots took two messages of 4 pieces
+    assert (
+        "18 messages queued for it" in told[0][1]
+    )  # 8 slots took two messages of 4 pieces
 
 
 def _wait_for_ever(transport: NativeTransport, waiting: str) -> None:
@@ -95,7 +99,9 @@ def _wait_for_ever(transport: NativeTransport, waiting: str) -> None:
 
 def _killed(wire: Wire, waiting: str) -> str:
     transport = open_transport(wire)
-    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    transport.begin(
+        [Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1
+    )
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank() == 2:
@@ -109,23 +115,35 @@ def _killed(wire: Wire, waiting: str) -> str:
 
 @pytest.mark.parametrize(
     ("wire", "waiting"),
-    [("shm", "recv"), ("shm", "poll"), ("shm", "isend"), ("tcp", "recv"), ("tcp", "isend")],
+    [
+        ("shm", "recv"),
+        ("shm", "poll"),
+        ("shm", "isend"),
+        ("tcp", "recv"),
+        ("tcp", "isend"),
+    ],
 )
 def test_a_killed_peer_is_named(wire, waiting) -> None:
     run = start_ranks(3, _killed, wire, waiting)
     assert run.exit_codes == [0, -signal.SIGKILL, 0], run.describe()
     assert f"rank 1 on host {socket.gethostname()} (wire {wire}) died" in run.values[0]
     if waiting == "recv":
-        assert run.values[0].startswith("the activation that stage 0 needs for micro-batch 0")
+        assert run.values[0].startswith(
+            "the activation that stage 0 needs for micro-batch 0"
+        )
 
 
 def _killed_parent_of_workers(wire: Wire) -> None:
     """Data loader workers outlive their parent for a while."""
     transport = open_transport(wire)
-    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    transport.begin(
+        [Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1
+    )
     if rank() == 1:
         if os.fork() == 0:
-            with pytest.raises(TransportError, match="cannot be used by its forked child"):
+            with pytest.raises(
+                TransportError, match="cannot be used by its forked child"
+            ):
                 transport.isend(torch.ones(1), 0, Message("F", 0, 0))
             Path("worker").touch()
             signal.pause()
@@ -172,7 +190,9 @@ def _passing_on(wire: Wire) -> str:
     transport = open_transport(wire)
     key, me = Message("F", 0, 0), rank()
     last = int(os.environ["WORLD_SIZE"]) - 1
-    transport.begin([Expected(me + 1, key, None, torch.float32)] if me < last else [], 1)
+    transport.begin(
+        [Expected(me + 1, key, None, torch.float32)] if me < last else [], 1
+    )
     try:
         if me == last:
             raise ValueError(f"no weights {'x' * 1000}")
@@ -187,7 +207,9 @@ def _passing_on(wire: Wire) -> str:
 def test_a_reason_stays_as_long_as_it_was_however_many_ranks_pass_it_on() -> None:
     for messages in zip(*run_ranks(4, on_each_wire, _passing_on), strict=True):
         for message in messages[:-1]:
-            assert message.endswith("gave up: rank 3: ValueError: no weights " + "x" * 1000)
+            assert message.endswith(
+                "gave up: rank 3: ValueError: no weights " + "x" * 1000
+            )
             assert message.count("gave up") == 1
 
 
@@ -195,13 +217,19 @@ def _aborted_by_another_thread(wire: Wire, waiting: str) -> None:
     """As by a thread whose copy has failed; the peer computes and hears of nothing."""
     transport = open_transport(wire)
     done = Path(f"{wire} done")
-    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    transport.begin(
+        [Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1
+    )
     if rank() == 0:
         for i in range(20 * (waiting == "flush")):
             transport.isend(torch.ones(1 << 18), 1, Message("F", 1, i))
         threading.Timer(0.2, transport.abort, ["a copy failed"]).start()
-        with pytest.raises(TransportError, match=r"^the transport was aborted: a copy failed; "):
-            transport.flush(1000) if waiting == "flush" else _wait_for_ever(transport, waiting)
+        with pytest.raises(
+            TransportError, match=r"^the transport was aborted: a copy failed; "
+        ):
+            transport.flush(1000) if waiting == "flush" else _wait_for_ever(
+                transport, waiting
+            )
         done.touch()
     while not done.exists():
         time.sleep(0.02)
@@ -241,7 +269,9 @@ def _without_memory(wire: Wire) -> str:
 
 def test_a_peer_that_has_no_memory_is_named() -> None:
     message = run_ranks(2, _without_memory, "shm")[0]
-    assert message.startswith(f"rank 0 has no link to rank 1 on host {socket.gethostname()}: ")
+    assert message.startswith(
+        f"rank 0 has no link to rank 1 on host {socket.gethostname()}: "
+    )
 
 
 def _farewell(wire: Wire) -> None:
@@ -285,7 +315,9 @@ def _leaves_early(wire: Wire) -> None:
         transport.begin([Expected(1, key, None, torch.float32) for key in keys[:2]], 2)
         transport.expect([Expected(2, keys[2], None, torch.float32)])
         assert transport.poll(1000) == keys[:1]
-        with pytest.raises(PeerClosed, match=rf"rank 1 on host .* \(wire {wire}\) closed its"):
+        with pytest.raises(
+            PeerClosed, match=rf"rank 1 on host .* \(wire {wire}\) closed its"
+        ):
             transport.poll(1000)
         transport.recv(1, keys[0], 0)
         done.touch()
@@ -304,10 +336,14 @@ def _descriptors() -> int:
 
 
 def _leaves_nothing(wire: Wire) -> None:
-    open_transport(wire, "first").close()  # /dev/null is opened once, for forked children
+    open_transport(
+        wire, "first"
+    ).close()  # /dev/null is opened once, for forked children
     before = _descriptors()
     for turn in range(3):
-        transport = open_transport(wire, f"turn {turn % 2}")  # also under a former run id
+        transport = open_transport(
+            wire, f"turn {turn % 2}"
+        )  # also under a former run id
         exchange(transport, 10, turn)
         transport.close()
         assert _descriptors() == before
@@ -319,5 +355,7 @@ def test_nothing_is_left_behind() -> None:
     run_ranks(3, on_each_wire, _leaves_nothing)
     run = start_ranks(3, _killed, "auto", "recv")
     assert run.exit_codes == [0, -signal.SIGKILL, 0], run.describe()
-    new = {path.name for path in Path("/dev/shm").iterdir()} - {path.name for path in before}
+    new = {path.name for path in Path("/dev/shm").iterdir()} - {
+        path.name for path in before
+    }
     assert [name for name in new if "megatron_ext" in name or "mext" in name] == []

@@ -45,9 +45,12 @@ def _any_order(wire: Wire, num_messages: int, slots: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_messages", "slots"), [(2, 400, 8), (4, 60, 2), (8, 16, 2), (2, 16, 2400)]
+    ("num_ranks", "num_messages", "slots"),
+    [(2, 400, 8), (4, 60, 2), (8, 16, 2), (2, 16, 2400)],
 )
-def test_messages_of_all_kinds_are_taken_in_any_order(num_ranks, num_messages, slots) -> None:
+def test_messages_of_all_kinds_are_taken_in_any_order(
+    num_ranks, num_messages, slots
+) -> None:
     """More than 10000 messages on each wire, all parameters together."""
     taken = run_ranks(num_ranks, on_each_wire, _any_order, num_messages, slots)
     assert taken == [[3 * num_ranks * num_messages] * len(WIRES)] * num_ranks
@@ -66,7 +69,10 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
     transport = open_transport(wire, slots=2, checksums=False)
     peer = 1 - rank()
     for sizes, orders in exchanges:
-        plan = [Expected(peer, Message("F", 0, i), (n,), torch.uint8) for i, n in enumerate(sizes)]
+        plan = [
+            Expected(peer, Message("F", 0, i), (n,), torch.uint8)
+            for i, n in enumerate(sizes)
+        ]
         transport.begin(plan, 1)
         for _, key, shape, dtype, _ in plan:
             assert shape is not None
@@ -74,7 +80,10 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
         for number in orders[rank()]:
             source, key, shape, dtype, _ = plan[number]
             assert shape is not None
-            assert equal(transport.recv(source, key, LONG_S), tensor_of(key, source, shape, dtype))
+            assert equal(
+                transport.recv(source, key, LONG_S),
+                tensor_of(key, source, shape, dtype),
+            )
         transport.flush(LONG_S)
     transport.close()
 
@@ -105,7 +114,11 @@ def _poll(wire: Wire) -> list[int]:
     else:
         keys = [Message("B", 0, i) for i in range(1, 4)]
         transport.begin([Expected(0, key, None, torch.float32) for key in keys], 1)
-        assert transport.recv(0, keys[2], LONG_S).tolist() == [1, 1, 1]  # so it is not told
+        assert transport.recv(0, keys[2], LONG_S).tolist() == [
+            1,
+            1,
+            1,
+        ]  # so it is not told
         while len(order) < 2:
             arrived = transport.poll(LONG_S)
             assert arrived
@@ -166,11 +179,15 @@ def _misuse() -> None:
     with pytest.raises(TransportError, match="of the CPU only, not of meta"):
         transport.isend(torch.ones(1, device="meta"), peer, key)
     with pytest.raises(TransportError, match="quint8 cannot be sent"):
-        transport.isend(torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.quint8), peer, key)
+        transport.isend(
+            torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.quint8), peer, key
+        )
     with pytest.raises(ValueError, match=f"rank {me} has no link to rank 7"):
         transport.isend(torch.ones(1), 7, key)
     transport.isend(torch.ones(3).bfloat16(), peer, key)
-    with pytest.raises(MessageMismatch, match=r"shape \(3,\) and torch.bfloat16, expected shape"):
+    with pytest.raises(
+        MessageMismatch, match=r"shape \(3,\) and torch.bfloat16, expected shape"
+    ):
         transport.recv(peer, key, LONG_S)
     stats = transport.stats()
     assert (stats.messages, stats.bytes) == (1, 6)
@@ -182,7 +199,9 @@ def test_misuse_is_told() -> None:
 
 
 def test_memory_for_a_device_is_asked_for_when_a_transport_is_opened(tmp_path) -> None:
-    transport = NativeTransport(FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x")
+    transport = NativeTransport(
+        FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x"
+    )
     with pytest.raises(TransportError, match="for_device=True"):
         transport.fixed_memory()
     transport.close()
@@ -219,7 +238,9 @@ def test_another_thread_ends_a_poll() -> None:
 
 
 def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
-    transport = NativeTransport(FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x")
+    transport = NativeTransport(
+        FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x"
+    )
     key = Message("F", 1, 0)
     transport.begin([Expected(0, key, (2, 2), torch.float64)], 1)
     transport.isend(torch.eye(2, dtype=torch.float64), 0, key)
@@ -234,7 +255,9 @@ def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
 def _two_jobs(wire: Wire) -> None:
     """Ranks 0 and 1 are one job, 2 and 3 another one that uses the same store and keys."""
     job, me = divmod(rank(), 2)
-    transport = NativeTransport(store(), me, [1 - me], run_id=f"{wire} {job}", wire=wire, slots=2)
+    transport = NativeTransport(
+        store(), me, [1 - me], run_id=f"{wire} {job}", wire=wire, slots=2
+    )
     keys = [Message("F", 0, i) for i in range(50)]
     transport.begin([Expected(1 - me, key, (100,), torch.int64) for key in keys], 1)
     for key in keys:
@@ -275,7 +298,9 @@ def test_queued_messages_go_on_while_their_sender_computes() -> None:
     run = start_ranks(2, on_each_wire, _busy_sender)
     assert run.exit_codes == [0, 0], run.describe()
     for log in run.logs:  # of both transports
-        assert log.count("some wait at their sender and are sent while it computes") == 2
+        assert (
+            log.count("some wait at their sender and are sent while it computes") == 2
+        )
 
 
 def _lazy_signs(wire: Wire) -> None:
@@ -286,7 +311,11 @@ def _lazy_signs(wire: Wire) -> None:
     assert lazy[0].is_conj()
     assert lazy[1].is_neg()
     transport.begin(
-        [Expected(peer, Message("F", 0, i), None, view.dtype) for i, view in enumerate(lazy)], 3
+        [
+            Expected(peer, Message("F", 0, i), None, view.dtype)
+            for i, view in enumerate(lazy)
+        ],
+        3,
     )
     for i, view in enumerate(lazy):
         transport.isend(view, peer, Message("F", 0, i))

@@ -21,13 +21,22 @@ _OTHER_USER = 65534
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A server's and a client's end of one connection, the client of IPv6 for the last."""
     address = request.param
     family = socket.AF_INET6 if address == "::1" else socket.AF_INET
     listener = socket.socket(family)
     try:
-        listener.bind((address.rpartition(":ffff:")[2] if family == socket.AF_INET else address, 0))
+        listener.bind(
+            (
+                address.rpartition(":ffff:")[2]
+                if family == socket.AF_INET
+                else address,
+                0,
+            )
+        )
     except OSError:
         pytest.skip(f"this machine has no {address}")
     listener.listen()
@@ -38,7 +47,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
         yield server, client
 
 
-def test_both_ends_of_a_connection_are_found(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_both_ends_of_a_connection_are_found(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
     server, client = pair
     assert user_of_peer(server) == os.getuid()
     if ":ffff:" not in client.getpeername()[0]:
@@ -65,7 +76,9 @@ def _visit(port: int, hello: bytes, answer) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_of_this_host_who_knows_all_secrets_becomes_no_rank(caplog) -> None:
+def test_another_user_of_this_host_who_knows_all_secrets_becomes_no_rank(
+    caplog,
+) -> None:
     store = MemoryStore()
     # Rank 1 listens; a stranger publishes an address for rank 0 and connects in its name.
     answers, answer = multiprocessing.Pipe(duplex=False)
@@ -97,7 +110,9 @@ def test_another_user_of_this_host_who_knows_all_secrets_becomes_no_rank(caplog)
 
 
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
-def test_a_listener_of_another_user_is_refused(wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_of_another_user_is_refused(
+    wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_listener = threading.local()
     answer = rendezvous._Rendezvous._answer
 

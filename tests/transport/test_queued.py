@@ -85,7 +85,9 @@ def _exchange(way: str, costs: Sequence[str]) -> list[str]:
         keys = [Message("F", 0, number) for number in range(_NUM_MESSAGES)]
         # One sends before it receives, the other after; wires whose order counts need to know.
         expected = [
-            Expected(peer, key, _SHAPE, torch.float32, number + 2 * (number // 2 + 1 - me))
+            Expected(
+                peer, key, _SHAPE, torch.float32, number + 2 * (number // 2 + 1 - me)
+            )
             for number, key in enumerate(keys)
         ]
         transport.begin(expected, _NUM_MESSAGES)
@@ -181,7 +183,9 @@ def _told() -> tuple[list[list[Message]], str, bool]:
         transport.flush(_LONG_S)
         transport.close()
         return [], "", True
-    transport.begin([Expected(0, key, _SHAPE, torch.float32) for key in (one, other)], 2)
+    transport.begin(
+        [Expected(0, key, _SHAPE, torch.float32) for key in (one, other)], 2
+    )
     polls = [list(transport.poll(_LONG_S))]
     while len(polls[0]) < 2:
         polls[0] += transport.poll(_LONG_S)
@@ -203,7 +207,9 @@ def test_launches_are_told_before_tensors_are_there() -> None:
     _, (polls, error, right) = run_ranks(2, _told, device="musa", env=queued())
     one, other = (Message("F", 0, number) for number in range(2))
     assert polls == [[one.notice, other.notice], [one], [other]]
-    assert error.startswith(f"{one} did not come from rank 0"), "flush waits for what was received"
+    assert error.startswith(f"{one} did not come from rank 0"), (
+        "flush waits for what was received"
+    )
     assert right
 
 
@@ -228,7 +234,9 @@ def _flushed() -> list[int]:
                 transport.flush(0.05)
                 break
             except TransportTimeout as error:
-                waited_for += [key.microbatch for key in keys if str(error).startswith(str(key))]
+                waited_for += [
+                    key.microbatch for key in keys if str(error).startswith(str(key))
+                ]
     transport.close()
     return waited_for
 

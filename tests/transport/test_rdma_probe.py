@@ -43,7 +43,11 @@ def test_a_usable_device_is_told_with_its_port_and_gid(sysfs):
         (f"open={errno.EACCES}", "fake0 cannot be opened", "--device=/dev/infiniband"),
         ("port_down", "fake0 port 1 is down", "rdma link"),
         (f"reg_mr={errno.ENOMEM}", "memory: 1048576 bytes", "ulimit -l unlimited"),
-        (f"rtr={errno.EINVAL}", "queue pair: RDMA queue pair", "MEGATRON_EXT_IB_GID_INDEX"),
+        (
+            f"rtr={errno.EINVAL}",
+            "queue pair: RDMA queue pair",
+            "MEGATRON_EXT_IB_GID_INDEX",
+        ),
     ],
 )
 def test_what_is_missing_is_told_in_one_line_with_a_remedy(
@@ -61,14 +65,19 @@ def test_what_is_missing_is_told_in_one_line_with_a_remedy(
 
 def test_an_address_chooses_the_gid(sysfs):
     assert "GID 3 (2001:db8::1)" in probe_rdma("2001:db8::1", sysfs=sysfs).finding
-    assert "does not have the address 10.9.9.9" in probe_rdma("10.9.9.9", sysfs=sysfs).why_not
+    assert (
+        "does not have the address 10.9.9.9"
+        in probe_rdma("10.9.9.9", sysfs=sysfs).why_not
+    )
 
 
 def test_malformed_settings_are_errors(sysfs, monkeypatch):
     with pytest.raises(TransportError, match="got 'node7'"):
         probe_rdma("node7", sysfs=sysfs)
     monkeypatch.setenv("MEGATRON_EXT_IB_RETRY", "7")
-    with pytest.raises(TransportError, match="MEGATRON_EXT_IB_RETRY must be a number from 0 to 6"):
+    with pytest.raises(
+        TransportError, match="MEGATRON_EXT_IB_RETRY must be a number from 0 to 6"
+    ):
         probe_rdma(sysfs=sysfs)
 
 
@@ -76,7 +85,10 @@ def test_without_the_native_module_that_is_the_finding(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_ext.transport._C", None)
     result = probe_rdma()
     assert not result.usable
-    assert "native module: The native module megatron_ext.transport._C is" in result.why_not
+    assert (
+        "native module: The native module megatron_ext.transport._C is"
+        in result.why_not
+    )
 
 
 def test_this_machine_is_judged_as_pyverbs_judges_it(native, monkeypatch):
@@ -96,5 +108,7 @@ def test_a_witness_that_sees_something_else_is_quoted(sysfs, monkeypatch):
     differences = witness.differences(sysfs)
     assert differences is not None
     assert "fake0 port 1 LID: 0, pyverbs says 7" in differences
-    assert any("GID 1: 0000:" in line and "says missing" in line for line in differences)
+    assert any(
+        "GID 1: 0000:" in line and "says missing" in line for line in differences
+    )
     assert not any("MTU" in line for line in differences)

@@ -59,7 +59,9 @@ def connect(store, rank, peers, timeout_s=30.0, run_id="run", wire="shm", **opti
 def connect_all(store, num_ranks, run_id="run", wire="shm"):
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [
-            pool.submit(connect, store, rank, range(num_ranks), run_id=run_id, wire=wire)
+            pool.submit(
+                connect, store, rank, range(num_ranks), run_id=run_id, wire=wire
+            )
             for rank in range(num_ranks)
         ]
         return [future.result() for future in futures]
@@ -94,7 +96,9 @@ def test_a_store_with_addresses_of_a_former_run_does_no_harm(store) -> None:
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
 def test_two_jobs_on_one_store_do_not_meet(store, wire) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda run_id: connect_all(store, 2, run_id, wire), ["a", "b"])
+        first, second = pool.map(
+            lambda run_id: connect_all(store, 2, run_id, wire), ["a", "b"]
+        )
     first[0][1].send(b"a")
     second[0][1].send(b"b")
     assert (first[1][0].recv(1), second[1][0].recv(1)) == (b"a", b"b")
@@ -103,7 +107,9 @@ def test_two_jobs_on_one_store_do_not_meet(store, wire) -> None:
 
 def test_ranks_that_do_not_come_are_named(store) -> None:
     store.timeout_s = 0.1
-    with pytest.raises(TransportError, match="rank 4 did not publish an address for rank 1: wait"):
+    with pytest.raises(
+        TransportError, match="rank 4 did not publish an address for rank 1: wait"
+    ):
         connect(store, 1, [4])
     told = r"rank 4 on host \S+ waited 0\.1 s for rank 1 to connect"
     with pytest.raises(TransportError, match=told):
@@ -117,7 +123,11 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("host", "elsewhere", "shares no memory with rank 1: it runs on host elsewhere"),
+        (
+            "host",
+            "elsewhere",
+            "shares no memory with rank 1: it runs on host elsewhere",
+        ),
         ("boot_id", "other", "it runs on host"),
         ("network", 1, "another network namespace"),
         ("version", "0.0", "rank 1 runs megatron_ext 0.0"),
@@ -125,7 +135,9 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
         ("secrets", "x", "cannot be read .* install the same megatron_ext"),
     ],
 )
-def test_processes_that_share_no_memory_are_refused(store, field, value, reason) -> None:
+def test_processes_that_share_no_memory_are_refused(
+    store, field, value, reason
+) -> None:
     store.timeout_s = 0.05
     with pytest.raises(TransportError):
         connect(store, 1, [0])
@@ -136,7 +148,9 @@ def test_processes_that_share_no_memory_are_refused(store, field, value, reason)
 
 
 def test_an_address_of_another_host_is_refused(store) -> None:
-    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1 .* --node-ips"):
+    with pytest.raises(
+        TransportError, match=r"cannot listen on 192\.0\.2\.1 .* --node-ips"
+    ):
         connect(store, 0, [1], wire="tcp", ip="192.0.2.1")
 
 
@@ -176,8 +190,12 @@ def test_strangers_at_the_port_are_refused(store, caplog) -> None:
 
 
 @pytest.mark.parametrize("num_strangers", [14, 300])
-def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers) -> None:
-    monkeypatch.setattr(rendezvous, "HELLO_S", 1e6)  # none of them is ever refused for it
+def test_silent_strangers_keep_nobody_waiting(
+    store, monkeypatch, num_strangers
+) -> None:
+    monkeypatch.setattr(
+        rendezvous, "HELLO_S", 1e6
+    )  # none of them is ever refused for it
     with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
         address = json.loads(store.get(f"{_PREFIX}1"))
@@ -186,7 +204,10 @@ def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers)
             stranger = socket.create_connection((address["ip"], address["port"]))
             strangers.enter_context(stranger)
             stranger.sendall(b"0" * (said % 3))  # silent, or on the way to a hello
-        links = [pool.submit(connect, store, 0, [1], wire="tcp").result(), listening.result()]
+        links = [
+            pool.submit(connect, store, 0, [1], wire="tcp").result(),
+            listening.result(),
+        ]
     assert sorted(map(list, links)) == [[0], [1]]
     close_all(links)
 
@@ -206,17 +227,24 @@ def test_a_stranger_that_dawdles_is_refused(store, monkeypatch) -> None:
                         if not stranger.recv(1):
                             break
         monkeypatch.undo()  # a peer may be slow, on a machine that is
-        links = [pool.submit(connect, store, 0, [1], wire="tcp").result(), listening.result()]
+        links = [
+            pool.submit(connect, store, 0, [1], wire="tcp").result(),
+            listening.result(),
+        ]
     assert sorted(map(list, links)) == [[0], [1]]
     close_all(links)
 
 
 def test_a_queue_that_strangers_have_filled_is_tried_again(store) -> None:
     with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
-        listener = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener = strangers.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
         listener.bind("\0megatron_ext-test-full")
         listener.listen(0)
-        stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stranger = strangers.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
         stranger.connect("\0megatron_ext-test-full")
         calling = pool.submit(connect, store, 0, [1])
         address = json.loads(store.get(f"{_PREFIX}0"))
@@ -268,8 +296,9 @@ def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(
         errors = [rank.exception(timeout=50) for rank in ranks]
     if num_damaged == 1000:
         assert "rank 1 refused the connection of rank 0" in str(errors[0])
-        assert "rank 0 gave up connecting: rank 1 refused the connection of rank 0" in str(
-            errors[1]
+        assert (
+            "rank 0 gave up connecting: rank 1 refused the connection of rank 0"
+            in str(errors[1])
         )
     else:
         assert errors == [None, None]

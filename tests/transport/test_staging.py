@@ -40,7 +40,9 @@ def _device() -> torch.device:
     return devices.current().torch_device(_rank())
 
 
-def _open(copies: Any, name: str = "test", *, slots: int = 4, wire: Any = "shm") -> StagedTransport:
+def _open(
+    copies: Any, name: str = "test", *, slots: int = 4, wire: Any = "shm"
+) -> StagedTransport:
     """Connect the two ranks of a run."""
     host = NativeTransport(
         store(), _rank(), [1 - _rank()], run_id=name,
@@ -55,13 +57,17 @@ def _values(number: int, source: int) -> torch.Tensor:
     shape = ((), (0, 3), (7,), (2, 3, 5), (1000,), (30, 100))[number % 6]
     dtype = _DTYPES[number % len(_DTYPES)]
     generator = torch.Generator().manual_seed(100 * number + source)
-    return torch.randint(0, 2 if dtype == torch.bool else 50, shape, generator=generator).to(dtype)
+    return torch.randint(
+        0, 2 if dtype == torch.bool else 50, shape, generator=generator
+    ).to(dtype)
 
 
 def _equal(tensor: torch.Tensor, number: int, source: int) -> bool:
     expected = _values(number, source)
     found = tensor.cpu()
-    return found.dtype == expected.dtype and torch.equal(found.double(), expected.double())
+    return found.dtype == expected.dtype and torch.equal(
+        found.double(), expected.double()
+    )
 
 
 def _made_late(values: torch.Tensor) -> torch.Tensor:
@@ -79,7 +85,10 @@ def _exchange(transport: StagedTransport, num_messages: int) -> None:
     keys = [Message("F", me, number) for number in range(num_messages)]
     inbound = [Message("F", peer, number) for number in range(num_messages)]
     transport.begin(
-        [Expected(peer, key, None, _values(key.microbatch, peer).dtype) for key in inbound]
+        [
+            Expected(peer, key, None, _values(key.microbatch, peer).dtype)
+            for key in inbound
+        ]
         + [Expected(peer, Message("C", 0, 0), (1,), torch.int32)],
         1,
     )
@@ -129,7 +138,9 @@ def _logged() -> list[str]:
 def test_messages_of_a_device_are_the_same_bit_by_bit() -> None:
     for messages in run_ranks(2, _on_each_wire, device="musa"):
         assert sum("of memory for messages" in message for message in messages) == 2
-        assert not [message for message in messages if "cannot be registered" in message]
+        assert not [
+            message for message in messages if "cannot be registered" in message
+        ]
 
 
 def _unpinned(register: Callable[..., int] | None) -> list[str]:
@@ -155,7 +166,9 @@ def _refuses(_address: int, _num_bytes: int, _flags: int) -> int:
     ("register", "reason"),
     [(None, "runtime of musa cannot register"), (_refuses, "error 2 of its driver")],
 )
-def test_memory_that_cannot_be_pinned_is_told_of_and_copied_at_once(register, reason) -> None:
+def test_memory_that_cannot_be_pinned_is_told_of_and_copied_at_once(
+    register, reason
+) -> None:
     for messages in run_ranks(2, _unpinned, register, device="musa"):
         [told] = messages
         assert reason in told
@@ -218,7 +231,9 @@ def _kept_slot() -> None:
     transport.flush(_LONG_S)
     transport.close()
     if _rank() == 1:
-        assert [tensor.unique().tolist() for tensor in received] == [[float(i)] for i in range(12)]
+        assert [tensor.unique().tolist() for tensor in received] == [
+            [float(i)] for i in range(12)
+        ]
 
 
 def test_a_slot_is_given_back_when_it_was_copied() -> None:
@@ -288,7 +303,9 @@ def _stuck_device() -> str:
         told = str(error)
     copies.gate.opened.set()
     transport.flush(_LONG_S)
-    transport.recv(peer, inbound, _LONG_S)  # who closes before the peer has sent breaks its send
+    transport.recv(
+        peer, inbound, _LONG_S
+    )  # who closes before the peer has sent breaks its send
     transport.close()
     return told
 

@@ -26,7 +26,10 @@ def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
     messages += [message.notice for message in messages]
     assert len({tags[message] for message in messages}) == len(messages)
     assert not {NOTE, WAKE} & set(tags.values())
-    assert all(tags[message] % NUM_STEPS == 0 and tags[message] < 1 << 64 for message in messages)
+    assert all(
+        tags[message] % NUM_STEPS == 0 and tags[message] < 1 << 64
+        for message in messages
+    )
     assert all(tags[Message(*message)] == tags[message] for message in messages)
 
 
@@ -42,6 +45,8 @@ def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
 )
 def test_a_number_that_is_too_large_is_refused(message: Message) -> None:
     tags = Tags()
-    with pytest.raises(TransportError, match="at most 2048 stages, 131072 micro-batches, 64"):
+    with pytest.raises(
+        TransportError, match="at most 2048 stages, 131072 micro-batches, 64"
+    ):
         tags[message]
     assert message not in tags

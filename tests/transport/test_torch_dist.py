@@ -24,11 +24,15 @@ _SHAPE = (2, 3)
 def _open(*, shapes_travel: bool = False) -> TorchTransport:
     dist.init_process_group("gloo")
     pairs = [(0, 1), (1, 0)]
-    return TorchTransport(torch.device("cpu"), pairs, timeout_s=30, shapes_travel=shapes_travel)
+    return TorchTransport(
+        torch.device("cpu"), pairs, timeout_s=30, shapes_travel=shapes_travel
+    )
 
 
 def _value(key: Message) -> torch.Tensor:
-    return torch.full(_SHAPE, float(key.microbatch + 10 * key.slice + 100 * (key.kind == "B")))
+    return torch.full(
+        _SHAPE, float(key.microbatch + 10 * key.slice + 100 * (key.kind == "B"))
+    )
 
 
 def _expected(
@@ -72,7 +76,9 @@ def _any_order() -> int:
     transport = _open()
     me, peer = dist.get_rank(), 1 - dist.get_rank()
     for step in range(3):
-        keys = [Message(kind, 1, i % 3, i // 3) for i in range(6) for kind in ("F", "B")]
+        keys = [
+            Message(kind, 1, i % 3, i // 3) for i in range(6) for kind in ("F", "B")
+        ]
         transport.begin(_expected(keys, peer), slots=6)
         for key in keys:
             tensor = _value(key) + step
@@ -96,7 +102,9 @@ def _several_tensors() -> None:
     transport = _open()
     peer = 1 - dist.get_rank()
     keys = [Message("F", 1, 0, part=part) for part in range(6)]
-    transport.begin([Expected(peer, key, _SHAPE, torch.float32, len(keys)) for key in keys], 1)
+    transport.begin(
+        [Expected(peer, key, _SHAPE, torch.float32, len(keys)) for key in keys], 1
+    )
     for key in keys:
         transport.isend(_value(key) + key.part, peer, key)
     for key in keys:
@@ -114,7 +122,9 @@ def _shapes() -> None:
     tensors = [torch.randn(i + 1, 2 * i, dtype=torch.bfloat16) for i in range(3)]
     tensors.append(torch.tensor(3.0, dtype=torch.bfloat16))
     keys = [Message("F", 0, i, part=1) for i in range(len(tensors))]
-    transport.begin([Expected(peer, key, None, torch.bfloat16) for key in keys], slots=1)
+    transport.begin(
+        [Expected(peer, key, None, torch.bfloat16) for key in keys], slots=1
+    )
     received = []
     for key, tensor in zip(keys, tensors, strict=True):
         transport.isend(tensor, peer, key)
@@ -158,16 +168,18 @@ def _misuse() -> None:
     transport.begin(_expected([key], peer), slots=1)
     with pytest.raises(TransportError, match="is not expected from rank"):
         transport.recv(peer, Message("B", 0, 1), 1)
-    with pytest.raises(TransportError, match="cannot tell whether a message has arrived"):
+    with pytest.raises(
+        TransportError, match="cannot tell whether a message has arrived"
+    ):
         transport.poll(0)
     with pytest.raises(TransportError, match="was never received"):
         transport.begin([], slots=1)
     with pytest.raises(TransportError, match="at most 512 stages"):
         transport.isend(_value(key), peer, Message("F", 2000, 0))
     with pytest.raises(TransportError, match="sends no shapes"):
-        TorchTransport(torch.device("cpu"), [(peer, me)], timeout_s=30, shapes_travel=False).begin(
-            [Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1
-        )
+        TorchTransport(
+            torch.device("cpu"), [(peer, me)], timeout_s=30, shapes_travel=False
+        ).begin([Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1)
     transport.isend(_value(key), peer, key)
     assert torch.equal(transport.recv(peer, key, 30), _value(key))
     transport.flush(30)
@@ -183,7 +195,9 @@ def _lazy_signs() -> None:
     transport = _open()
     peer = 1 - dist.get_rank()
     key = Message("F", 1, 0)
-    lazy = torch._neg_view(torch.arange(6.0).reshape(_SHAPE))  # gloo sends no complex numbers
+    lazy = torch._neg_view(
+        torch.arange(6.0).reshape(_SHAPE)
+    )  # gloo sends no complex numbers
     assert lazy.is_neg()
     transport.begin(_expected([key], peer), slots=1)
     transport.isend(lazy, peer, key)

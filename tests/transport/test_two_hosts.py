@@ -33,14 +33,18 @@ _SILENCE_S = 2.0
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=check, timeout=60
+    )
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Two network namespaces, linked."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip (Debian: iproute2)")
+        pytest.skip(
+            "network namespaces need root and the program ip (Debian: iproute2)"
+        )
     names = [f"megatron-ext-{os.getpid()}-{side}" for side in "ab"]
     made = _run("ip", "netns", "add", names[0], check=False)
     if made.returncode != 0:
@@ -64,7 +68,9 @@ def hosts() -> Iterator[list[str]]:
 def _enter(host: str) -> None:
     with Path(f"/run/netns/{host}").open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(
+            ctypes.get_errno()
+        )
 
 
 def _open(store: FileStore, rank: int, wire: Wire) -> NativeTransport:
@@ -79,7 +85,8 @@ def _exchange(transport: NativeTransport, peer: int) -> None:
     shapes = [(0,), (3,), (1 << 22,), (100, 1000), (1 << 20,)]
     keys = [Message("F", 0, i) for i in range(len(shapes))]
     plan = [
-        Expected(peer, key, shape, torch.float32) for key, shape in zip(keys, shapes, strict=True)
+        Expected(peer, key, shape, torch.float32)
+        for key, shape in zip(keys, shapes, strict=True)
     ]
     transport.begin(plan, len(plan))
     for _, key, shape, *_ in plan:
@@ -94,7 +101,9 @@ def _pull_the_cable(hosts: list[str]) -> str:
     rank = int(os.environ["RANK"])
     _enter(hosts[rank])
     store = FileStore("addresses", 2)
-    with pytest.raises(TransportError, match=r"another network namespace; .*-transport auto"):
+    with pytest.raises(
+        TransportError, match=r"another network namespace; .*-transport auto"
+    ):
         _open(store, rank, "shm")
     with pytest.raises(TransportError, match=r"over RDMA: host .* has no RDMA: "):
         _open(store, rank, "rdma")

@@ -49,7 +49,11 @@ EXCLUDED = (
     Excluded("dist_checkpointing/test_pipeline_parallel_layout.py", "te", 2),
     Excluded("dist_checkpointing/test_replication.py", "package", 2),
     Excluded("dist_checkpointing/test_strict.py", "package", 5),
-    Excluded("distributed/megatron_fsdp/test_mcore_fully_sharded_data_parallel.py", "untried", 4),
+    Excluded(
+        "distributed/megatron_fsdp/test_mcore_fully_sharded_data_parallel.py",
+        "untried",
+        4,
+    ),
     Excluded("distributed/megatron_fsdp/test_mfsdp_fully_shard.py", "fsdp", 4),
     Excluded("distributed/test_finalize_model_grads.py", "te", 2),
     Excluded("distributed/test_grad_sync_with_expert_parallel.py", "te", 1),
@@ -65,8 +69,14 @@ EXCLUDED = (
     Excluded("inference/contexts/attention_metadata/test_tensor_ops.py", "triton", 12),
     Excluded("inference/engines/test_dynamic_engine.py", "te", 20),
     Excluded("inference/engines/test_static_engine.py", "package", 4),
-    Excluded("inference/model_inference_wrappers/gpt/test_gpt_inference_wrapper.py", "other", 3),
-    Excluded("inference/model_inference_wrappers/t5/test_t5_inference_wrapper.py", "te", 1),
+    Excluded(
+        "inference/model_inference_wrappers/gpt/test_gpt_inference_wrapper.py",
+        "other",
+        3,
+    ),
+    Excluded(
+        "inference/model_inference_wrappers/t5/test_t5_inference_wrapper.py", "te", 1
+    ),
     Excluded("inference/test_communication_utils.py", "other", 2),
     Excluded("inference/test_data_parallel_inference_coordinator.py", "package", 4),
     Excluded("inference/test_wandb_logging.py", "other", 5),
@@ -76,10 +86,14 @@ EXCLUDED = (
         1,
     ),
     Excluded(
-        "inference/text_generation_controllers/test_simple_text_generation_controller.py", "te", 10
+        "inference/text_generation_controllers/test_simple_text_generation_controller.py",
+        "te",
+        10,
     ),
     Excluded(
-        "inference/text_generation_controllers/test_vlm_text_generation_controller.py", "te", 1
+        "inference/text_generation_controllers/test_vlm_text_generation_controller.py",
+        "te",
+        1,
     ),
     Excluded("models/test_bert_model.py", "te", 10),
     Excluded("models/test_gpt_model.py", "te", 9),

@@ -29,7 +29,9 @@ counted, since most of them cannot be imported.
 def _columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in rows
     )
 
@@ -48,14 +50,28 @@ def _areas() -> list[list[str]]:
         counts[area(file)]["run"] += 1
     for entry in EXCLUDED:
         counts[area(entry.file)]["excluded"] += 1
-    head = ["area", "files run", "tests passed", "skipped", "left out", "files excluded"]
+    head = [
+        "area",
+        "files run",
+        "tests passed",
+        "skipped",
+        "left out",
+        "files excluded",
+    ]
     names = [*AREAS, *sorted(set(counts) - set(AREAS))]
     total = sum(counts.values(), Counter[str]())
-    return [head, *([name, *_cells(counts[name])] for name in names), ["all", *_cells(total)]]
+    return [
+        head,
+        *([name, *_cells(counts[name])] for name in names),
+        ["all", *_cells(total)],
+    ]
 
 
 def _cells(counts: Counter[str]) -> list[str]:
-    return [str(counts[name]) for name in ("run", "passed", "skipped", "left out", "excluded")]
+    return [
+        str(counts[name])
+        for name in ("run", "passed", "skipped", "left out", "excluded")
+    ]
 
 
 def _reasons() -> list[list[str]]:
@@ -77,7 +93,13 @@ def _reasons() -> list[list[str]]:
 
 def _suite_row(suite: Suite) -> list[str]:
     left_out = ", ".join(f"{group.count} {group.reason}" for group in suite.left_out)
-    return [suite.file, str(suite.ranks), str(suite.passed), str(suite.skipped), left_out or "0"]
+    return [
+        suite.file,
+        str(suite.ranks),
+        str(suite.passed),
+        str(suite.skipped),
+        left_out or "0",
+    ]
 
 
 def _suites() -> list[list[str]]:

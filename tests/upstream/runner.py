@@ -48,7 +48,9 @@ class Result:
 
     def __str__(self) -> str:
         counts = Counter(self.outcomes.values())
-        told = ", ".join(f"{counts[name]} {name}" for name in _WORST_FIRST if counts[name])
+        told = ", ".join(
+            f"{counts[name]} {name}" for name in _WORST_FIRST if counts[name]
+        )
         state = "ok  " if self.ok else "FAIL"
         return (
             f"{state} {self.suite.file} on {self.suite.ranks}: {told or 'no test'} "
@@ -95,7 +97,9 @@ def _read(directory: Path, rank: int) -> dict[str, tuple[str, str]]:
         note = json.loads(line)
         before = outcomes.get(note["test"], ("left out", ""))
         recorded = (before, (note["outcome"], note["reason"]))
-        outcomes[note["test"]] = min(recorded, key=lambda end: _WORST_FIRST.index(end[0]))
+        outcomes[note["test"]] = min(
+            recorded, key=lambda end: _WORST_FIRST.index(end[0])
+        )
     return outcomes
 
 
@@ -118,16 +122,23 @@ def _merge(
 def _tree() -> Path:
     named = os.environ.get("MEGATRON_LM_PATH")
     if not named:
-        sys.exit("set MEGATRON_LM_PATH to a Megatron-LM tree at the pinned tag: its tests are run")
+        sys.exit(
+            "set MEGATRON_LM_PATH to a Megatron-LM tree at the pinned tag: its tests are run"
+        )
     tree = Path(named).resolve()
     if not (tree / "tests" / "unit_tests").is_dir():
-        sys.exit(f"MEGATRON_LM_PATH={named} has no tests/unit_tests; it needs the whole tree")
+        sys.exit(
+            f"MEGATRON_LM_PATH={named} has no tests/unit_tests; it needs the whole tree"
+        )
     return tree
 
 
 def is_pinned(tree: Path) -> bool:
     """Return whether a tree is the oldest release, whose tests are counted."""
-    return written_version(tree / "megatron" / "core") == REFERENCES[min(REFERENCES)].version
+    return (
+        written_version(tree / "megatron" / "core")
+        == REFERENCES[min(REFERENCES)].version
+    )
 
 
 def _run_all(patterns: Sequence[str]) -> int:
@@ -157,9 +168,15 @@ def _run_all(patterns: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or list upstream's tests; return the exit code."""
-    parser = argparse.ArgumentParser(description="run upstream's own unit tests on CPU ranks")
-    parser.add_argument("patterns", nargs="*", help="parts of file paths; none means all files")
-    parser.add_argument("--list", action="store_true", help="show what runs, and what does not")
+    parser = argparse.ArgumentParser(
+        description="run upstream's own unit tests on CPU ranks"
+    )
+    parser.add_argument(
+        "patterns", nargs="*", help="parts of file paths; none means all files"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="show what runs, and what does not"
+    )
     parser.add_argument("--markdown", action="store_true", help="show that as Markdown")
     arguments = parser.parse_args(argv)
     if arguments.markdown or arguments.list:

@@ -18,7 +18,9 @@ SUITES = (
             LeftOut(
                 "te",
                 4,
-                ("TestBridgeCommunicator::test_bridge_communicator_with_transformer_blocks.*",),
+                (
+                    "TestBridgeCommunicator::test_bridge_communicator_with_transformer_blocks.*",
+                ),
             ),
         ),
     ),
@@ -31,7 +33,9 @@ SUITES = (
             LeftOut(
                 "gloo_race",
                 2,
-                ("test_forward_backward_pipelining_(without|with)_interleaving_with_custom_pgs",),
+                (
+                    "test_forward_backward_pipelining_(without|with)_interleaving_with_custom_pgs",
+                ),
             ),
         ),
     ),
@@ -57,12 +61,20 @@ SUITES = (
     ),
     Suite("tensor_parallel/test_tensor_parallel_utils.py", ranks=8, passed=4),
     Suite(
-        "distributed/test_distributed_data_parallel.py", ranks=2, passed=1, skipped=1, quick=True
+        "distributed/test_distributed_data_parallel.py",
+        ranks=2,
+        passed=1,
+        skipped=1,
+        quick=True,
     ),
-    Suite("distributed/test_distributed_data_parallel.py", ranks=8, passed=1, skipped=1),
+    Suite(
+        "distributed/test_distributed_data_parallel.py", ranks=8, passed=1, skipped=1
+    ),
     Suite("distributed/test_grad_reduce_for_replicated_embedder.py", ranks=8, passed=1),
     Suite("distributed/test_param_and_grad_buffer.py", ranks=8, passed=70, skipped=4),
-    Suite("distributed/test_reduce_scatter_with_fp32_accumulation.py", ranks=8, passed=4),
+    Suite(
+        "distributed/test_reduce_scatter_with_fp32_accumulation.py", ranks=8, passed=4
+    ),
     Suite("dist_checkpointing/test_async_save.py", ranks=8, passed=6),
     Suite("dist_checkpointing/test_checkpointable.py", ranks=8, passed=2),
     Suite(
@@ -70,7 +82,9 @@ SUITES = (
         ranks=8,
         passed=10,
         left_out=(
-            LeftOut("cuda_memory", 2, ("TestFullyParallelSaveAndLoad::test_memory_usage.*",)),
+            LeftOut(
+                "cuda_memory", 2, ("TestFullyParallelSaveAndLoad::test_memory_usage.*",)
+            ),
         ),
     ),
     Suite("dist_checkpointing/test_global_metadata_reuse.py", ranks=8, passed=2),
@@ -83,11 +97,17 @@ SUITES = (
         passed=33,
         timeout_s=480,
         left_out=(
-            LeftOut("te", 12, ("TestDistributedOptimizer::test_optimizer_common_state_dict.*",)),
+            LeftOut(
+                "te",
+                12,
+                ("TestDistributedOptimizer::test_optimizer_common_state_dict.*",),
+            ),
             LeftOut(
                 "adam",
                 16,
-                (r"TestOptimizerResharding::test_optimizer_resharding\[.*-False-\w+-False\]",),
+                (
+                    r"TestOptimizerResharding::test_optimizer_resharding\[.*-False-\w+-False\]",
+                ),
             ),
             LeftOut(
                 "cost",
@@ -140,14 +160,20 @@ SUITES = (
         passed=2,
         left_out=(LeftOut("te", 3, (r"TestT5Model::.*\[t5-(te-.*|.*-te)\]",)),),
     ),
-    Suite("transformer/moe/test_a2a_token_dispatcher.py", ranks=8, passed=17, skipped=6),
+    Suite(
+        "transformer/moe/test_a2a_token_dispatcher.py", ranks=8, passed=17, skipped=6
+    ),
     Suite(
         "transformer/moe/test_aux_loss.py",
         ranks=8,
         passed=50,
         skipped=3,
         left_out=(
-            LeftOut("bitwise", 5, ("TestPaddingMaskAuxLoss::test_padding_mask_with_z_loss.*",)),
+            LeftOut(
+                "bitwise",
+                5,
+                ("TestPaddingMaskAuxLoss::test_padding_mask_with_z_loss.*",),
+            ),
         ),
     ),
     Suite(
@@ -156,7 +182,11 @@ SUITES = (
         passed=35,
         skipped=32,
         left_out=(
-            LeftOut("grouped_gemm", 4, (r"TestMoELayerInit::test_legacy_moe_layer\[True-.*",)),
+            LeftOut(
+                "grouped_gemm",
+                4,
+                (r"TestMoELayerInit::test_legacy_moe_layer\[True-.*",),
+            ),
         ),
     ),
     Suite("transformer/moe/test_router_replay.py", ranks=1, passed=6, quick=True),
@@ -165,14 +195,18 @@ SUITES = (
         ranks=1,
         passed=25,
         skipped=4,
-        left_out=(LeftOut("ranks", 14, ("Test(GroupLimited|AuxLossFreeTop2)Router::.*",)),),
+        left_out=(
+            LeftOut("ranks", 14, ("Test(GroupLimited|AuxLossFreeTop2)Router::.*",)),
+        ),
     ),
     Suite(
         "transformer/moe/test_sequential_mlp.py",
         ranks=1,
         passed=1,
         skipped=4,
-        left_out=(LeftOut("cuda_device", 1, ("TestParallelSequentialMLP::test_gpu_forward",)),),
+        left_out=(
+            LeftOut("cuda_device", 1, ("TestParallelSequentialMLP::test_gpu_forward",)),
+        ),
     ),
     Suite("transformer/moe/test_token_dispatcher.py", ranks=8, passed=8, skipped=18),
     Suite("transformer/moe/test_upcycling.py", ranks=1, passed=1, skipped=7),
@@ -205,7 +239,11 @@ SUITES = (
         ranks=8,
         passed=7,
         skipped=25,
-        left_out=(LeftOut("te", 4, ("TestMultiTokenPredictionLayer::test_constructor_ues_te.*",)),),
+        left_out=(
+            LeftOut(
+                "te", 4, ("TestMultiTokenPredictionLayer::test_constructor_ues_te.*",)
+            ),
+        ),
     ),
     Suite("transformer/test_quantization_config.py", ranks=1, passed=1, skipped=4),
     Suite("transformer/test_relative_attention.py", ranks=1, passed=2),
@@ -231,7 +269,9 @@ SUITES = (
         ranks=1,
         passed=1,
         skipped=1,
-        left_out=(LeftOut("te", 26, (r"TestTransformerBlockWithProcessGroups::.*\[.*",)),),
+        left_out=(
+            LeftOut("te", 26, (r"TestTransformerBlockWithProcessGroups::.*\[.*",)),
+        ),
     ),
     Suite(
         "transformer/test_utils.py",
@@ -277,9 +317,13 @@ SUITES = (
             LeftOut(
                 "ranks",
                 4,
-                ("TestLLaVAModelTokenParallel::test_process_embedding_token_parallel.*",),
+                (
+                    "TestLLaVAModelTokenParallel::test_process_embedding_token_parallel.*",
+                ),
             ),
-            LeftOut("te", 11, ("TestLLaVAModel::.*", "TestLLaVAModelVisionEncoders::.*")),
+            LeftOut(
+                "te", 11, ("TestLLaVAModel::.*", "TestLLaVAModelVisionEncoders::.*")
+            ),
         ),
     ),
     Suite("models/test_mimo_embedding_alignment.py", ranks=1, passed=5),
@@ -308,7 +352,9 @@ SUITES = (
             LeftOut(
                 "order",
                 7,
-                ("TestHyperCommGrid::test_(create_pg|get_pg_(success|mul)|end_to_end).*",),
+                (
+                    "TestHyperCommGrid::test_(create_pg|get_pg_(success|mul)|end_to_end).*",
+                ),
             ),
         ),
     ),
@@ -339,9 +385,13 @@ _LATER = {
         "package", 1, (r"TestAsyncSave::test_get_async_strategy\[nvrx\]",)
     ),
     "inference/contexts/test_dynamic_context.py": LeftOut(
-        "cuda_device", 1, ("TestDynamicContext::test_async_sched_commit_sampled_tokens",)
+        "cuda_device",
+        1,
+        ("TestDynamicContext::test_async_sched_commit_sampled_tokens",),
     ),
-    "test_parallel_state.py": LeftOut("gloo_race", 1, ("test_expert_all_gather_group",)),
+    "test_parallel_state.py": LeftOut(
+        "gloo_race", 1, ("test_expert_all_gather_group",)
+    ),
 }
 """Tests that later releases added to these files and that cannot pass on CPU ranks, as of
 0.19.0."""
@@ -359,8 +409,11 @@ def suites_for(pinned: bool) -> tuple[Suite, ...]:
             suite,
             counted=False,
             # From 0.17 on one of its tests needs eight tensor-parallel ranks.
-            ranks=8 if suite.file == "inference/contexts/test_dynamic_context.py" else suite.ranks,
-            left_out=suite.left_out + ((_LATER[suite.file],) if suite.file in _LATER else ()),
+            ranks=8
+            if suite.file == "inference/contexts/test_dynamic_context.py"
+            else suite.ranks,
+            left_out=suite.left_out
+            + ((_LATER[suite.file],) if suite.file in _LATER else ()),
         )
         for suite in SUITES
     )

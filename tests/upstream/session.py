@@ -34,7 +34,9 @@ def report_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.jsonl"
 
 
-def run(tree: str, file: str, left_out: Mapping[str, Sequence[str]], directory: str) -> float:
+def run(
+    tree: str, file: str, left_out: Mapping[str, Sequence[str]], directory: str
+) -> float:
     """Run one file of upstream's tests on this rank.
 
     Args:
@@ -121,7 +123,9 @@ def _allow_no_learning_rate() -> None:
 
 def _with_learning_rate(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def initialize(self: Any, params: Any, lr: Any = None, *args: Any, **kwargs: Any) -> None:
+    def initialize(
+        self: Any, params: Any, lr: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         original(self, params, 0.0 if lr is None else lr, *args, **kwargs)
 
     return initialize
@@ -174,7 +178,9 @@ class _Fixtures:
 
         with mock.patch(
             "megatron.core.dist_checkpointing.serialization.get_default_save_sharded_strategy",
-            side_effect=lambda: get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
+            side_effect=lambda: get_default_strategy(
+                StrategyAction.SAVE_SHARDED, "torch_dist", 1
+            ),
         ):
             yield
 
@@ -199,7 +205,11 @@ class _Report:
         ]
 
     def _note(self, test: str, outcome: str, reason: str) -> None:
-        line = {"test": test, "outcome": outcome, "reason": reason[-_REASON_CHARACTERS:]}
+        line = {
+            "test": test,
+            "outcome": outcome,
+            "reason": reason[-_REASON_CHARACTERS:],
+        }
         self._stream.write(json.dumps(line) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -44,7 +44,9 @@ def small_tree(tmp_path: Path) -> Path:
     """A tree with one file of tests, laid out as upstream's."""
     unit_tests = tmp_path / "tree" / "tests" / "unit_tests"
     unit_tests.mkdir(parents=True)
-    (tmp_path / "tree" / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-x'\n")
+    (tmp_path / "tree" / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\naddopts = '-x'\n"
+    )
     for package in (unit_tests.parent, unit_tests):
         (package / "__init__.py").touch()
     (unit_tests / "helper.py").write_text("VALUE = 1\n")
@@ -67,14 +69,20 @@ def test_quick_part_passes(file: str, megatron_lm_path: Path) -> None:
 @pytest.mark.tree
 def test_every_file_is_run_or_excluded(megatron_lm_path: Path) -> None:
     if not runner.is_pinned(megatron_lm_path):
-        pytest.skip("the files are those of the pinned tag, and MEGATRON_LM_PATH is of another one")
+        pytest.skip(
+            "the files are those of the pinned tag, and MEGATRON_LM_PATH is of another one"
+        )
     unit_tests = megatron_lm_path / "tests" / "unit_tests"
-    there = {str(path.relative_to(unit_tests)) for path in unit_tests.rglob("test_*.py")}
+    there = {
+        str(path.relative_to(unit_tests)) for path in unit_tests.rglob("test_*.py")
+    }
     assert {entry.file for entry in (*SUITES, *EXCLUDED)} == there
 
 
 def test_no_file_is_both_run_and_excluded() -> None:
-    assert {suite.file for suite in SUITES} & {entry.file for entry in EXCLUDED} == set()
+    assert {suite.file for suite in SUITES} & {
+        entry.file for entry in EXCLUDED
+    } == set()
 
 
 def test_every_reason_is_explained_and_used() -> None:
@@ -87,7 +95,9 @@ def test_document_is_current() -> None:
 
 
 def test_counts_that_differ_are_problems() -> None:
-    assert problems(Counter(passed=3, skipped=1), Counter(passed=2, failed=1, skipped=1)) == [
+    assert problems(
+        Counter(passed=3, skipped=1), Counter(passed=2, failed=1, skipped=1)
+    ) == [
         "0 failed expected, 1 found",
         "3 passed expected, 2 found",
     ]
@@ -107,7 +117,9 @@ def test_a_failure_on_one_rank_is_told(small_tree: Path) -> None:
     told = "\n".join(result.complaints)
     assert "test_fails_on_the_second_rank on rank 1" in told
     assert "2 passed expected, 1 found" in told
-    assert str(result).startswith("FAIL test_small.py on 2: 1 failed, 1 passed, 1 skipped")
+    assert str(result).startswith(
+        "FAIL test_small.py on 2: 1 failed, 1 passed, 1 skipped"
+    )
 
 
 def test_what_is_as_expected_is_ok(small_tree: Path) -> None:
@@ -126,7 +138,9 @@ def test_the_tree_is_not_written_to(small_tree: Path) -> None:
 def test_a_run_that_hangs_is_killed_and_told(small_tree: Path) -> None:
     path = small_tree / "tests" / "unit_tests" / "test_small.py"
     path.write_text("import time\n\ndef test_hangs():\n    time.sleep(600)\n")
-    result = runner.run_suite(Suite("test_small.py", ranks=1, passed=1, timeout_s=10), small_tree)
+    result = runner.run_suite(
+        Suite("test_small.py", ranks=1, passed=1, timeout_s=10), small_tree
+    )
     assert not result.ok
     assert "did not end in time" in result.complaints[-1]
     assert "test_hangs" in result.complaints[-1]

@@ -25,7 +25,8 @@ GPT = COMMON + (
 )
 UNTIED = "--untie-embeddings-and-output-weights "
 MIXTRAL = (
-    "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 "
+    "--moe-aux-loss-coeff 0.01 "
 )
 DEEPSEEK = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
@@ -44,7 +45,9 @@ def run(num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py") -> RankR
     return start_script(num_ranks, script, flags.split(), timeout_s=TIMEOUT_S)
 
 
-def train(num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py") -> list[float]:
+def train(
+    num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py"
+) -> list[float]:
     """Train and return the loss of each step."""
     ended = run(num_ranks, flags, script=script)
     if any(ended.exit_codes):
@@ -65,6 +68,8 @@ def step_losses(logged: list[float]) -> list[float]:
 
 def save_start(path: Path, flags: str, *, script: str = "pretrain_gpt.py") -> str:
     """Save a checkpoint with one process; return the flags that start any run from it."""
-    saving = f"--train-iters 1 --save {path} --save-interval 1 --no-save-optim --no-save-rng"
+    saving = (
+        f"--train-iters 1 --save {path} --save-interval 1 --no-save-optim --no-save-rng"
+    )
     train(1, flags + saving, script=script)
     return f"{flags} --load {path} --finetune "

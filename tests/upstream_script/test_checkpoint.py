@@ -16,7 +16,9 @@ _DO = "--use-distributed-optimizer "
 
 
 def _save(directory: Path, flags: str) -> None:
-    found = train(2, f"{GPT}{flags} --save {directory} --save-interval 3 --exit-interval 3")
+    found = train(
+        2, f"{GPT}{flags} --save {directory} --save-interval 3 --exit-interval 3"
+    )
     assert len(found) == 3
 
 

@@ -45,7 +45,9 @@ def test_plain(tmp_path: Path) -> None:
     assert results(ours) == (steps[:3], evaluations[:1])
     assert "saving checkpoint" not in all_logs[0]
     assert "times across ranks" in ours
-    assert not any("times across ranks" in log for log in all_logs[::2]), "forward ranks are silent"
+    assert not any("times across ranks" in log for log in all_logs[::2]), (
+        "forward ranks are silent"
+    )
     check_timers(written_scalars(tmp_path / "board"), steps[:3])
     resumed, _ = log_of(2, f"{EVALUATED}{PP2}--load {tmp_path / 'two'} ")
     assert losses(resumed)[0] == pytest.approx(steps[3], abs=1e-6)
@@ -53,11 +55,18 @@ def test_plain(tmp_path: Path) -> None:
     assert results(back) == results(resumed)
 
 
-def check_timers(written: dict[str, list[tuple[int, float]]], steps: list[float]) -> None:
+def check_timers(
+    written: dict[str, list[tuple[int, float]]], steps: list[float]
+) -> None:
     """Log of the last backward rank: losses, and times of what backward ranks do."""
     assert [value for _, value in written["lm loss"]] == pytest.approx(steps, abs=1e-5)
     assert [step for step, _ in written["lm loss validation"]] == [2]
-    for timer in ("forward-backward", "forward-compute", "backward-compute", "optimizer"):
+    for timer in (
+        "forward-backward",
+        "forward-compute",
+        "backward-compute",
+        "optimizer",
+    ):
         times = written[f"{timer}-time"]
         assert [step for step, _ in times] == [1, 2, 3]
         assert all(seconds > 0 for _, seconds in times)
@@ -65,7 +74,9 @@ def check_timers(written: dict[str, list[tuple[int, float]]], steps: list[float]
 
 def test_a_loss_that_is_no_number_ends_the_job(tmp_path: Path) -> None:
     """No role runs the step again, which upstream does, to wait for the other for ever."""
-    ended = run(4, GPT + PP2 + FBD + "--lr 1e30 --min-lr 1e30 --lr-decay-style constant ")
+    ended = run(
+        4, GPT + PP2 + FBD + "--lr 1e30 --min-lr 1e30 --lr-decay-style constant "
+    )
     assert all(ended.exit_codes), ended.describe()
     assert "Unexpected result nan" in ended.logs[-1]
 

@@ -20,14 +20,17 @@ def one_mixtral(mixtral: str) -> list[float]:
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_ep2_equals_one(mixtral: str, one_mixtral: list[float], dispatcher: str) -> None:
+def test_ep2_equals_one(
+    mixtral: str, one_mixtral: list[float], dispatcher: str
+) -> None:
     flags = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
     assert train(2, mixtral + flags) == pytest.approx(one_mixtral, rel=1e-5)
 
 
 def test_tp2_sp_equals_one(mixtral: str, one_mixtral: list[float]) -> None:
     flags = (
-        "--tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall"
+        "--tensor-model-parallel-size 2 --sequence-parallel "
+        "--moe-token-dispatcher-type alltoall"
     )
     assert train(2, mixtral + flags) == pytest.approx(one_mixtral, rel=1e-5)
 

@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.tree, pytest.mark.usefixtures("megatron_lm_path")]
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--transformer-impl transformer_engine", "Transformer Engine has no CPU kernels"),
+        (
+            "--transformer-impl transformer_engine",
+            "Transformer Engine has no CPU kernels",
+        ),
         ("--cuda-graph-impl local", "CUDA graphs record GPU work"),
         ("--profile", "add --use-pytorch-profiler"),
         ("--use-torch-fsdp2", "use --use-distributed-optimizer"),

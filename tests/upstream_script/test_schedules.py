@@ -15,8 +15,14 @@ pytestmark = [pytest.mark.tree, pytest.mark.usefixtures("megatron_lm_path")]
 PP2 = "--pipeline-model-parallel-size 2 "
 PP4 = "--pipeline-model-parallel-size 4 "
 EVERY = [
-    *(PP2 + f"--pipeline-schedule {name} " for name in ("1f1b", "gpipe", "zb-h1", "interleaved")),
-    *(PP2 + f"--pipeline-schedule {name} " for name in ("zb-v", "v-half", "dualpipe-v")),
+    *(
+        PP2 + f"--pipeline-schedule {name} "
+        for name in ("1f1b", "gpipe", "zb-h1", "interleaved")
+    ),
+    *(
+        PP2 + f"--pipeline-schedule {name} "
+        for name in ("zb-v", "v-half", "dualpipe-v")
+    ),
     PP2 + "--pipeline-schedule interleaved --use-dpp ",
     PP4 + "--pipeline-schedule dualpipe ",
     PP4 + "--enable-bitpipe-schedule ",
@@ -36,7 +42,9 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("schedule", [ZB_V, PATIENT])
-def test_the_log_says_what_runs_and_how_it_went(gpt: tuple[str, list[str]], schedule: str) -> None:
+def test_the_log_says_what_runs_and_how_it_went(
+    gpt: tuple[str, list[str]], schedule: str
+) -> None:
     start, stock = gpt
     ended = run(4, start + schedule)
     assert report(ended) == stock
@@ -44,7 +52,8 @@ def test_the_log_says_what_runs_and_how_it_went(gpt: tuple[str, list[str]], sche
     assert len(said) == 2, "what runs, and how it went"
     assert ("dynamic order by hint" in said[0]) == ("--use-dpp" in schedule)
     assert re.search(
-        r"measured over 2 steps: .* % of actions out of order, .* % of the time", said[1]
+        r"measured over 2 steps: .* % of actions out of order, .* % of the time",
+        said[1],
     )
 
 
@@ -55,14 +64,22 @@ def test_the_log_says_what_runs_and_how_it_went(gpt: tuple[str, list[str]], sche
         PP4 + "--enable-bitpipe-schedule --pipeline-balance order ",
     ],
 )
-def test_equal_lengths_keep_their_place(gpt: tuple[str, list[str]], schedule: str) -> None:
+def test_equal_lengths_keep_their_place(
+    gpt: tuple[str, list[str]], schedule: str
+) -> None:
     start, stock = gpt
     assert report(run(4, start + schedule)) == stock
 
 
-@pytest.mark.parametrize("align", ["", "--no-align-grad-reduce "], ids=["aligned", "free"])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "1f1b --use-dpp"])
-def test_reductions_of_buckets(gpt: tuple[str, list[str]], name: str, align: str) -> None:
+@pytest.mark.parametrize(
+    "align", ["", "--no-align-grad-reduce "], ids=["aligned", "free"]
+)
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved", "zb-h1", "zb-v", "1f1b --use-dpp"]
+)
+def test_reductions_of_buckets(
+    gpt: tuple[str, list[str]], name: str, align: str
+) -> None:
     start, stock = gpt
     flags = PP2 + "--overlap-grad-reduce --ddp-num-buckets 4 " + align
     assert report(run(4, f"{start}{flags}--pipeline-schedule {name} ")) == stock
@@ -70,15 +87,21 @@ def test_reductions_of_buckets(gpt: tuple[str, list[str]], name: str, align: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved --use-dpp"])
-def test_training_with_all_layers_frozen(gpt: tuple[str, list[str]], schedule: str) -> None:
+def test_training_with_all_layers_frozen(
+    gpt: tuple[str, list[str]], schedule: str
+) -> None:
     """From 0.20 on such a step is forward only, and yet no evaluation."""
     start, _ = gpt
     frozen = start + PP2 + "--freeze-all-layers "
-    assert report(run(4, f"{frozen}--pipeline-schedule {schedule} ")) == report(run(4, frozen))
+    assert report(run(4, f"{frozen}--pipeline-schedule {schedule} ")) == report(
+        run(4, frozen)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["", "--num-layers-per-virtual-pipeline-stage 2 "])
-def test_own_schedules_over_shared_memory(gpt: tuple[str, list[str]], schedule: str) -> None:
+def test_own_schedules_over_shared_memory(
+    gpt: tuple[str, list[str]], schedule: str
+) -> None:
     start, stock = gpt
     ended = run(4, start + PP2 + schedule + "--pipeline-transport shm ")
     assert report(ended) == stock
@@ -119,5 +142,9 @@ def test_a_batch_that_grows_in_a_dynamic_order() -> None:
     assert "1f1b on 2 ranks, 6 micro-batches: dynamic order" in "".join(dynamic.logs)
     lines = report(dynamic)
     assert lines == report(stock)
-    sizes = [int(size) for line in lines for size in re.findall(r"global batch size: +(\d+)", line)]
+    sizes = [
+        int(size)
+        for line in lines
+        for size in re.findall(r"global batch size: +(\d+)", line)
+    ]
     assert sizes == [4, 4, 8, 12, 12]

@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.tree,
     pytest.mark.usefixtures("megatron_lm_path"),
     pytest.mark.skipif(
-        core_version().startswith("0.16"), reason="0.16 gives middle stages no packed batches"
+        core_version().startswith("0.16"),
+        reason="0.16 gives middle stages no packed batches",
     ),
     pytest.mark.skipif(
         find_spec("datasets") is None or find_spec("transformers") is None,
@@ -91,7 +92,9 @@ def _tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), EVERY)
-def test_losses_of_one_stage(sft: tuple[str, list[float]], ranks: int, schedule: str) -> None:
+def test_losses_of_one_stage(
+    sft: tuple[str, list[float]], ranks: int, schedule: str
+) -> None:
     start, alone = sft
     assert train(ranks, start + schedule) == alone
 

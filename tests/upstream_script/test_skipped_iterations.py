@@ -37,7 +37,9 @@ def _as_upstream_skips(argv: Sequence[str]) -> None:
 @pytest.fixture(scope="module")
 def unpipelined(start: str) -> list[str]:
     """Training of one process, where upstream's own way to skip works."""
-    lines = report(start_ranks(1, _as_upstream_skips, start.split(), timeout_s=TIMEOUT_S))
+    lines = report(
+        start_ranks(1, _as_upstream_skips, start.split(), timeout_s=TIMEOUT_S)
+    )
     # 0.16 counted from 0 what later releases count from 1.
     logged = [line.split("/")[0].split()[-1] for line in lines]
     assert logged in (["1", "4"], ["3", "4"])
@@ -50,13 +52,18 @@ def unpipelined(start: str) -> list[str]:
         pytest.param(PP2 + "--pipeline-schedule zb-v ", id="zb-v"),
         pytest.param(PP4 + "--pipeline-schedule v-half --use-dpp ", id="v-half-dpp"),
         pytest.param(PP4 + "--pipeline-schedule 1f1b ", id="stages-without-data"),
-        pytest.param(PP2 + "--num-layers-per-virtual-pipeline-stage 2 ", id="megatrons-chunks"),
         pytest.param(
-            PP2 + "--tensor-model-parallel-size 2 --pipeline-schedule zb-v ", id="tp2-zb-v"
+            PP2 + "--num-layers-per-virtual-pipeline-stage 2 ", id="megatrons-chunks"
+        ),
+        pytest.param(
+            PP2 + "--tensor-model-parallel-size 2 --pipeline-schedule zb-v ",
+            id="tp2-zb-v",
         ),
     ],
 )
-def test_losses_are_those_of_one_process(start: str, unpipelined: list[str], ours: str) -> None:
+def test_losses_are_those_of_one_process(
+    start: str, unpipelined: list[str], ours: str
+) -> None:
     num_ranks = 4 if PP4 in ours or "tensor" in ours else 2
     assert _losses(report(run(num_ranks, start + ours))) == pytest.approx(
         _losses(unpipelined), rel=1e-6
@@ -65,7 +72,8 @@ def test_losses_are_those_of_one_process(start: str, unpipelined: list[str], our
 
 def test_twins(start: str) -> None:
     bitpipe, stock = (
-        report(run(4, start + ours)) for ours in (PP4 + "--enable-bitpipe-schedule ", PP2)
+        report(run(4, start + ours))
+        for ours in (PP4 + "--enable-bitpipe-schedule ", PP2)
     )
     assert bitpipe == stock
 

@@ -20,7 +20,8 @@ from tests.versions.matrix import STREAMS
 
 pytestmark = [
     pytest.mark.skipif(
-        (releases.installed_release() or (0, 0)) < (0, 20), reason="0.20 has hyper-connections"
+        (releases.installed_release() or (0, 0)) < (0, 20),
+        reason="0.20 has hyper-connections",
     ),
     pytest.mark.slow,
 ]
@@ -38,7 +39,15 @@ UNIFORM = {"recompute_method": "uniform", "recompute_num_layers": 1}
 TABLES = {
     **{
         name: PP2 + f"--pipeline-schedule {name} "
-        for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v")
+        for name in (
+            "1f1b",
+            "gpipe",
+            "interleaved",
+            "zb-h1",
+            "zb-v",
+            "v-half",
+            "dualpipe-v",
+        )
     },
     "dualpipe": PP4 + "--pipeline-schedule dualpipe ",
     "bitpipe": PP4 + "--enable-bitpipe-schedule ",
@@ -95,7 +104,9 @@ def test_every_table(one_stage: OneStage, table: str) -> None:
 )
 @pytest.mark.parametrize("table", ["zb-v", "--use-dpp", "zb-h1"])
 def test_other_models(one_stage: OneStage, table: str, model: str) -> None:
-    if model == RECOMPUTED:  # the same weights, so also the same as without recomputation
+    if (
+        model == RECOMPUTED
+    ):  # the same weights, so also the same as without recomputation
         found = one_stage.losses_of(4, one_stage.start("") + TABLES[table] + RECOMPUTED)
         assert found == one_stage.losses("", "")
         return

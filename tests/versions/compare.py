@@ -66,7 +66,9 @@ class Tree:
         self.root = root
         self.version = releases.written_version(root / "megatron" / "core")
         if self.version is None:
-            sys.exit(f"{root} has no megatron/core: give a tree of Megatron-LM or a wheel")
+            sys.exit(
+                f"{root} has no megatron/core: give a tree of Megatron-LM or a wheel"
+            )
         self._text = cache(Path.read_text)
         self._parsed = cache(lambda file: ast.parse(self._text(file)))
 
@@ -82,9 +84,15 @@ class Tree:
         """Return the definition behind `module:path`, through re-exports and base classes."""
         module, _, path = name.partition(":")
         file = self.file_of(module)
-        return None if file is None else self._find(file, module, path.split("."), seen=set())
+        return (
+            None
+            if file is None
+            else self._find(file, module, path.split("."), seen=set())
+        )
 
-    def _find(self, file: Path, module: str, path: list[str], seen: set[str]) -> Definition | None:
+    def _find(
+        self, file: Path, module: str, path: list[str], seen: set[str]
+    ) -> Definition | None:
         key = f"{module}:{'.'.join(path)}"
         if key in seen:
             return None
@@ -94,11 +102,16 @@ class Tree:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if path[0] == (alias.asname or alias.name):
-                        source = _absolute(node, module, is_package=file.name == "__init__.py")
+                        source = _absolute(
+                            node, module, is_package=file.name == "__init__.py"
+                        )
                         source_file = self.file_of(source)
                         if source_file is not None:
                             names = [alias.name, *path[1:]]
-                            definition = self._find(source_file, source, names, seen) or definition
+                            definition = (
+                                self._find(source_file, source, names, seen)
+                                or definition
+                            )
             elif path[0] in _defined(node):
                 if len(path) == 1 or not isinstance(node, ast.ClassDef):
                     definition = self._source(file, node)
@@ -107,14 +120,21 @@ class Tree:
         return definition
 
     def _member(
-        self, file: Path, module: str, owner: ast.ClassDef, path: list[str], seen: set[str]
+        self,
+        file: Path,
+        module: str,
+        owner: ast.ClassDef,
+        path: list[str],
+        seen: set[str],
     ) -> Definition | None:
         for node in _statements(owner.body):
             if path[0] in _defined(node):
                 return self._source(file, node)
         bases = (ast.unparse(base).split(".")[-1] for base in owner.bases)
         inherited = (self._find(file, module, [base, *path], seen) for base in bases)
-        return next((definition for definition in inherited if definition is not None), None)
+        return next(
+            (definition for definition in inherited if definition is not None), None
+        )
 
     def _source(self, file: Path, node: ast.stmt) -> Definition:
         decorators = getattr(node, "decorator_list", [])
@@ -133,7 +153,10 @@ class Tree:
         if constructor is not None:
             return drift.fingerprint_of_source(constructor.source)
         fields = ", ".join(sorted(self._fields(f"{module}:{definition.node.name}")))
-        return {"sha256": hashlib.sha256(fields.encode()).hexdigest(), "signature": f"({fields})"}
+        return {
+            "sha256": hashlib.sha256(fields.encode()).hexdigest(),
+            "signature": f"({fields})",
+        }
 
     def _module_of(self, file: Path) -> str:
         parts = file.relative_to(self.root).with_suffix("").parts
@@ -142,11 +165,15 @@ class Tree:
     def moved_to(self, name: str) -> str:
         """Return where else in the tree a name is defined, if anywhere."""
         defined_name = name.partition(":")[2].partition(".")[0]
-        pattern = re.compile(rf"^(?:async )?(?:def|class) {re.escape(defined_name)}\b", re.M)
+        pattern = re.compile(
+            rf"^(?:async )?(?:def|class) {re.escape(defined_name)}\b", re.M
+        )
         for file in sorted(self.root.glob("megatron/**/*.py")):
             match = pattern.search(self._text(file))
             if match is not None:
-                return self.place(file, self._text(file).count("\n", 0, match.start()) + 1)
+                return self.place(
+                    file, self._text(file).count("\n", 0, match.start()) + 1
+                )
         return ""
 
     def place(self, file: Path, line: int) -> str:
@@ -172,7 +199,9 @@ class Tree:
                 continue
             name = ast.unparse(call.func).split(".")[-1]
             if name == "add_argument":
-                words = (word.value for word in call.args if isinstance(word, ast.Constant))
+                words = (
+                    word.value for word in call.args if isinstance(word, ast.Constant)
+                )
                 flags |= {word for word in words if word.startswith("--")}
             elif name == "ArgumentGroupFactory":
                 fields = self._fields(places[ast.unparse(call.args[0])])
@@ -214,7 +243,11 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _defined(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [getattr(node, "target", None)]
+    )
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
@@ -251,7 +284,9 @@ def called() -> set[str]:
         }
         aliases = dict(constants)  # modules by their names in this file
         for node in nodes:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "megatron."
+            ):
                 for alias in node.names:
                     names.add(f"{node.module}:{alias.name}")
                     aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -285,7 +320,11 @@ def _module(node: ast.expr, aliases: dict[str, str]) -> str:
         node = node.slice
     elif not isinstance(node, ast.Name):
         return ""
-    return str(node.value) if isinstance(node, ast.Constant) else aliases.get(ast.unparse(node), "")
+    return (
+        str(node.value)
+        if isinstance(node, ast.Constant)
+        else aliases.get(ast.unparse(node), "")
+    )
 
 
 def read(tree: Tree) -> dict[str, Any]:
@@ -298,8 +337,14 @@ def read(tree: Tree) -> dict[str, Any]:
         definition = tree.find(name)
         if definition is not None:
             is_target = name in by_patches and definition.is_function
-            (targets if is_target else called_names)[name] = tree.fingerprint(definition)
-    return {"targets": targets, "called": called_names, "settings": sorted(tree.settings)}
+            (targets if is_target else called_names)[name] = tree.fingerprint(
+                definition
+            )
+    return {
+        "targets": targets,
+        "called": called_names,
+        "settings": sorted(tree.settings),
+    }
 
 
 def known() -> dict[str, Any]:
@@ -338,8 +383,12 @@ def differences(tree: Tree, reference: dict[str, Any]) -> list[Difference]:
             change = "not in the record: --accept it"
             rows.append(Difference(name, change, place, names.get(name, "")))
     settings = set(reference["settings"])
-    rows += [Difference(flag, "new setting") for flag in sorted(tree.settings - settings)]
-    rows += [Difference(flag, "setting gone") for flag in sorted(settings - tree.settings)]
+    rows += [
+        Difference(flag, "new setting") for flag in sorted(tree.settings - settings)
+    ]
+    rows += [
+        Difference(flag, "setting gone") for flag in sorted(settings - tree.settings)
+    ]
     return rows
 
 
@@ -370,14 +419,20 @@ def _parameters(signature: str) -> list[str]:
             parameter.arg + (f"={ast.unparse(default)}" if default else "")
             for parameter, default in named
         ),
-        *(f"{star}{parameter.arg}" for parameter, star in stars if parameter is not None),
+        *(
+            f"{star}{parameter.arg}"
+            for parameter, star in stars
+            if parameter is not None
+        ),
     ]
 
 
 def table(differences: list[Difference]) -> str:
     """Return the differences as a Markdown table."""
     lines = ["| what | change | place | patched by |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(difference)} |" for difference in differences)])
+    return "\n".join(
+        [*lines, *(f"| {' | '.join(difference)} |" for difference in differences)]
+    )
 
 
 def accept(tree: Tree, names: list[str]) -> None:
@@ -390,11 +445,15 @@ def accept(tree: Tree, names: list[str]) -> None:
     targets, called_names = contents[0]["targets"], contents[1]["called"]
     unknown = {*names} - {*targets, *called_names, *by_patches, *called()}
     if unknown:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; give names of the table's first column")
+        sys.exit(
+            f"unknown: {', '.join(sorted(unknown))}; give names of the table's first column"
+        )
     for name in names:
         definition = tree.find(name)
         if definition is None:
-            sys.exit(f"{name} is not in {tree.root}: a row of its own has to say where it is")
+            sys.exit(
+                f"{name} is not in {tree.root}: a row of its own has to say where it is"
+            )
         is_target = name in targets or (name in by_patches and definition.is_function)
         new = tree.fingerprint(definition)
         pin = (targets if is_target else called_names).setdefault(name, new)

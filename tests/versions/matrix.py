@@ -67,7 +67,12 @@ CASES = (
         ranks=4,
     ),
     Case("--use-dpp", PP2 + "--pipeline-schedule interleaved --use-dpp "),
-    Case("disaggregation", PP2 + "--forward-backward-disaggregating ", ranks=4, reference_ranks=2),
+    Case(
+        "disaggregation",
+        PP2 + "--forward-backward-disaggregating ",
+        ranks=4,
+        reference_ranks=2,
+    ),
     Case("experts with bias, MLA, MTP", ZB_V, model=DEEPSEEK),
     Case(
         "experts in pairs, zb-v",
@@ -147,7 +152,10 @@ class Comparisons:
         if (releases.installed_release() or case.since) < case.since:
             raise Absent(case.name.partition(",")[0])
         reference = self._theirs(
-            case.script, case.model, case.reference_flags, case.reference_ranks or case.ranks
+            case.script,
+            case.model,
+            case.reference_flags,
+            case.reference_ranks or case.ranks,
         )
         start = self._start(case.script, case.model)
         return told(run(case.ranks, start + case.flags, script=case.script)), reference
@@ -159,7 +167,12 @@ class Comparisons:
         resumed_logs, whole_logs = [], []
         for saved, resumed in ((ZB_V, PP2), (PP2, ZB_V)):
             path = self._new_folder()
-            told(run(2, f"{flags}{saved}--save {path} --save-interval 2 --exit-interval 2 "))
+            told(
+                run(
+                    2,
+                    f"{flags}{saved}--save {path} --save-interval 2 --exit-interval 2 ",
+                )
+            )
             resumed_logs += told(run(2, f"{flags}{resumed}--load {path} "))
             whole_logs += told(run(2, f"{flags}{saved}--load {path} "))
         return resumed_logs, whole_logs
@@ -185,7 +198,9 @@ class Comparisons:
         # The fast tokenizer, which 0.16 uses only on request, lists its words in a different order
         # in each process, and the masks depend on that order.
         slow = "--tokenizer-hf-no-use-fast " if releases.has_training() else ""
-        return f"{bert_flags(data)}{slow}--hidden-dropout 0 --attention-dropout 0 {SAME}"
+        return (
+            f"{bert_flags(data)}{slow}--hidden-dropout 0 --attention-dropout 0 {SAME}"
+        )
 
     def _new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._folder))
@@ -197,12 +212,19 @@ def _boundaries(ranks: int, schedule: str | None, **settings: str) -> list[str]:
     for model in boundaries.MODELS:
         losses, gradients = boundaries.train(ranks, model, schedule, **settings)
         lines += [f"{model} loss: {loss!r}" for replica in losses for loss in replica]
-        checksums = {name: crc32(gradient.tobytes()) for name, gradient in gradients.items()}
-        lines += [f"{model} {name}: {checksum:08x}" for name, checksum in sorted(checksums.items())]
+        checksums = {
+            name: crc32(gradient.tobytes()) for name, gradient in gradients.items()
+        }
+        lines += [
+            f"{model} {name}: {checksum:08x}"
+            for name, checksum in sorted(checksums.items())
+        ]
     return lines
 
 
-def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], list[str]]]]:
+def tests(
+    comparisons: Comparisons,
+) -> dict[str, Callable[[], tuple[list[str], list[str]]]]:
     """Return all comparisons by name."""
     named = {case.name: partial(comparisons.of, case) for case in CASES}
     return {
@@ -212,7 +234,9 @@ def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], l
     }
 
 
-def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[str, object]:
+def judge(
+    name: str, test: Callable[[], tuple[list[str], list[str]]]
+) -> dict[str, object]:
     """Run a comparison; print and return the result."""
     try:
         logged, reference = test()
@@ -226,7 +250,9 @@ def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[st
     equal = logged == reference
     print(f"{name}: {'equal' if equal else 'DIFFERS'}", flush=True)
     if not equal:
-        print("\n".join(f"  {a}\n  {b}" for a, b in zip(logged, reference, strict=False)))
+        print(
+            "\n".join(f"  {a}\n  {b}" for a, b in zip(logged, reference, strict=False))
+        )
     return {"equal": equal, "ours": logged, "theirs": reference}
 
 

@@ -21,7 +21,11 @@ def cell(result: Any) -> str:
         return "FAILED"
     if "absent" in result:
         return f"no {result['absent']}"
-    first = result["ours"][0].split(" loss: ")[1].split()[0] if result["ours"] else "no loss"
+    first = (
+        result["ours"][0].split(" loss: ")[1].split()[0]
+        if result["ours"]
+        else "no loss"
+    )
     return f"equal ({first})" if result["equal"] else "DIFFERS"
 
 
@@ -40,11 +44,17 @@ def about(release: dict[str, Any]) -> str:
 def table(releases: list[dict[str, Any]]) -> str:
     """Return a Markdown table of all results."""
     names = list(
-        dict.fromkeys(name for release in releases for name in release if name not in _ABOUT)
+        dict.fromkeys(
+            name for release in releases for name in release if name not in _ABOUT
+        )
     )
     rows = [["megatron-core", *(release["version"] for release in releases)]]
-    rows.append(["Python, torch, training loop", *(about(release) for release in releases)])
-    rows += [[name, *(cell(release.get(name)) for release in releases)] for name in names]
+    rows.append(
+        ["Python, torch, training loop", *(about(release) for release in releases)]
+    )
+    rows += [
+        [name, *(cell(release.get(name)) for release in releases)] for name in names
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
@@ -60,7 +70,10 @@ def main() -> int:
     print(table(releases))
     tried = all("python" in release or release.get("skipped") for release in releases)
     results = [
-        result for release in releases for name, result in release.items() if name not in _ABOUT
+        result
+        for release in releases
+        for name, result in release.items()
+        if name not in _ABOUT
     ]
     return 0 if releases and tried and all(map(is_sound, results)) else 1
 

@@ -68,7 +68,8 @@ def _move_function(root: Path) -> None:
     [function] = [
         node
         for node in ast.parse("".join(lines)).body
-        if isinstance(node, ast.FunctionDef) and node.name == "get_forward_backward_func"
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "get_forward_backward_func"
     ]
     span = slice(function.lineno - 1, function.end_lineno)
     (path.parent / "chosen.py").write_text("".join(lines[span]))
@@ -94,7 +95,9 @@ def _new_flag(root: Path) -> None:
     path = root / "megatron/training/arguments.py"
     if not path.is_file():
         pytest.skip("this wheel has no megatron.training: set MEGATRON_LM_PATH")
-    path.write_text(path.read_text() + "\n\ndef _more(g):\n    g.add_argument('--turbo')\n")
+    path.write_text(
+        path.read_text() + "\n\ndef _more(g):\n    g.add_argument('--turbo')\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,11 @@ def _new_flag(root: Path) -> None:
     ],
 )
 def test_each_mutation_is_named(
-    copied: Path, reference: dict[str, Any], mutate: Callable[[Path], None], name: str, change: str
+    copied: Path,
+    reference: dict[str, Any],
+    mutate: Callable[[Path], None],
+    name: str,
+    change: str,
 ) -> None:
     mutate(copied)
     found = compare.differences(compare.Tree(copied), reference)
@@ -125,7 +132,9 @@ def test_each_mutation_is_named(
 
 
 @pytest.mark.parametrize("section", ["called", "targets"])
-def test_a_name_that_the_record_lacks_is_named(reference: dict[str, Any], section: str) -> None:
+def test_a_name_that_the_record_lacks_is_named(
+    reference: dict[str, Any], section: str
+) -> None:
     name = next(iter(reference[section]))
     del reference[section][name]
     [found] = compare.differences(compare.Tree(_root()), reference)
@@ -138,7 +147,9 @@ def test_what_the_package_relies_on_is_in_the_record() -> None:
     release = releases.parse_release(tree.version or "")
     assert release is not None
     if release < (0, 19):
-        pytest.skip("names of this release are gone from the newest, whose record this is")
+        pytest.skip(
+            "names of this release are gone from the newest, whose record this is"
+        )
     relied_on = {*compare.patched(release), *compare.called()}
     lacking = sorted(relied_on - {*record["called"], *record["targets"]})
     assert [name for name in lacking if tree.find(name) is not None] == []
@@ -164,16 +175,22 @@ def test_a_reviewed_change_is_accepted_by_its_hash_until_the_next_one(
     assert compare.differences(compare.Tree(copied), reference) != []
 
 
-def test_the_installed_release_is_what_is_known_of_it(reference: dict[str, Any]) -> None:
+def test_the_installed_release_is_what_is_known_of_it(
+    reference: dict[str, Any],
+) -> None:
     """Reading source finds the very functions that the guard finds at run time."""
     tree = compare.Tree(_root())
     pins = drift._load()
     if pins["version"] != tree.version:
         pytest.skip(f"fingerprints are those of {pins['version']}")
     found = reference["targets"]
-    absent = {name for name in pins["targets"] if tree.file_of(name.partition(":")[0]) is None}
+    absent = {
+        name for name in pins["targets"] if tree.file_of(name.partition(":")[0]) is None
+    }
     assert {name: one["sha256"] for name, one in found.items()} == {
-        name: pin["sha256"] for name, pin in pins["targets"].items() if name not in absent
+        name: pin["sha256"]
+        for name, pin in pins["targets"].items()
+        if name not in absent
     }
 
 

@@ -56,7 +56,9 @@ pytestmark = needs_loop
 
 
 def test_a_tied_copy_that_nobody_fills() -> None:
-    told = _lost(2, ZB_V, "placement.tied_weights", "placement.tied_weights_of_builders")
+    told = _lost(
+        2, ZB_V, "placement.tied_weights", "placement.tied_weights_of_builders"
+    )
     assert "--pipeline-schedule zb-v: the copies of the tied embedding" in told
     assert "(the second is zero)" in told
 
@@ -66,7 +68,9 @@ def test_tied_copies_that_drift_apart() -> None:
 
 
 def test_a_loss_that_is_not_where_it_is_logged() -> None:
-    told = _lost(2, ZB_V + "--untie-embeddings-and-output-weights ", "placement.train_step")
+    told = _lost(
+        2, ZB_V + "--untie-embeddings-and-output-weights ", "placement.train_step"
+    )
     assert "is brought to the rank that logs, but there was none" in told
 
 
@@ -108,20 +112,29 @@ CSV = ("0F0,0F1,,0I0,0W0,0B1", "1F0,1B0,1F1,1B1")
     [
         (4, "--pipeline-schedule dualpipe-v"),
         (4, "--pipeline-schedule dualpipe"),
-        (4, "--pipeline-schedule dualpipe-v --global-batch-size 12 --rampup-batch-size 4 4 16"),
+        (
+            4,
+            "--pipeline-schedule dualpipe-v --global-batch-size 12 --rampup-batch-size 4 4 16",
+        ),
         (2, "--pipeline-schedule csv:{table} --global-batch-size 2"),
     ],
     ids=["dualpipe-v", "dualpipe", "rampup", "csv"],
 )
-def test_a_rank_that_splits_no_backward_trains_on(tmp_path: Path, ranks: int, flags: str) -> None:
+def test_a_rank_that_splits_no_backward_trains_on(
+    tmp_path: Path, ranks: int, flags: str
+) -> None:
     table = tmp_path / "table.csv"
     table.write_text("\n".join(CSV) + "\n")
     flags = f"{FEW_MICROBATCHES}--pipeline-model-parallel-size {ranks} {flags.format(table=table)}"
     if "--rampup" in flags:
-        calculator = "megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"
+        calculator = (
+            "megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"
+        )
         if "step_batch_size_schedule" in parameters(calculator):
             pytest.skip("from 0.19 on Megatron ignores --rampup-batch-size")
-        flags = flags.replace("--train-iters 5", "--train-samples 32")  # by samples only
+        flags = flags.replace(
+            "--train-iters 5", "--train-samples 32"
+        )  # by samples only
     ended = start_ranks(ranks, _run_without, (), flags, timeout_s=240)
     assert not any(ended.exit_codes), ended.describe()
     assert len(losses(ended.logs)) >= 4
@@ -175,5 +188,7 @@ def test_the_traceback_of_a_users_error_in_the_first_step_survives() -> None:
 
 
 def test_nothing_is_lost_where_all_patches_are() -> None:
-    ended: RankRun = start_ranks(2, _run_without, (), SHORT + ZB_V + DEEPSEEK, timeout_s=240)
+    ended: RankRun = start_ranks(
+        2, _run_without, (), SHORT + ZB_V + DEEPSEEK, timeout_s=240
+    )
     assert not any(ended.exit_codes), ended.describe()

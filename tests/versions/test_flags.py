@@ -69,7 +69,9 @@ def _defaults_without_a_flag() -> list[str]:
     from megatron_ext import devices
     from megatron_ext.config.flags import MEGATRON_FIELDS
 
-    known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
+    known = {
+        action.dest for action in add_megatron_arguments(ArgumentParser())._actions
+    }
     defaults = devices.current().argument_defaults
     return [name for name in defaults if not {name, MEGATRON_FIELDS.get(name)} & known]
 
@@ -89,7 +91,9 @@ def test_new_features_are_refused_in_one_line() -> None:
     flag = "--tensor-parallel-num-weight-shards"
     if not _upstream_has(flag):
         pytest.skip(f"{releases.core_version()} has no {flag}")
-    ended = start_script(2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule 1f1b {flag} 2".split())
+    ended = start_script(
+        2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule 1f1b {flag} 2".split()
+    )
     [line] = set(errors(ended))
     assert "--pipeline-schedule 1f1b cannot run with" in line
     assert flag in line
@@ -100,5 +104,7 @@ def test_what_a_schedule_does_without_is_dropped_in_one_line(flag: str) -> None:
     name = flag.partition(" ")[0]
     if not _upstream_has(name):
         pytest.skip(f"{releases.core_version()} has no {name}")
-    logs = run_script(2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule 1f1b {flag}".split())
+    logs = run_script(
+        2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule 1f1b {flag}".split()
+    )
     assert re.search(rf"{name}.* is dropped: ", logs[0])

@@ -27,7 +27,11 @@ OF_A_RUN = re.compile(
 
 
 def _run(tmp_path: Path, version: str, **env: str) -> subprocess.CompletedProcess[str]:
-    around = {name: value for name, value in os.environ.items() if not OF_A_RUN.fullmatch(name)}
+    around = {
+        name: value
+        for name, value in os.environ.items()
+        if not OF_A_RUN.fullmatch(name)
+    }
     return subprocess.run(
         ["bash", "tests/versions/run.sh", version],
         env={**around, "VERSIONS_DIR": str(tmp_path), **env},
@@ -42,7 +46,9 @@ def _run(tmp_path: Path, version: str, **env: str) -> subprocess.CompletedProces
 def test_every_known_release_is_tried_by_default() -> None:
     written = (REPO / "tests" / "versions" / "run.sh").read_text()
     known = [releases.REFERENCES[one].version for one in releases.REFERENCES]
-    main = {"0.20.0"}  # reviewed on a commit of main that says this version, before wheel and tag
+    main = {
+        "0.20.0"
+    }  # reviewed on a commit of main that says this version, before wheel and tag
     assert f"VERSIONS=({' '.join(one for one in known if one not in main)})" in written
     assert ("VERSIONS+=(main)" in written) == bool(main)
 
@@ -50,7 +56,10 @@ def test_every_known_release_is_tried_by_default() -> None:
 def test_main_is_a_tree_under_the_version_that_it_says(tmp_path: Path) -> None:
     done = _run(tmp_path, "main", MEGATRON_LM_NEXT="/absent")
     assert done.returncode == 2, done.stdout
-    assert "main is the tree that MEGATRON_LM_NEXT names, and /absent is none" in done.stderr
+    assert (
+        "main is the tree that MEGATRON_LM_NEXT names, and /absent is none"
+        in done.stderr
+    )
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
     info.write_text("MAJOR = 0\nMINOR = 31\nPATCH = 4\nPRE_RELEASE = ''\n")
@@ -99,8 +108,17 @@ def test_without_a_python_for_it_a_release_may_be_left_out(tmp_path: Path) -> No
     assert "left out, as asked" in done.stdout
 
 
-ABOUT = {"version": "0.19.2", "python": "3.12.1", "torch": "2.13.0", "loop": "the wheel"}
-EQUAL = {"equal": True, "ours": ["| lm loss: 6.2E+00 |"], "theirs": ["| lm loss: 6.2E+00 |"]}
+ABOUT = {
+    "version": "0.19.2",
+    "python": "3.12.1",
+    "torch": "2.13.0",
+    "loop": "the wheel",
+}
+EQUAL = {
+    "equal": True,
+    "ours": ["| lm loss: 6.2E+00 |"],
+    "theirs": ["| lm loss: 6.2E+00 |"],
+}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from tests.upstream_script.runs import GPT
 
 pytestmark = [
     pytest.mark.skipif(
-        not releases.has_training(), reason="the wheel of megatron-core 0.16 has no training loop"
+        not releases.has_training(),
+        reason="the wheel of megatron-core 0.16 has no training loop",
     ),
     pytest.mark.slow,
 ]
@@ -77,6 +78,8 @@ def test_what_only_the_script_does_is_refused_in_one_line(flags: str) -> None:
     done = run_package("pretrain_gpt.py", *ONE.split(), *flags.split())
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if "megatron_ext: error" in line]
+    [line] = [
+        line for line in done.stderr.splitlines() if "megatron_ext: error" in line
+    ]
     assert f"{flag} needs upstream's own pretrain_gpt.py" in line
     assert "megatron-ext upstream fetch" in line

@@ -64,7 +64,10 @@ def check_iterator(items: Any, flag: str = _FLAG) -> None:
 
 
 def fetched(
-    items: Iterator[Any], num_microbatches: int, replicas: ReplicaExchange | None, flag: str = _FLAG
+    items: Iterator[Any],
+    num_microbatches: int,
+    replicas: ReplicaExchange | None,
+    flag: str = _FLAG,
 ) -> dict[int, Any]:
     """Fetch the micro-batches of a step, by number in the data, counted over all `replicas`.
 
@@ -78,7 +81,9 @@ def fetched(
         first, step = replicas.group.rank(), replicas.group.size()
     try:
         for place in range(num_microbatches):
-            held[first + step * place] = next(items)  # RerunDataIterator has no __iter__
+            held[first + step * place] = next(
+                items
+            )  # RerunDataIterator has no __iter__
     except StopIteration:
         raise ScheduleError(
             f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
@@ -140,7 +145,9 @@ class BalancedStep:
             costs = [item_cost(item, self.length_cost) for item in held.values()]
         except Exception:
             if replicas is not None:
-                replicas.costs([nan] * num_microbatches)  # the other replicas wait for this
+                replicas.costs(
+                    [nan] * num_microbatches
+                )  # the other replicas wait for this
             raise
         if replicas is not None:
             # A rank gets here when it first reads data in a step. This cannot deadlock: in each
@@ -149,7 +156,9 @@ class BalancedStep:
             held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
             self._received = held
         numbers = sorted(held)
-        places = best_order(self.schedule, [costs[number] for number in numbers], self.costs)
+        places = best_order(
+            self.schedule, [costs[number] for number in numbers], self.costs
+        )
         self.order = tuple(numbers[place] for place in places)
         return held
 

@@ -34,7 +34,9 @@ def fills_of(placement: Placement) -> float:
     return (placement.num_ranks - 1) * placement.num_ranks / placement.num_stages
 
 
-def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> list[list[int]]:
+def deal_out(
+    costs: Sequence[float], num_replicas: int, fills: float = 0.0
+) -> list[list[int]]:
     """Return which micro-batches of a step each replica runs; all replicas get equally many.
 
     The costliest replica never costs more than in the order of the data. The cost of a replica is
@@ -71,19 +73,25 @@ def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> l
                 replica_costs.append(fsum(share_costs) + fills * max(share_costs))
         return max(replica_costs, default=0.0)
 
-    in_file_order = [list(range(first, len(costs), num_replicas)) for first in range(num_replicas)]
+    in_file_order = [
+        list(range(first, len(costs), num_replicas)) for first in range(num_replicas)
+    ]
     dealt = _dealt(costs, num_replicas, share_size)
     # If both are equal, keep the order of the data, which moves nothing.
     shares = min(in_file_order, dealt, key=costliest)
     return _assigned(shares)
 
 
-def _dealt(costs: Sequence[float], num_replicas: int, share_size: int) -> list[list[int]]:
+def _dealt(
+    costs: Sequence[float], num_replicas: int, share_size: int
+) -> list[list[int]]:
     """Deal out micro-batches, costliest first, each to the cheapest share that has room."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     # Heap of (cost, share), without full shares.
     cheapest = [(0.0, share) for share in range(num_replicas)]
-    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+    for number in sorted(
+        range(len(costs)), key=lambda number: (-costs[number], number)
+    ):
         cost, share = heapq.heappop(cheapest)
         shares[share].append(number)
         if len(shares[share]) < share_size:
@@ -125,7 +133,9 @@ def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[lis
     room = max_tokens
     for length in lengths:
         if length < 1:
-            raise ScheduleError(f"a sample has {length} tokens; leave out samples without any")
+            raise ScheduleError(
+                f"a sample has {length} tokens; leave out samples without any"
+            )
         if length > max_tokens:
             raise ScheduleError(
                 f"a sample has {length} tokens, a micro-batch holds at most {max_tokens}; cut the "
@@ -154,7 +164,9 @@ def shortest(
 
     `costs` are durations for a sample of cost 1.
     """
-    stage_share = placement.num_ranks / placement.num_stages  # one stage's part of a rank's work
+    stage_share = (
+        placement.num_ranks / placement.num_stages
+    )  # one stage's part of a rank's work
     last_head = max(min(stages) for stages in placement.stages_of)
     fill = last_head * stage_share * costs.forward * min(sample_costs)
     mean = costs.work * sum(sample_costs) / num_replicas
@@ -167,7 +179,9 @@ def shortest(
 _FEW = 3
 
 
-def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT) -> tuple[int, ...]:
+def best_order(
+    schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT
+) -> tuple[int, ...]:
     """Return which micro-batch of the data runs in each place of a table.
 
     Equal micro-batches stay in the order of the data.
@@ -189,19 +203,25 @@ def best_order(schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT)
     rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
     candidates = (
         in_file_order,
-        tuple(rising[::2] + rising[1::2][::-1]),  # small at both ends, the largest in the middle
+        tuple(
+            rising[::2] + rising[1::2][::-1]
+        ),  # small at both ends, the largest in the middle
         tuple(rising),
         tuple(rising[:1] + rising[:0:-1]),
         tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
     )
     # Not a set, so that on every rank the first of equally fast orders wins.
     return min(
-        dict.fromkeys(candidates), key=lambda order: makespan_of(schedule, shares, order, costs)
+        dict.fromkeys(candidates),
+        key=lambda order: makespan_of(schedule, shares, order, costs),
     )
 
 
 def makespan_of(
-    schedule: Schedule, scales: Sequence[float], order: Sequence[int], costs: Costs = UNIT
+    schedule: Schedule,
+    scales: Sequence[float],
+    order: Sequence[int],
+    costs: Costs = UNIT,
 ) -> float:
     """Return the time of a step whose micro-batches enter the pipeline in a given order.
 

@@ -17,9 +17,17 @@ from megatron_ext.features.lengths.length_balance import (
     packs_in_file_order,
     shortest,
 )
-from megatron_ext.features.lengths.length_slices import equal_cost_bounds, rising, slices_needed
+from megatron_ext.features.lengths.length_slices import (
+    equal_cost_bounds,
+    rising,
+    slices_needed,
+)
 from megatron_ext.schedules.comparison import Choice, possible_tables
-from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH, generate, registered
+from megatron_ext.schedules.generators.catalog import (
+    SLICED_BY_LENGTH,
+    generate,
+    registered,
+)
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import MAX_ATTENTION
 from megatron_ext.schedules.table.memory import activation_peaks
@@ -121,11 +129,15 @@ def predict_lengths(
             continue
         for variant in generator.variants:
             choices.append(Choice(generator.name, variant))
-    schedules, reasons = possible_tables(choices, sizes.pp, sizes.num_microbatches, costs)
+    schedules, reasons = possible_tables(
+        choices, sizes.pp, sizes.num_microbatches, costs
+    )
     left_out += reasons
     if not schedules:
         if not left_out:
-            left_out = [f"--lengths simulates registered schedules, not {name}; name one"]
+            left_out = [
+                f"--lengths simulates registered schedules, not {name}; name one"
+            ]
         raise ScheduleError("; ".join(left_out))
     gains = []
     for schedule in schedules:
@@ -134,20 +146,25 @@ def predict_lengths(
             slicing = _Slicing(schedule, sizes, length_cost, costs, slice_tokens)
             steps = [slicing.step(batch) for batch in batches]
             whole = whole._replace(
-                sliced=fmean(step for step, _ in steps), sliced_peak=max(peak for _, peak in steps)
+                sliced=fmean(step for step, _ in steps),
+                sliced_peak=max(peak for _, peak in steps),
             )
         gains.append(whole)
     return sorted(gains, key=lambda gains: gains.pack), left_out
 
 
-def _global_batches(lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost) -> list[_Batch]:
+def _global_batches(
+    lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost
+) -> list[_Batch]:
     """Return the first global batches that can be filled with samples of these lengths.
 
     Raises:
         ScheduleError: They do not fill one batch, or a sample is longer than a micro-batch.
     """
     batch_size = sizes.num_microbatches * sizes.num_replicas
-    packs = list(islice(packs_in_file_order(lengths, sizes.max_tokens), batch_size * MAX_BATCHES))
+    packs = list(
+        islice(packs_in_file_order(lengths, sizes.max_tokens), batch_size * MAX_BATCHES)
+    )
     if len(packs) < batch_size:
         raise ScheduleError(
             f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, one step "
@@ -183,7 +200,8 @@ def _gains(
         return best_order(schedule, microbatches, costs)
 
     def step(
-        replicas: Sequence[Sequence[float]], order_of: Callable[[Sequence[float]], Sequence[int]]
+        replicas: Sequence[Sequence[float]],
+        order_of: Callable[[Sequence[float]], Sequence[int]],
     ) -> float:
         """Return the time of a step, which ends when the slowest replica ends."""
         return max(
@@ -197,8 +215,12 @@ def _gains(
     bounds: list[float] = []
     for batch in batches:
         # Replicas take turns to read micro-batches, unless `pack` redistributes them.
-        as_read = [batch.microbatches[replica::num_replicas] for replica in range(num_replicas)]
-        shares = deal_out(batch.microbatches, num_replicas, fills_of(schedule.placement))
+        as_read = [
+            batch.microbatches[replica::num_replicas] for replica in range(num_replicas)
+        ]
+        shares = deal_out(
+            batch.microbatches, num_replicas, fills_of(schedule.placement)
+        )
         dealt = [[batch.microbatches[number] for number in share] for share in shares]
         file_steps.append(step(as_read, in_file_order))
         order_steps.append(step(as_read, in_best_order))
@@ -237,8 +259,12 @@ class _Slicing:
         counts = []
         for packs_at_place in zip(*replicas, strict=True):
             most_tokens = max(map(sum, packs_at_place))
-            counts.append(slices_needed(most_tokens, self.slice_tokens, "--slice-tokens"))
-        results = [self._of_replica(packs, counts, batch.mean_cost) for packs in replicas]
+            counts.append(
+                slices_needed(most_tokens, self.slice_tokens, "--slice-tokens")
+            )
+        results = [
+            self._of_replica(packs, counts, batch.mean_cost) for packs in replicas
+        ]
         return max(step for step, _ in results), max(peak for _, peak in results)
 
     def _of_replica(
@@ -251,7 +277,9 @@ class _Slicing:
         sizes, scale = [], []
         for samples, count in zip(packs, counts, strict=True):
             bounds = equal_cost_bounds(samples, count, self.length_cost)
-            sizes.append(tuple((end - begin) / longest for begin, end in pairwise(bounds)))
+            sizes.append(
+                tuple((end - begin) / longest for begin, end in pairwise(bounds))
+            )
             scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
         costs = replace(
             self.costs,
@@ -269,4 +297,6 @@ class _Slicing:
             costs,
             slice_sizes=tuple(sizes),
         )
-        return simulate(table, costs).makespan * unit / mean_cost, max(activation_peaks(table))
+        return simulate(table, costs).makespan * unit / mean_cost, max(
+            activation_peaks(table)
+        )

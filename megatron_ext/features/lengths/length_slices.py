@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
-def slices_needed(tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens") -> int:
+def slices_needed(
+    tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens"
+) -> int:
     """Return the number of slices of a micro-batch. `flag` is the one that sets `slice_tokens`.
 
     Raises:

@@ -32,7 +32,9 @@ class LengthSteps(Feature):
             length_cost = config.length_costs or cost_of_model(model.config)
             self._slicer = LengthSlicer(model, length_cost, self._replicas)
 
-    def read_ahead(self, iterators: Sequence[Any], num_microbatches: int) -> ReadAhead | None:
+    def read_ahead(
+        self, iterators: Sequence[Any], num_microbatches: int
+    ) -> ReadAhead | None:
         """Read a training step's data and cut it into slices; see `Feature.read_ahead`."""
         if self._slicer is None:
             return None
@@ -53,7 +55,9 @@ def _sharing_replicas(model: Model) -> ReplicaExchange | None:
     """
     if model.pipeline.config.balance != "pack":
         return None
-    group = getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
+    group = (
+        getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
+    )
     members = tuple(dist.get_process_group_ranks(group))
     if len(members) == 1:  # the same on all ranks
         return None

@@ -101,7 +101,9 @@ class ReplicaExchange:
             dist.all_gather(by_sender, sizes, group=self.group)
             coming = [int(row[self.group.rank()]) for row in by_sender]
             incoming = torch.empty(sum(coming), dtype=torch.uint8)
-            dist.all_to_all_single(incoming, outgoing, coming, sizes.tolist(), group=self.group)
+            dist.all_to_all_single(
+                incoming, outgoing, coming, sizes.tolist(), group=self.group
+            )
         return [part.numpy().tobytes() for part in incoming.split(coming)]
 
     @contextmanager

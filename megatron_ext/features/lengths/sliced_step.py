@@ -26,7 +26,11 @@ from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.balanced_step import fetched, item_cost
 from megatron_ext.features.lengths.length_balance import fills_of
-from megatron_ext.features.lengths.length_slices import equal_cost_bounds, rising, slices_needed
+from megatron_ext.features.lengths.length_slices import (
+    equal_cost_bounds,
+    rising,
+    slices_needed,
+)
 from megatron_ext.runtime.lengths import sample_lengths
 
 if TYPE_CHECKING:
@@ -61,7 +65,9 @@ class SlicedStep:
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
         """Convert reports keyed by the table's micro-batches to keys in the order of the data."""
-        return {self.order[microbatch]: report for microbatch, report in reports.items()}
+        return {
+            self.order[microbatch]: report for microbatch, report in reports.items()
+        }
 
 
 class _Reading:
@@ -110,7 +116,8 @@ class LengthSlicer:
         # Within a replica, only the first tensor-parallel ranks of some stages read data.
         self._replica_groups = (model.groups.tp, model.groups.pp)
         self._replicas: dist.ProcessGroup = (
-            getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
+            getattr(model.groups, "dp", None)
+            or parallel_state.get_data_parallel_group()
         )
 
     def step(self, iterators: Sequence[Any], num_microbatches: int) -> SlicedStep:
@@ -125,7 +132,9 @@ class LengthSlicer:
         try:
             if any(iterator is not None for iterator in iterators):
                 reading = self._read(iterators, num_microbatches)
-                counts = [slices_needed(sum(s), self._slice_tokens) for s in reading.samples]
+                counts = [
+                    slices_needed(sum(s), self._slice_tokens) for s in reading.samples
+                ]
                 for samples, count in zip(reading.samples, counts, strict=True):
                     equal_cost_bounds(samples, count, self._length_cost, self._multiple)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
@@ -191,11 +200,17 @@ class LengthSlicer:
                     reading.items_by_chunk[chunk] = fetched(
                         iterator, num_microbatches, self._exchange, _FLAG
                     )
-            [held, *_] = [items for items in reading.items_by_chunk if items is not None]
-            costs = [item_cost(item, self._length_cost, _FLAG) for item in held.values()]
+            [held, *_] = [
+                items for items in reading.items_by_chunk if items is not None
+            ]
+            costs = [
+                item_cost(item, self._length_cost, _FLAG) for item in held.values()
+            ]
         except Exception:
             if self._exchange is not None:
-                self._exchange.costs([nan] * num_microbatches)  # the other replicas wait for this
+                self._exchange.costs(
+                    [nan] * num_microbatches
+                )  # the other replicas wait for this
             raise
         if self._exchange is not None:
             costs = self._exchange.costs(costs)
@@ -207,7 +222,10 @@ class LengthSlicer:
         # By number in the data; without an exchange, these count this replica's micro-batches only.
         numbers = sorted(held)
         if self._sorts:
-            numbers = [numbers[place] for place in rising([costs[number] for number in numbers])]
+            numbers = [
+                numbers[place]
+                for place in rising([costs[number] for number in numbers])
+            ]
         reading.order = numbers
         reading.samples = [sample_lengths(held[number]) for number in numbers]
         for number, samples in zip(numbers, reading.samples, strict=True):
@@ -220,15 +238,21 @@ class LengthSlicer:
                 )
         return reading
 
-    def _bounds(self, reading: _Reading, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def _bounds(
+        self, reading: _Reading, counts: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
         """Return the bounds of each micro-batch in this many slices. Collective over a replica."""
         width = max(counts) + 1
         rows = [[0] * width for _ in counts]
         for row, samples, count in zip(rows, reading.samples, counts, strict=False):
-            bounds = equal_cost_bounds(samples, count, self._length_cost, self._multiple)
+            bounds = equal_cost_bounds(
+                samples, count, self._length_cost, self._multiple
+            )
             row[: len(bounds)] = bounds
         shared = self._shared(rows, self._replica_groups)
-        return tuple(tuple(row[: count + 1]) for row, count in zip(shared, counts, strict=True))
+        return tuple(
+            tuple(row[: count + 1]) for row, count in zip(shared, counts, strict=True)
+        )
 
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
         """Return the largest of each value in nested lists, over each of the groups."""

@@ -29,7 +29,9 @@ PATCHES = PatchTable(feature="schedules", of=_host_weights)
 @PATCHES.row("pairs.await_tokens", f"{_MAPPINGS}:_AllToAll.forward")
 @PATCHES.row("pairs.await_counts", f"{_MAPPINGS}:_gather_along_first_dim")
 @PATCHES.row("pairs.await_sums", f"{_MAPPINGS}:_reduce_scatter_along_first_dim")
-def _await_peers(weights: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _await_peers(
+    weights: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """A host sleeps in an exchange of tokens until the slowest rank has come, with W at hand."""
     group = by_name(call, args, kwargs)["group"]
     if group is not None and group.size() > 1:

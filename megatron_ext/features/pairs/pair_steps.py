@@ -48,14 +48,18 @@ class PairSteps(Feature):
             # An early W adds to gradients while the records of other actions read them.
             self._fills_waits = False
             if dist.get_rank() == 0:
-                _LOG.warning("with %s, W runs at its place in the table, not earlier", VARIABLE)
+                _LOG.warning(
+                    "with %s, W runs at its place in the table, not earlier", VARIABLE
+                )
         self._device = devices.device_of(model.chunks)
         # Created at the first step that needs them.
         self._streams: SideStreams | None = None
 
     @staticmethod
     def refuse_model(
-        pipeline: Pipeline, chunks: Sequence[torch.nn.Module], forward_step: Callable[..., Any]
+        pipeline: Pipeline,
+        chunks: Sequence[torch.nn.Module],
+        forward_step: Callable[..., Any],
     ) -> None:
         """Reject a model or a forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
@@ -80,7 +84,9 @@ class PairSteps(Feature):
             weights=weights,
             streams=self._streams,
         )
-        return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
+        return compute, PipelineEnds.of_shapes(
+            step.peers, shapes, call.config.pipeline_dtype
+        )
 
     def _weights(self, step: Step) -> WaitingWeights | None:
         """Return the W of a step that may run before their place; None: the table places them."""
@@ -106,7 +112,9 @@ def _check_waiting(step: Step) -> None:
     elif step.splits.has_te_layers and not devices.current().is_host:
         reason = "Transformer Engine's products of all streams share one workspace"
     if reason:
-        raise ScheduleError(f"waiting_weights cannot run here: {reason}; use waiting_weights=0")
+        raise ScheduleError(
+            f"waiting_weights cannot run here: {reason}; use waiting_weights=0"
+        )
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
@@ -119,7 +127,8 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
                 f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
             )
     accepts_flag = any(
-        parameter.name == "return_schedule_plan" or parameter.kind is parameter.VAR_KEYWORD
+        parameter.name == "return_schedule_plan"
+        or parameter.kind is parameter.VAR_KEYWORD
         for parameter in signature(step).parameters.values()
     )
     if not accepts_flag:

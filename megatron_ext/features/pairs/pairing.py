@@ -52,7 +52,9 @@ class PairChange(TableChange):
         """Return costs with all-to-all, because a search must know that F and I wait for it."""
         return exchanging(costs) if self._is_on else costs
 
-    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+    def change(
+        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+    ) -> Schedule:
         """Return the table with pairs; a generator's order that is made for them is kept."""
         if not self._is_on:
             return schedule
@@ -102,7 +104,9 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         ScheduleError: Forwards and backwards are on different ranks, or the table has slices.
     """
     if schedule.num_slices > 1:
-        raise ScheduleError(f"{schedule.label}: slices cannot run as pairs; leave pairs out")
+        raise ScheduleError(
+            f"{schedule.label}: slices cannot run as pairs; leave pairs out"
+        )
     if schedule.pairs:
         return schedule
     if schedule.disaggregated:
@@ -132,7 +136,9 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
     growing = [num_ranks - rank for rank in range(num_ranks)]
     tables = []
     for leads in (equal, growing):
-        rows = tuple(ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
+        rows = tuple(
+            ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True)
+        )
         moved_table = replace(schedule, rows=rows)
         if not stuck(moved_table):
             tables.append(marked_pairs(moved_table))
@@ -148,13 +154,16 @@ def _pairs_of_regular_rows(schedule: Schedule) -> int:
     return num_pairs
 
 
-def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> list[Schedule]:
+def _placed_tables(
+    schedule: Schedule, costs: Costs, *, has_fallback: bool
+) -> list[Schedule]:
     """Return tables with newly placed actions: at least one, unless there is a fallback."""
     feeds: dict[Action, list[_Fed]] = {}
     for row in schedule.rows:
         for action in row:
             feeds[action] = [
-                _Fed(target, schedule.travels(action, target)) for target in schedule.feeds(action)
+                _Fed(target, schedule.travels(action, target))
+                for target in schedule.feeds(action)
             ]
     warm_ups = [_warm_up(row) for row in schedule.rows]
     num_ranks = len(schedule.rows)
@@ -168,7 +177,8 @@ def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> l
             return tables
         for extra_leads in (equal, growing):
             leads = [
-                warm_up + extra + lead for warm_up, extra in zip(warm_ups, extra_leads, strict=True)
+                warm_up + extra + lead
+                for warm_up, extra in zip(warm_ups, extra_leads, strict=True)
             ]
             for waits in (True, False):
                 placing = _Placing(
@@ -185,7 +195,9 @@ def _placed_tables(schedule: Schedule, costs: Costs, *, has_fallback: bool) -> l
     raise AssertionError("leads have no end")
 
 
-def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]) -> Schedule:
+def _with_pairs(
+    schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
+) -> Schedule:
     options = dict(schedule.options)
     options.pop("overlap", None)
     options["pairs"] = True
@@ -197,7 +209,9 @@ def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
 
 def _warm_up(row: Row) -> int:
     """Return the number of forwards before the first other action of a row."""
-    return next((index for index, action in enumerate(row) if action.kind != "F"), len(row))
+    return next(
+        (index for index, action in enumerate(row) if action.kind != "F"), len(row)
+    )
 
 
 class _Fed(NamedTuple):
@@ -335,7 +349,9 @@ class _Placing:
 
     def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
         """Return whether a backward that is ready waits for a later pair."""
-        has_partners = any(queue and queue[-1].kind == "F" for queue in self._queues[rank].values())
+        has_partners = any(
+            queue and queue[-1].kind == "F" for queue in self._queues[rank].values()
+        )
         return has_partners and (self._waits or has_forward)
 
     def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:

@@ -63,7 +63,9 @@ class PlannedCompute(StageCompute):
         if self.streams is not None:
             return  # `SideStreams` has given Megatron its streams
         kind: dict[str, Any] = {}
-        if "high_priority" in parameters(f"{utils.__name__}:set_streams"):  # 0.18 and later
+        if "high_priority" in parameters(
+            f"{utils.__name__}:set_streams"
+        ):  # 0.18 and later
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
         utils.set_streams(**kind)
 
@@ -105,12 +107,18 @@ class PlannedCompute(StageCompute):
         """Run F alone; see `StageCompute.forward`."""
         return self._together((stage, microbatch), inputs, None, [])[0]
 
-    def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
+    def backward(
+        self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
+    ) -> Tensors:
         """Run B or I alone; see `StageCompute.backward`. The plan knows whether it is split."""
         return self._together(None, [], (stage, microbatch), gradients)[1]
 
     def _together(
-        self, forward: _Key | None, inputs: Tensors, backward: _Key | None, gradients: Tensors
+        self,
+        forward: _Key | None,
+        inputs: Tensors,
+        backward: _Key | None,
+        gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """Run a forward, a backward, or both, and return the outputs of each."""
         call = self.call
@@ -132,16 +140,18 @@ class PlannedCompute(StageCompute):
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
         with drawing:
-            outputs, num_tokens, input_gradients = combined_1f1b.combined_forward_backward_step(
-                **arguments,
-                num_microbatches=call.num_microbatches,
-                input_tensor=inputs,
-                forward_data_store=store,
-                b_input_tensor=saved[0],
-                b_output_tensor=saved[1],
-                b_output_tensor_grad=gradients,
-                config=call.config,
-                collect_non_loss_data=call.collect_non_loss_data,
+            outputs, num_tokens, input_gradients = (
+                combined_1f1b.combined_forward_backward_step(
+                    **arguments,
+                    num_microbatches=call.num_microbatches,
+                    input_tensor=inputs,
+                    forward_data_store=store,
+                    b_input_tensor=saved[0],
+                    b_output_tensor=saved[1],
+                    b_output_tensor_grad=gradients,
+                    config=call.config,
+                    collect_non_loss_data=call.collect_non_loss_data,
+                )
             )
         if forward is not None:
             for output in outputs:
@@ -209,9 +219,13 @@ class PlannedCompute(StageCompute):
     def _observe(self, layer: Any, key: _Key, backward_kind: Kind) -> None:
         """Let observers see a layer's exchanges of tokens."""
         for node in (layer.moe_dispatch, layer.moe_combine):
-            if isinstance(node, utils.ScheduleNode):  # missing in layers without experts
+            if isinstance(
+                node, utils.ScheduleNode
+            ):  # missing in layers without experts
                 node.forward_func = self._observed("F", key, node.forward_func)
-                node.backward_func = self._observed(backward_kind, key, node.backward_func)
+                node.backward_func = self._observed(
+                    backward_kind, key, node.backward_func
+                )
 
     def _defer_weights(self, part: Any, key: _Key) -> None:
         """Make the nodes of a plan, or of a layer, defer weight gradients to W."""
@@ -226,7 +240,9 @@ class PlannedCompute(StageCompute):
         for node in vars(part).values():
             if isinstance(node, utils.ScheduleNode):
                 node.forward_func = self._kept_for_w(node.forward_func, around_forward)
-                node.backward_func = self._kept_for_w(node.backward_func, around_backward)
+                node.backward_func = self._kept_for_w(
+                    node.backward_func, around_backward
+                )
                 # W runs where the table places it, not right after the node.
                 node.delay_wgrad_compute = False
 
@@ -254,7 +270,11 @@ class PlannedCompute(StageCompute):
         pairs.
         """
         config = self.call.config
-        draws = config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
+        draws = (
+            config.hidden_dropout
+            or config.attention_dropout
+            or config.moe_input_jitter_eps
+        )
         if _predicts(layer) or not (config.sequence_parallel and draws):
             return
 
@@ -279,7 +299,9 @@ class PlannedCompute(StageCompute):
             predicts = layer.mtp_post_process
 
             def hand_on(
-                hidden_states: Any, predicts: Any = predicts, run: Any = predicts.forward_func
+                hidden_states: Any,
+                predicts: Any = predicts,
+                run: Any = predicts.forward_func,
             ) -> Any:
                 output = run(hidden_states)
                 predicts.chunk_state.mtp_hidden_states[-1] = predicts.detach(output)
@@ -287,12 +309,15 @@ class PlannedCompute(StageCompute):
 
             predicts.forward_func = hand_on
         first_node, *later_nodes = (
-            getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation for layer in layers
+            getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation
+            for layer in layers
         )
         for node in later_nodes:
 
             def embed(
-                *arguments: Any, state: Any = node.chunk_state, run: Any = node.forward_func
+                *arguments: Any,
+                state: Any = node.chunk_state,
+                run: Any = node.forward_func,
             ) -> Any:
                 model = state.model
 
@@ -350,7 +375,9 @@ class PlannedCompute(StageCompute):
             node.forward = partial(without_graph, forward)
         nodes[-1].backward = again
 
-    def _observed(self, kind: Kind, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _observed(
+        self, kind: Kind, key: _Key, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Wrap an exchange of tokens so that observers see it."""
 
         def run(*args: Any) -> Any:

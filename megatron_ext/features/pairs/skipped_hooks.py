@@ -44,5 +44,8 @@ def _modules_with_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> Iterator[s
                 module._backward_hooks.values(),
             )
             # Megatron's DDP registers hooks on all modules.
-            if any(not getattr(hook, "__module__", "").startswith("megatron") for hook in hooks):
+            if any(
+                not getattr(hook, "__module__", "").startswith("megatron")
+                for hook in hooks
+            ):
                 yield path or type(module).__name__

@@ -158,7 +158,9 @@ class SideStreams:
         # W must not hold back an exchange, for which other ranks wait.
         exchanges = runtime.Stream(device, priority=highest)
         utils.set_streams(comm_stream=exchanges)
-        if utils.get_comm_stream() != exchanges:  # Megatron keeps the first one of the process
+        if (
+            utils.get_comm_stream() != exchanges
+        ):  # Megatron keeps the first one of the process
             _LOG.warning(
                 "exchanges of tokens run in the stream of an earlier training in this process, "
                 "which may lack the high priority that keeps weight gradients behind them"

@@ -55,7 +55,9 @@ class SliceSteps(Feature):
         compute = SlicedCompute(
             call, table, len(shapes["F"]), shapes["B"], step.splits, kept=kept_state()
         )
-        return compute, PipelineEnds.of_shapes(step.peers, shapes, call.config.pipeline_dtype)
+        return compute, PipelineEnds.of_shapes(
+            step.peers, shapes, call.config.pipeline_dtype
+        )
 
     def step_failed(self) -> None:
         """Drop the state that layers keep."""

@@ -23,9 +23,21 @@ from megatron_ext.errors import ScheduleError
 _KNOWN = frozenset({"apex", "megatron", "megatron_ext", "transformer_engine"})
 # Modules of torch that do so, by the last part of their Python module's name.
 _TORCHS = frozenset(
-    {"activation", "container", "dropout", "linear", "module", "normalization", "sparse"}
+    {
+        "activation",
+        "container",
+        "dropout",
+        "linear",
+        "module",
+        "normalization",
+        "sparse",
+    }
 )
-_CONNECTING = (torch.nn.MultiheadAttention, torch.nn.GroupNorm, torch.nn.LocalResponseNorm)
+_CONNECTING = (
+    torch.nn.MultiheadAttention,
+    torch.nn.GroupNorm,
+    torch.nn.LocalResponseNorm,
+)
 
 
 def declares_slices(chunk: torch.nn.Module) -> bool:
@@ -37,7 +49,10 @@ def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
     """Return the layers of a chunk's GPTModel, including multi-token prediction."""
     model = unwrap_model(chunk)
     predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
-    return [*model.decoder.layers, *(m for m in predicting if isinstance(m, TransformerLayer))]
+    return [
+        *model.decoder.layers,
+        *(m for m in predicting if isinstance(m, TransformerLayer)),
+    ]
 
 
 def check_model(chunk: torch.nn.Module) -> None:
@@ -64,20 +79,28 @@ def check_model(chunk: torch.nn.Module) -> None:
 
 
 def _wrong_layer(chunk: torch.nn.Module) -> str | None:
-    from megatron.core.models.gpt import GPTModel  # imported only for models that need it
+    from megatron.core.models.gpt import (
+        GPTModel,  # imported only for models that need it
+    )
 
     model = unwrap_model(chunk)
     if type(model) is not GPTModel:
         return f"a {type(model).__name__}"
     for layer in sliced_layers(chunk):
-        core: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        core: Any = getattr(
+            getattr(layer, "self_attention", None), "core_attention", None
+        )
         if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             return f"a layer with {type(core).__name__}"
         # Megatron uses an enum for the kinds of masks, Transformer Engine their names.
         if getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
             return "attention to later tokens"
         softmax = getattr(core, "scale_mask_softmax", None)
-        if softmax and softmax.scaled_masked_softmax_fusion and softmax.input_in_float16:
+        if (
+            softmax
+            and softmax.scaled_masked_softmax_fusion
+            and softmax.input_in_float16
+        ):
             return (
                 "the fused softmax in 16 bits, which takes as many queries as keys "
                 "(masked_softmax_fusion=False)"
@@ -108,7 +131,9 @@ def _is_known(module: torch.nn.Module) -> bool:
     # Look at the forward, not at the class: a subclass may inherit its forward.
     place = _module_of(module.forward)
     if place.partition(".")[0] == "torch":
-        return place.rpartition(".")[2] in _TORCHS and not isinstance(module, _CONNECTING)
+        return place.rpartition(".")[2] in _TORCHS and not isinstance(
+            module, _CONNECTING
+        )
     return place.partition(".")[0] in _KNOWN
 
 
@@ -135,8 +160,13 @@ def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
 
 
 def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Callable[..., Any]]:
-    before, after = weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None)
-    yield from filter(_is_strange, chain((before or {}).values(), (after or {}).values()))
+    before, after = (
+        weight._backward_hooks,
+        getattr(weight, "_post_accumulate_grad_hooks", None),
+    )
+    yield from filter(
+        _is_strange, chain((before or {}).values(), (after or {}).values())
+    )
 
 
 def _is_strange(hook: Callable[..., Any]) -> bool:

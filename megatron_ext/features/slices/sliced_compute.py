@@ -32,7 +32,11 @@ from megatron.core.utils import unwrap_model
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
-from megatron_ext.features.slices.sliceable import check_model, declares_slices, sliced_layers
+from megatron_ext.features.slices.sliceable import (
+    check_model,
+    declares_slices,
+    sliced_layers,
+)
 from megatron_ext.features.slices.sliced_layers import running_slice
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
 from megatron_ext.runtime.lengths import refusing_long_sequences
@@ -86,9 +90,13 @@ class _LayerBuffer:
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> None:
         """Add the gradient of tokens from `begin` on, `[s, ...]`."""
         end = begin + len(gradient)
-        if self.gradient is None:  # backwards start with the last slice, which reads most tokens
+        if (
+            self.gradient is None
+        ):  # backwards start with the last slice, which reads most tokens
             self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
-        self.gradient[begin:end].add_(gradient)  # `+=` would also copy the sum onto itself
+        self.gradient[begin:end].add_(
+            gradient
+        )  # `+=` would also copy the sum onto itself
 
     def release(self) -> None:
         """Free the memory."""
@@ -104,17 +112,28 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, buffer: _LayerBuffer, running: RunningSlice, first: int
+        ctx: Any,
+        tensor: torch.Tensor,
+        buffer: _LayerBuffer,
+        running: RunningSlice,
+        first: int,
     ) -> torch.Tensor:
         """Return the tokens from `first` to the end of the slice."""
-        ctx.buffer, ctx.first, ctx.begin, ctx.end = buffer, first, running.begin, running.end
+        ctx.buffer, ctx.first, ctx.begin, ctx.end = (
+            buffer,
+            first,
+            running.begin,
+            running.end,
+        )
         ctx.is_first_slice = running.number == 0
         if not running.is_backward:  # a recomputation has the same result
             buffer.write(tensor, running.begin, running.num_tokens)
         return buffer.read(first, running.end)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         buffer, first, begin = ctx.buffer, ctx.first, ctx.begin
         num_earlier = begin - first
         slice_gradient = gradients[0][num_earlier:]
@@ -160,7 +179,10 @@ class _Balance(torch.autograd.Function):
         if recomputes:
             return probabilities.new_zeros(())
         before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
-        sums.probabilities, sums.counts = sums.probabilities + probabilities, sums.counts + counts
+        sums.probabilities, sums.counts = (
+            sums.probabilities + probabilities,
+            sums.counts + counts,
+        )
         return (torch.sum(sums.probabilities * sums.counts) - before) * factor
 
     @staticmethod
@@ -172,7 +194,9 @@ class _Balance(torch.autograd.Function):
 class _Microbatch:
     """State that the layers of one stage keep for one micro-batch."""
 
-    attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(default_factory=dict)
+    attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(
+        default_factory=dict
+    )
     """Keys and values, by id of the layer."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
@@ -186,7 +210,9 @@ class _Microbatch:
     documents: tuple[int, ...] = ()
     """The first token of each packed sequence, followed by the total number of tokens, which may
     be repeated."""
-    ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
     """For multi-token prediction, by name: the whole tensor `[b, s]` shifted by 0, 1, ... tokens,
     each with the sum of its entries."""
 
@@ -239,7 +265,11 @@ class RunningSlice:
         return (self.end - self.begin) / self.num_tokens
 
     def with_earlier(
-        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, first: int = 0
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the tokens from `first` to the end of the slice.
 
@@ -248,7 +278,9 @@ class RunningSlice:
         Raises:
             ScheduleError: They have more or fewer tokens than the slice.
         """
-        keys, values = self.kept.attention.setdefault(id(layer), (_LayerBuffer(), _LayerBuffer()))
+        keys, values = self.kept.attention.setdefault(
+            id(layer), (_LayerBuffer(), _LayerBuffer())
+        )
         if self.is_empty:
             return key, value
         num_tokens = self.end - self.begin
@@ -336,7 +368,9 @@ class RunningSlice:
             self._first_packed = first
         return self._packed, self._first_packed
 
-    def _causal_mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    def _causal_mask(
+        self, num_queries: int, num_keys: int, device: torch.device
+    ) -> torch.Tensor:
         if self._mask is None:  # the same for all layers
             ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
             self._mask = ones.triu_(num_keys - num_queries + 1)[None, None]
@@ -391,7 +425,10 @@ class RunningSlice:
         sequences.
         """
         whole_packed, num_tokens = self.kept.packed, self.end - self.begin
-        changes: dict[str, Any] = {"cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
+        changes: dict[str, Any] = {
+            "cu_seqlens_q_padded": None,
+            "cu_seqlens_kv_padded": None,
+        }
         if self.is_empty:
             num_tokens = self.num_padding
             changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
@@ -402,7 +439,9 @@ class RunningSlice:
             # Lengths of samples matter only if several rows are packed into one, and slices support
             # only one row.
             changes["tokens_per_sample"] = None
-        return replace(whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes)
+        return replace(
+            whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes
+        )
 
     def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
         """Return the rotary positions of a slice, `[s, 1, 1, width]`.
@@ -420,7 +459,9 @@ class RunningSlice:
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
         """Return the rows of a position table for the tokens of a packed slice."""
         places = torch.arange(self.num_tokens, device=table.device)
-        if len(table) != self.num_tokens:  # otherwise positions count across all sequences
+        if (
+            len(table) != self.num_tokens
+        ):  # otherwise positions count across all sequences
             starts = self.kept.packed.cu_seqlens_q.to(places.dtype)
             document_of = torch.bucketize(places, starts, right=True) - 1
             places = places - starts[document_of]
@@ -445,7 +486,9 @@ class RunningSlice:
         default = "labels"
         if tensor.is_floating_point():
             default = "loss_mask"
-        if self.num_tokens == 0:  # Megatron cannot shift what is empty, and divides by the sum
+        if (
+            self.num_tokens == 0
+        ):  # Megatron cannot shift what is empty, and divides by the sum
             return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
         shifted = self.kept.ahead[name]
@@ -462,7 +505,12 @@ class RunningSlice:
         return part, total
 
     def route(
-        self, call: Any, router: torch.nn.Module, logits: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        call: Any,
+        router: torch.nn.Module,
+        logits: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run Megatron's `TopKRouter.routing`, and count tokens for its balancing losses."""
         self._router, self._num_losses = router, 0
@@ -505,7 +553,12 @@ class RunningSlice:
         all_tokens = total_num_tokens / self.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
         loss: torch.Tensor = _Balance.apply(
-            probs.sum(dim=0), tokens_per_expert, sums, factor, self._weight(), self.is_backward
+            probs.sum(dim=0),
+            tokens_per_expert,
+            sums,
+            factor,
+            self._weight(),
+            self.is_backward,
         )
         return loss
 
@@ -532,7 +585,9 @@ class KeptState:
         # A plain attribute, because autograd may run a backward, including recomputation, in
         # another thread.
         self.running: RunningSlice | None = None
-        self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
+        self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(
+            _Microbatch
+        )
         """By stage and micro-batch."""
 
     @contextmanager
@@ -552,7 +607,9 @@ class KeptState:
         """
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
-        self.running = RunningSlice(state, number, begin, end, bounds[-1], backward, num_padding)
+        self.running = RunningSlice(
+            state, number, begin, end, bounds[-1], backward, num_padding
+        )
         try:
             yield
         finally:
@@ -631,7 +688,11 @@ class SlicedData(MicrobatchData):
         num_padding: int = 1,
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
-        self._bounds, self._num_slices, self._num_padding = bounds, num_slices, num_padding
+        self._bounds, self._num_slices, self._num_padding = (
+            bounds,
+            num_slices,
+            num_padding,
+        )
         # Parts for later slices, because an iterator yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
         self._documents: dict[int, tuple[int, ...]] = {}
@@ -676,7 +737,9 @@ def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(bounds.flatten().tolist())
 
 
-def _cut(item: Any, bounds: Sequence[int], num_padding: int = 1) -> list[dict[str, Any]]:
+def _cut(
+    item: Any, bounds: Sequence[int], num_padding: int = 1
+) -> list[dict[str, Any]]:
     """Return the slices of a micro-batch; empty ones have `num_padding` tokens, all 0."""
     # The data iterator yields tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
     # where a token must not attend, and fields that each slice gets whole: bounds of packed
@@ -697,10 +760,15 @@ def _cut(item: Any, bounds: Sequence[int], num_padding: int = 1) -> list[dict[st
                 fields[name] = tensor[:, begin:end].contiguous()
                 if begin == end:
                     fields[name] = tensor.new_zeros((len(tensor), num_padding))
-            elif name == "attention_mask" and tensor.shape[2:] == (num_tokens, num_tokens):
+            elif name == "attention_mask" and tensor.shape[2:] == (
+                num_tokens,
+                num_tokens,
+            ):
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
                 if begin == end:
-                    mask = tensor.new_ones((*tensor.shape[:2], num_padding, num_padding))
+                    mask = tensor.new_ones(
+                        (*tensor.shape[:2], num_padding, num_padding)
+                    )
                     fields[name] = mask.triu(1)
             else:
                 shape = list(getattr(tensor, "shape", ()))
@@ -841,7 +909,8 @@ class SlicedCompute(StageCompute):
     def end_step(self) -> None:
         """Key the reports by micro-batch."""
         self.reports = {
-            number // self._num_slices: report for number, report in self.reports.items()
+            number // self._num_slices: report
+            for number, report in self.reports.items()
         }
 
     def _numbered(self, action: Action) -> int:
@@ -881,19 +950,26 @@ class SlicedCompute(StageCompute):
             if begin == end:  # the loss function may not use a mask
                 total, num_tokens = total * 0, torch.zeros_like(num_tokens)
                 report = {
-                    name: torch.zeros_like(torch.as_tensor(value)) for name, value in report.items()
+                    name: torch.zeros_like(torch.as_tensor(value))
+                    for name, value in report.items()
                 }
             self._num_tokens_of[number] = num_tokens
             if self.call.config.calculate_per_token_loss or self._is_whole(microbatch):
                 return total, num_tokens, report
-            return total, torch.ones_like(num_tokens), report  # divided once all are counted
+            return (
+                total,
+                torch.ones_like(num_tokens),
+                report,
+            )  # divided once all are counted
 
         return output, loss
 
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
         """Keep what multi-token prediction reads of later slices, sent by the rank with data."""
         place = self._stage(stage)
-        if not (place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)):
+        if not (
+            place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)
+        ):
             return
         assert isinstance(place.data, SlicedData)
         item, device = place.data.whole(microbatch), device_of(self.call.chunks)
@@ -926,7 +1002,9 @@ class SlicedCompute(StageCompute):
         counts = [self._num_tokens_of.pop(number) for number in numbers]
         # With a per-token loss, Megatron itself divides gradients by the tokens of the step, and it
         # has divided the loss of a whole micro-batch.
-        if not (self.call.config.calculate_per_token_loss or self._is_whole(microbatch)):
+        if not (
+            self.call.config.calculate_per_token_loss or self._is_whole(microbatch)
+        ):
             num_tokens = torch.clamp(torch.stack(counts).sum(), min=1)
             for number in numbers:
                 outputs = self._live[stage, number][1]

@@ -49,7 +49,9 @@ def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs)
 
 
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
-def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _begin_forward(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron mistakes the packed sequences of a whole micro-batch for those of the slice."""
     arguments = by_name(call, args, kwargs)
     running.begin_forward(arguments)
@@ -57,12 +59,16 @@ def _begin_forward(running: Any, call: Call, _instance: Any, args: Args, kwargs:
 
 
 @PATCHES.row(
-    "slices.rotary_positions", f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward"
+    "slices.rotary_positions",
+    f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward",
 )
 @PATCHES.row(
-    "slices.yarn_positions", f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward"
+    "slices.yarn_positions",
+    f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
 )
-def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _positions(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron counts positions from the first token that it gets."""
     return running.positions(call, by_name(call, args, kwargs))
 
@@ -71,11 +77,15 @@ def _positions(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwa
     "slices.cached_positions",
     f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_cached_cos_sin",
 )
-def _cached_positions(_slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _cached_positions(
+    _slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron keeps the positions of the first tokens for fused kernels, but a slice has
     others.
     """
-    instance.max_seq_len_cached = 0  # drop positions of another slice, or of a whole sequence
+    instance.max_seq_len_cached = (
+        0  # drop positions of another slice, or of a whole sequence
+    )
     call(*args, **kwargs)
     instance.max_seq_len_cached = 0
     # Return all positions: Megatron returns only as many as the longest packed sequence has, but a
@@ -83,8 +93,12 @@ def _cached_positions(_slice: Any, call: Call, instance: Any, args: Args, kwargs
     return instance.cos_cached, instance.sin_cached
 
 
-@PATCHES.row("slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings")
-def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@PATCHES.row(
+    "slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings"
+)
+def _look_ahead(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron shifts tokens and positions without saying which is which, and both look the
     same.
     """
@@ -94,14 +108,20 @@ def _look_ahead(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kw
 
 
 @PATCHES.row(
-    "slices.packed_batch", "megatron.core.utils:flatten_batch_for_packed_sequences", since=(0, 19)
+    "slices.packed_batch",
+    "megatron.core.utils:flatten_batch_for_packed_sequences",
+    since=(0, 19),
 )
 def _keep_bounds(
     _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> dict[str, Any]:
     """Megatron treats a bound at the end of a slice as the last one, and drops those after it."""
     batch = by_name(call, args, kwargs)["batch"]
-    bounds = {name: batch[name] for name in ("cu_seqlens", "cu_seqlens_padded") if name in batch}
+    bounds = {
+        name: batch[name]
+        for name in ("cu_seqlens", "cu_seqlens_padded")
+        if name in batch
+    }
     return {**call(*args, **kwargs), **bounds}
 
 
@@ -110,7 +130,9 @@ def _keep_bounds(
     "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
     since=(0, 18),
 )
-def _count_once(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _count_once(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> None:
     """Megatron's script counts the floating-point operations of a micro-batch in each slice."""
     if running.number == 0:
         call(*args, **kwargs)
@@ -131,12 +153,16 @@ def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) 
 
 
 @PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
-def _balance(running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _balance(
+    running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron balances the tokens of a slice as if the micro-batch had no others."""
     return running.balance(*args, **kwargs)
 
 
 @PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
-def _z_loss(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _z_loss(
+    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Megatron averages over the tokens that it gets, which are those of one slice."""
     return running.z_loss(call(*args, **kwargs))

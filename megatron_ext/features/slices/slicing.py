@@ -65,14 +65,18 @@ class SliceChange(TableChange):
             ScheduleError: Pairs are requested as well, or there are too many slices.
         """
         if self._has_pairs and self._num_slices > 1:
-            raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
+            raise ScheduleError(
+                f"{name}: slices cannot run as pairs yet; leave one of the two out"
+            )
         shares_of_equal_cost(self._num_slices)
 
     def num_passes(self, num_microbatches: int) -> int:
         """Return the number of slices in a step."""
         return num_microbatches * self._num_slices
 
-    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+    def change(
+        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+    ) -> Schedule:
         """Return the table of slices."""
         if self._num_slices == 1:
             return schedule
@@ -91,7 +95,9 @@ class LengthChange(TableChange):
             return num_microbatches
         return sum(map(len, self._slice_sizes))
 
-    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+    def change(
+        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+    ) -> Schedule:
         """Return the table of slices."""
         if not self._slice_sizes:
             return schedule
@@ -128,7 +134,9 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    if not candidates or simulate(moved_table, even_costs).makespan > least_makespan * (1 + 1e-6):
+    if not candidates or simulate(moved_table, even_costs).makespan > least_makespan * (
+        1 + 1e-6
+    ):
         try:
             problem = _problem(schedule, replace(table, slices=shares), costs)
             variants = [Variant()]
@@ -142,7 +150,9 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     return fastest(tables, costs)
 
 
-def sliced_by_length(schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT) -> Schedule:
+def sliced_by_length(
+    schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT
+) -> Schedule:
     """Return the table of micro-batches that differ in their number of slices.
 
     `schedule` is a table with as many micro-batches as there are slices in the step, which should

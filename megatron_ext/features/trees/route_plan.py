@@ -81,7 +81,9 @@ def connect(
             raise ScheduleError(
                 f"stage {source} publishes the route {name!r}, which no stage takes; leave it out"
             )
-    return tuple(Route(name, sources[name], tuple(takers[name])) for name in sorted(sources))
+    return tuple(
+        Route(name, sources[name], tuple(takers[name])) for name in sorted(sources)
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class _Bundle(NamedTuple):
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     """Derive the messages of routes under a placement. Takers on the same rank need no message."""
     places = [
-        _Place(rank, placement.is_crossed(stage)) for stage, rank in enumerate(placement.rank_of)
+        _Place(rank, placement.is_crossed(stage))
+        for stage, rank in enumerate(placement.rank_of)
     ]
     bypasses: list[Bypass] = []
     for bundle, stages_by_route in sorted(_bundles(routes, places).items()):

@@ -53,15 +53,21 @@ def declare(
     """
     for names in (publishes, takes):
         if isinstance(names, str):
-            raise ScheduleError(f"{names!r} is one name; give a list of names: [{names!r}]")
+            raise ScheduleError(
+                f"{names!r} is one name; give a list of names: [{names!r}]"
+            )
     declaration = Declared(tuple(publishes), tuple(takes), boundary)
     for names in (declaration.publishes, declaration.takes):
-        if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        if len(set(names)) < len(names) or not all(
+            isinstance(name, str) for name in names
+        ):
             raise ScheduleError(
                 f"{list(names)} are not names of routes; give each name once, as text"
             )
     if boundary not in (None, "fixed", "varies"):
-        raise ScheduleError(f'there is no boundary {boundary!r}; take "fixed" or "varies"')
+        raise ScheduleError(
+            f'there is no boundary {boundary!r}; take "fixed" or "varies"'
+        )
     setattr(module, _ATTRIBUTE, declaration)
 
 
@@ -155,7 +161,9 @@ class _Publish(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None]:
         # All takers have run: this stage's takers because of their edge, later stages before this
         # backward.
         of_takers = ctx.takers.pop()
@@ -260,7 +268,9 @@ class RouteStore:
         published.value = tensor.detach()
         # Under no_grad, it may get a graph later in recomputation, or never get one.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            published.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
+            published.value.requires_grad_(
+                tensor.requires_grad or not torch.is_grad_enabled()
+            )
         if not _has_graph(tensor):
             return tensor
         published.origin = _Publish.apply(tensor, published.takers)
@@ -371,7 +381,9 @@ class RouteStore:
             if published.value is not None:
                 # An empty tensor keeps `requires_grad`, which determines whether gradients travel.
                 requires_grad = published.value.requires_grad
-                published.value = published.value.new_empty(0).requires_grad_(requires_grad)
+                published.value = published.value.new_empty(0).requires_grad_(
+                    requires_grad
+                )
 
     def _check_gradient_taken(self, name: str, published: Published) -> None:
         if published.takers.value is None:

@@ -40,7 +40,9 @@ class TreeSteps(Feature):
 
     @staticmethod
     def refuse_roles(
-        chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup
+        chunks: Sequence[torch.nn.Module],
+        placement: Placement,
+        group: dist.ProcessGroup,
     ) -> None:
         """Reject any declaration; see `Feature.refuse_roles`."""
         if agree_trees(chunks, placement, group, shapes_travel=False) is not None:

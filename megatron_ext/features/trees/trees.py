@@ -101,7 +101,9 @@ def parsed(text: bytes) -> TreeForm:
         ) from error
 
 
-def flatten(tree: Tree, subject: str, *, trains: bool) -> tuple[list[torch.Tensor], TreeForm]:
+def flatten(
+    tree: Tree, subject: str, *, trains: bool
+) -> tuple[list[torch.Tensor], TreeForm]:
     """Return a tree's tensors, in order, and its form; in an evaluation no leaf requires grad.
 
     Raises:
@@ -151,7 +153,9 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
     kind, *parts = skeleton
     if kind == "dict":
         keys, *values = parts
-        return {key: _grown(part, tensors) for key, part in zip(keys, values, strict=True)}
+        return {
+            key: _grown(part, tensors) for key, part in zip(keys, values, strict=True)
+        }
     grown = [_grown(part, tensors) for part in parts]
     if kind == "tuple":
         return tuple(grown)
@@ -173,7 +177,9 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], subject: str) -> list[torch.Tensor]:
+def unpack(
+    packed: torch.Tensor, leaves: Sequence[Leaf], subject: str
+) -> list[torch.Tensor]:
     """Return the tensors in bytes from `pack`, as views with these shapes and dtypes.
 
     Raises:
@@ -264,7 +270,9 @@ class Forms:
         # Both ends have seen the same headers in the same step, so this needs no handshake.
         self.agreed = not self.varies
 
-    def headers(self, channel: Channel, form: TreeForm, subject: str) -> list[torch.Tensor]:
+    def headers(
+        self, channel: Channel, form: TreeForm, subject: str
+    ) -> list[torch.Tensor]:
         """Return the header to send with a tree of this form; empty once forms are agreed.
 
         Raises:
@@ -306,7 +314,9 @@ class Trees:
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for steps of this kind."""
-        return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.varies))
+        return self._forms.setdefault(
+            (call.forward_only, str(shapes)), Forms(self.varies)
+        )
 
 
 @dataclass
@@ -355,10 +365,14 @@ class TreeCompute(StageCompute):
         tree = None
         leaves: Tensors = []
         if stage > 0:
-            tree, tensors = self._received(Channel("F", stage - 1, stage), microbatch, inputs)
+            tree, tensors = self._received(
+                Channel("F", stage - 1, stage), microbatch, inputs
+            )
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
         for bypass in self._plan.received.get(("P", stage), ()):
-            values, _ = self._received(Channel("P", bypass.stage, stage), microbatch, inputs)
+            values, _ = self._received(
+                Channel("P", bypass.stage, stage), microbatch, inputs
+            )
             self._store.receive(batch, values)
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
@@ -426,7 +440,11 @@ class TreeCompute(StageCompute):
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
             routed = self._with_gradient(batch, bypass.names)
-            looks = [Leaf(*published.look) for published in routed if published.look is not None]
+            looks = [
+                Leaf(*published.look)
+                for published in routed
+                if published.look is not None
+            ]
             names = ", ".join(bypass.names)
             subject = f"the gradient of routes {names} from stage {bypass.stage}"
             route_gradients = self._unpacked(inputs, looks, subject)
@@ -435,10 +453,14 @@ class TreeCompute(StageCompute):
         # The gradients that arrived complete the takers' sums, which the backward of this stage's
         # published tensors reads.
         with self._store.running(stage, batch):
-            input_gradients = self.backward(stage, microbatch, of_root, split=kind == "I")
+            input_gradients = self.backward(
+                stage, microbatch, of_root, split=kind == "I"
+            )
         outputs: Tensors = []
         if stage > 0:
-            returned = [gradient for gradient in input_gradients if gradient is not None]
+            returned = [
+                gradient for gradient in input_gradients if gradient is not None
+            ]
             outputs.append(pack(returned, self._device))
         for bypass in self._plan.sent.get(("G", stage), ()):
             routed = self._with_gradient(batch, bypass.names)
@@ -461,7 +483,9 @@ class TreeCompute(StageCompute):
         subject = f"what stage {channel.stage} published"
         if channel.kind == "F":
             subject = f"what stage {channel.taker} gets"
-        tensors = self._unpacked(inputs, form.leaves, f"{subject} for micro-batch {microbatch}")
+        tensors = self._unpacked(
+            inputs, form.leaves, f"{subject} for micro-batch {microbatch}"
+        )
         for tensor, leaf in zip(tensors, form.leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
         return form.tree(tensors), tensors

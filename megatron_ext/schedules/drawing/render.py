@@ -172,7 +172,9 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             labels[index] += f"+{labels[index + 1]}"
             labels[index + 1] = ""
             num_columns = max(1, _column(end - start, slot))
-            cell_width = max(cell_width, math.ceil((len(labels[index]) + 1) / num_columns))
+            cell_width = max(
+                cell_width, math.ceil((len(labels[index]) + 1) / num_columns)
+            )
         bars = []
         for label, (_, start, end) in zip(labels, row, strict=True):
             if label:

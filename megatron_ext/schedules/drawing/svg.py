@@ -37,7 +37,10 @@ text {{ font: 11px sans-serif; fill: var(--text) }}
 
 
 def draw(
-    *timelines: Timeline, unit: str = "", memory_gib: Sequence[float] = (), limit_gib: float = 0.0
+    *timelines: Timeline,
+    unit: str = "",
+    memory_gib: Sequence[float] = (),
+    limit_gib: float = 0.0,
 ) -> str:
     """Return an SVG with one lane per rank above a time axis.
 
@@ -70,7 +73,9 @@ def draw(
     ]
     y = 0
     for timeline, timeline_height in zip(timelines, heights, strict=True):
-        parts.append(f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
+        parts.append(
+            f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>'
+        )
         for rank in range(timeline.schedule.pp):
             parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
         axis_unit = unit or unit_of_time(timeline)
@@ -106,14 +111,15 @@ def _fills(timelines: Sequence[Timeline]) -> str:
     rules = ""
     for kind, (even, odd) in KINDS.items():
         if kind in present:
-            rules += (
-                f".{kind} {{ fill: var(--{kind}) }} .{kind}.odd {{ fill: var(--{kind}-odd) }}\n"
-            )
+            rules += f".{kind} {{ fill: var(--{kind}) }} "
+            rules += f".{kind}.odd {{ fill: var(--{kind}-odd) }}\n"
             rules += f".on{kind} {{ fill: {ink(even)} }} .on{kind}.odd {{ fill: {ink(odd)} }}\n"
     return rules
 
 
-def _memory(memory_gib: Sequence[float], limit_gib: float, width: int, y: int) -> Iterator[str]:
+def _memory(
+    memory_gib: Sequence[float], limit_gib: float, width: int, y: int
+) -> Iterator[str]:
     """Yield a memory lane for each rank; the length of the lane is the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
@@ -188,7 +194,9 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
     x = _LEFT
     parts = []
     for classes, name in _legend_entries(schedules):
-        parts.append(f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>')
+        parts.append(
+            f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
+        )
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
         x += 34 + 6 * len(name)
     notes = []
@@ -216,7 +224,9 @@ def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     entries.append(("lane", "idle"))
     # The last stage has the highest chunk number.
-    if any(chunk_on_screen(schedule, schedule.num_stages - 1) for schedule in schedules):
+    if any(
+        chunk_on_screen(schedule, schedule.num_stages - 1) for schedule in schedules
+    ):
         entries.append(("F odd", "pale: odd chunks"))
     if any(schedule.placement.twins == 2 for schedule in schedules):
         entries.append(("page up", "framed: second direction"))

@@ -68,7 +68,12 @@ if TYPE_CHECKING:
     searches=lambda _pp, _num_microbatches: True,
 )
 def bitpipe(
-    pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing
+    pp: int,
+    num_microbatches: int,
+    costs: Costs,
+    *,
+    order: str,
+    routing: placement.Routing,
 ) -> Schedule:
     """Return the table of one of BitPipe's two mirrored pipelines."""
     num_ranks = pp // 2
@@ -121,7 +126,9 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
         unit = range(first, first + num_ranks)
         forwards += _unit("F", forward, unit, rank)
         backwards += _unit("B", backward, unit, rank)
-    return tuple(_weave(forwards, backwards, len(firsts), pp, num_pairs=num_ranks - rank))
+    return tuple(
+        _weave(forwards, backwards, len(firsts), pp, num_pairs=num_ranks - rank)
+    )
 
 
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
@@ -142,14 +149,20 @@ def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
 
 
 def _weave(
-    forwards: list[Action], backwards: list[Action], num_units: int, pp: int, num_pairs: int
+    forwards: list[Action],
+    backwards: list[Action],
+    num_units: int,
+    pp: int,
+    num_pairs: int,
 ) -> list[Action]:
     """Return the warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - num_pairs
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
     # Forwards and backwards in turn. It consumes the same two iterators as the slices below.
-    alternating = chain.from_iterable(zip(remaining_forwards, remaining_backwards, strict=False))
+    alternating = chain.from_iterable(
+        zip(remaining_forwards, remaining_backwards, strict=False)
+    )
     row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):
         row += islice(alternating, 2 * num_pairs)

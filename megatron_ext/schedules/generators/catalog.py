@@ -60,7 +60,9 @@ class Generator:
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
-    def complete(self, chunks: int | None, options: Mapping[str, Option]) -> dict[str, Option]:
+    def complete(
+        self, chunks: int | None, options: Mapping[str, Option]
+    ) -> dict[str, Option]:
         """Check options and fill in the defaults.
 
         Raises:
@@ -78,11 +80,17 @@ class Generator:
         for key, value in options.items():
             if key not in self.options:
                 keys = ", ".join(self.options) or "none"
-                raise ScheduleError(f"{self.name} has no option {key!r}; it has: {keys}")
+                raise ScheduleError(
+                    f"{self.name} has no option {key!r}; it has: {keys}"
+                )
             if value not in self.options[key]:
                 choices = ", ".join(map(str, self.options[key]))
-                raise ScheduleError(f"{self.name}: {key} must be one of {choices}, got {value}")
-        return {key: options.get(key, values[0]) for key, values in self.options.items()}
+                raise ScheduleError(
+                    f"{self.name}: {key} must be one of {choices}, got {value}"
+                )
+        return {
+            key: options.get(key, values[0]) for key, values in self.options.items()
+        }
 
     def flag(self, key: str) -> str:
         """Return the flag of an option."""
@@ -142,7 +150,9 @@ def get(name: str) -> Generator:
     if name not in generators:
         similar = get_close_matches(name, generators, 1)
         if similar:
-            raise ScheduleError(f"there is no schedule {name!r}; did you mean {similar[0]}?")
+            raise ScheduleError(
+                f"there is no schedule {name!r}; did you mean {similar[0]}?"
+            )
         raise ScheduleError(
             f"there is no schedule {name!r}; use one of {', '.join(generators)}, or "
             f"{CSV_PREFIX}FILE"
@@ -181,7 +191,9 @@ def generate(
     changes = table_changes(options)
     if name.startswith(CSV_PREFIX):
         if chunks is not None or options:
-            raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
+            raise ScheduleError(
+                f"{name}: the file fixes chunks and options; leave them out"
+            )
         schedule = _loaded(name, pp, num_microbatches)
         for change in changes:
             schedule = change.of_file(schedule, costs)
@@ -189,7 +201,9 @@ def generate(
     generator = get(name)
     complete_options = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
-        raise ScheduleError(f"{name} needs pp and num_microbatches, one is missing; give both")
+        raise ScheduleError(
+            f"{name} needs pp and num_microbatches, one is missing; give both"
+        )
     _check_size("pp", pp)
     _check_size("the number of micro-batches", num_microbatches)
     # The generator treats each pass as a whole micro-batch.
@@ -199,7 +213,9 @@ def generate(
         costs = change.costs(costs)
         num_passes = change.num_passes(num_passes)
     num_chunks = chunks or generator.num_chunks
-    _check_bounds(generator, pp, num_passes, num_chunks, has_slices=num_passes > num_microbatches)
+    _check_bounds(
+        generator, pp, num_passes, num_chunks, has_slices=num_passes > num_microbatches
+    )
     if generator.twins == 2:
         _check_twins(name, pp, num_microbatches)
     arguments: list[int | Costs] = [pp, num_passes]
@@ -210,7 +226,9 @@ def generate(
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
-        schedule = _searched(generator.build, tuple(arguments), tuple(complete_options.items()))
+        schedule = _searched(
+            generator.build, tuple(arguments), tuple(complete_options.items())
+        )
     else:
         schedule = generator.build(*arguments, **complete_options)
     for change in changes:
@@ -222,7 +240,9 @@ def generate(
 # is small because a table may take 100 MB.
 @lru_cache(maxsize=2)
 def _searched(
-    build: Build, arguments: tuple[int | Costs, ...], options: tuple[tuple[str, Option], ...]
+    build: Build,
+    arguments: tuple[int | Costs, ...],
+    options: tuple[tuple[str, Option], ...],
 ) -> Schedule:
     return build(*arguments, **dict(options))
 
@@ -259,7 +279,12 @@ def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
 
 
 def _check_bounds(
-    generator: Generator, pp: int, num_microbatches: int, chunks: int, *, has_slices: bool
+    generator: Generator,
+    pp: int,
+    num_microbatches: int,
+    chunks: int,
+    *,
+    has_slices: bool,
 ) -> None:
     """Check that a table can be generated, validated and simulated within seconds."""
     if pp > MAX_RANKS:

@@ -51,10 +51,14 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     if in_whole_groups > num_microbatches:
         rows = shortened(rows, num_microbatches)
     options = {"chunks": num_chunks}
-    return Schedule("interleaved", placement.loop(pp, num_chunks), num_microbatches, rows, options)
+    return Schedule(
+        "interleaved", placement.loop(pp, num_chunks), num_microbatches, rows, options
+    )
 
 
-def _row(rank: int, pp: int, num_microbatches: int, num_chunks: int) -> tuple[Action, ...]:
+def _row(
+    rank: int, pp: int, num_microbatches: int, num_chunks: int
+) -> tuple[Action, ...]:
     """Return the order of one rank; the micro-batches are whole groups of pp."""
     stages = range(rank, pp * num_chunks, pp)
     forwards: list[Action] = []

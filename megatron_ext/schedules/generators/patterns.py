@@ -32,11 +32,15 @@ def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
     """
     shorter = []
     for row in rows:
-        shorter.append(tuple(action for action in row if action.microbatch < num_microbatches))
+        shorter.append(
+            tuple(action for action in row if action.microbatch < num_microbatches)
+        )
     return tuple(shorter)
 
 
-def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Action, ...]:
+def expand(
+    phases: Iterable[tuple[str, int]], stages: Sequence[int]
+) -> tuple[Action, ...]:
     """Return the row that a list of phases describes.
 
     Args:

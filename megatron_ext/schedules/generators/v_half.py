@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
 
 
-@register("v-half", num_chunks=2, needs_costs=True, searches=lambda _pp, _num_microbatches: True)
+@register(
+    "v-half",
+    num_chunks=2,
+    needs_costs=True,
+    searches=lambda _pp, _num_microbatches: True,
+)
 def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)

@@ -49,7 +49,9 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
-    step = _DynamicStep(schedule, [policies(rank) for rank in range(len(schedule.rows))], costs)
+    step = _DynamicStep(
+        schedule, [policies(rank) for rank in range(len(schedule.rows))], costs
+    )
     step.run()
     return step.timeline()
 
@@ -63,7 +65,9 @@ class _DynamicStep:
     devices on the same host (`transport/direct.py`).
     """
 
-    def __init__(self, schedule: Schedule, policies: Sequence[Policy], costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, policies: Sequence[Policy], costs: Costs
+    ) -> None:
         self._schedule = schedule
         self._costs = costs
         self._policies = policies
@@ -104,12 +108,16 @@ class _DynamicStep:
         """
         num_left = sum(policy.progress.num_left for policy in self._policies)
         if num_left:
-            raise ScheduleError(f"the policies of {self._schedule.label} left {num_left} actions")
+            raise ScheduleError(
+                f"the policies of {self._schedule.label} left {num_left} actions"
+            )
         pairs: tuple[frozenset[int], ...] = ()
         if any(self._pairs):
             pairs = tuple(map(frozenset, self._pairs))
         table = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=pairs)
-        return Timeline(table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends))
+        return Timeline(
+            table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends)
+        )
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
         """Queue the arrival of a message, or, without one, a time at which a rank may choose."""
@@ -161,7 +169,9 @@ class _DynamicStep:
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
                 targets.append(target)
-        for target, arrival in zip(targets, self._clock.arrivals(action, end), strict=True):
+        for target, arrival in zip(
+            targets, self._clock.arrivals(action, end), strict=True
+        ):
             message = tensor_of(target)
             target_rank = self._schedule.placement.rank_of[target.stage]
             noticed = arrival

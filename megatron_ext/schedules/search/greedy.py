@@ -72,7 +72,9 @@ class Problem:
     @property
     def num_slices(self) -> int:
         """Number of slices of all micro-batches."""
-        return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(self.slices)
+        return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(
+            self.slices
+        )
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
         """Return the sizes of the slices of a micro-batch."""
@@ -80,7 +82,9 @@ class Problem:
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
         """Return the ticks of each kind of action on one stage, by slice of a micro-batch."""
-        share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
+        share = (
+            self.placement.num_ranks * self.placement.twins / self.placement.num_stages
+        )
         factors = self.costs.factors_of(microbatch, self.sizes_of(microbatch))
         times: dict[Kind, float] = {
             "F": self.costs.forward,
@@ -90,7 +94,9 @@ class Problem:
         }
         ticks: dict[Kind, list[int]] = {}
         for kind, time in times.items():
-            ticks[kind] = [round(time * share * factor * _TICKS) for factor in factors[kind]]
+            ticks[kind] = [
+                round(time * share * factor * _TICKS) for factor in factors[kind]
+            ]
         return ticks
 
     @property
@@ -107,7 +113,9 @@ class Problem:
         """A lower bound on the makespan: the last rank's late start plus all of its work."""
         num_ranks = self.placement.num_ranks
         # The first micro-batch passes one stage on each of the ranks before the last one.
-        start = self.durations_of(0)["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
+        start = self.durations_of(0)["F"][0] * (num_ranks - 1) + sum(
+            self.delays[: num_ranks - 1]
+        )
         # All micro-batches take the same time, unless they differ in their slices.
         repeats = 1 if self.slice_sizes else self.num_microbatches
         work = 0
@@ -164,7 +172,9 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     so micro-batches in flight finish first and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
-    return Schedule("forward-only", placement, num_microbatches, search(problem, [Variant()]))
+    return Schedule(
+        "forward-only", placement, num_microbatches, search(problem, [Variant()])
+    )
 
 
 def slots_for_forward(schedule: Schedule) -> int:
@@ -276,7 +286,9 @@ class _Attempt:
             self._max_in_flight = variant.limit
         self._in_flight = 0
         if problem.slice_sizes:
-            self._durations = [problem.durations_of(microbatch) for microbatch in microbatches]
+            self._durations = [
+                problem.durations_of(microbatch) for microbatch in microbatches
+            ]
         else:
             self._durations = [problem.durations_of(0)] * problem.num_microbatches
         self._delays = problem.delays
@@ -310,7 +322,9 @@ class _Attempt:
                     break
             action = choice[2]
             rank.remove(choice)
-            rank.free = start + self._durations[action.microbatch][action.kind][action.slice]
+            rank.free = (
+                start + self._durations[action.microbatch][action.kind][action.slice]
+            )
             self.rows[number].append(action)
             self._account(rank, action)
             self._follow(number, action)
@@ -342,7 +356,9 @@ class _Attempt:
         target = self._problem.placement.target(stage, kind)
         if target is not None:
             arrival = now + self._delays[min(stage, target)]
-            receiver = self._release(arrival, Action(target, kind, microbatch, slice_index))
+            receiver = self._release(
+                arrival, Action(target, kind, microbatch, slice_index)
+            )
             if receiver != number:  # the action's own rank chooses once, later
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.

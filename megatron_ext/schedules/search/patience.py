@@ -101,9 +101,13 @@ def policies(
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     if name != "hint":
-        return _copied(lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first"))
+        return _copied(
+            lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first")
+        )
 
-    def hint(rank: int, *, weights_fill: bool, patience: Patience | None = None) -> Hint:
+    def hint(
+        rank: int, *, weights_fill: bool, patience: Patience | None = None
+    ) -> Hint:
         return Hint(
             schedule,
             rank,
@@ -132,7 +136,9 @@ def _best_hint(
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
-    if schedule.pairs or schedule.slice_sizes:  # a rank that never waits finds few partners
+    if (
+        schedule.pairs or schedule.slice_sizes
+    ):  # a rank that never waits finds few partners
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
@@ -142,7 +148,9 @@ def _best_hint(
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
         # The tolerance covers rounding, because durations are summed in a different order.
-        return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (1 + 1e-9)
+        return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
+            1 + 1e-9
+        )
 
     def time_with_jitter(policy: Callable[[int], Policy]) -> float:
         total = 0.0
@@ -204,7 +212,9 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
     simulate_hint = _hint_simulator(schedule, costs)
 
     def ratio(link_costs: Costs) -> float:
-        return simulate(schedule, link_costs).makespan / simulate_hint(link_costs).makespan
+        return (
+            simulate(schedule, link_costs).makespan / simulate_hint(link_costs).makespan
+        )
 
     late = [ratio(_late(costs, seed)) for seed in range(_DRAWS)]
     return Gains(ratio(quiet(costs)), mean(late))

@@ -279,10 +279,16 @@ class Hint(Policy):
     def _lacks_partner(self) -> bool:
         """Return whether the head's partner in the table is pending and no partner is ready."""
         head = self._head
-        return head in self._pairs and not self.progress.done[head + 1] and not self._partners(head)
+        return (
+            head in self._pairs
+            and not self.progress.done[head + 1]
+            and not self._partners(head)
+        )
 
     def _change(self, action: Action) -> float:
-        return self._changes[action.kind] * self._sizes_of(action.microbatch)[action.slice]
+        return (
+            self._changes[action.kind] * self._sizes_of(action.microbatch)[action.slice]
+        )
 
     def _runs_head(self) -> bool:
         """Return whether the head is ready, or can follow its input while nothing is ready."""
@@ -320,7 +326,11 @@ class Hint(Policy):
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
         # Forwards come last, because they always need a query of the curve.
-        if forwards and (not best or forwards[0] < best[0]) and self._is_admissible(forwards[0]):
+        if (
+            forwards
+            and (not best or forwards[0] < best[0])
+            and self._is_admissible(forwards[0])
+        ):
             best = forwards
         return best or weights or None
 
@@ -430,7 +440,9 @@ def arena_slots(
     extra_slots = 0
     if extra_activations is not None:
         lowest_peak = min(most_alive(row, slices=table.slices) for row in table.rows)
-        beyond_peak = activation_cap(table, extra_activations, stash_ratio) - lowest_peak
+        beyond_peak = (
+            activation_cap(table, extra_activations, stash_ratio) - lowest_peak
+        )
         extra_slots = math.ceil(beyond_peak / min(table.slices))
     slots_by_ranks: dict[frozenset[int], int] = defaultdict(int)
     for (source, target, _), slots in validate(table).slots.items():

@@ -77,7 +77,12 @@ class Progress:
         return progress
 
     def _heaps(self) -> list[list[int]]:
-        heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}
+        heaps = {
+            "F": self.forwards,
+            "B": self.backwards,
+            "I": self.backwards,
+            "W": self.weights,
+        }
         return [heaps[action.kind] for action in self.row]
 
     def _connect(self, schedule: Schedule) -> None:
@@ -188,7 +193,9 @@ class Progress:
         Actions take about as long on all ranks, so an action launched after this one began will end
         later.
         """
-        return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
+        return not self.hears_launches or not self._launched_before.isdisjoint(
+            self._launched
+        )
 
     def follow(self, index: int) -> None:
         """Record that an action is chosen before it is ready, to follow its launched inputs."""

@@ -58,12 +58,16 @@ class MessageOrder:
     def __init__(self, schedule: Schedule) -> None:
         # Unit costs, because a user's costs may differ so widely that times coincide.
         timeline = simulate(_with_equal_slices(schedule))
-        self.exchanges = [exchanges(schedule, rank) for rank in range(len(schedule.rows))]
+        self.exchanges = [
+            exchanges(schedule, rank) for rank in range(len(schedule.rows))
+        ]
         """By rank; a pair counts as one action here."""
         self._starts: list[list[float]] = []
         # By rank: when each action ends, which is when its result leaves.
         self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
-        self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
+        self._arrivals: list[list[tuple[_Moment, Transfer]]] = [
+            [] for _ in schedule.rows
+        ]
         for rank, rank_exchanges in enumerate(self.exchanges):
             begins = schedule.begins(rank)
             self._starts.append([timeline.starts[rank][index] for index in begins])
@@ -76,7 +80,9 @@ class MessageOrder:
                 self._departures[rank].append(moment)
                 for number, send in enumerate(sends):
                     transfer = Transfer("RECV", send.message, rank, send.to_twin)
-                    self._arrivals[send.peer].append((moment._replace(number=number), transfer))
+                    self._arrivals[send.peer].append(
+                        (moment._replace(number=number), transfer)
+                    )
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank, in order.
@@ -105,7 +111,9 @@ def _with_equal_slices(schedule: Schedule) -> Schedule:
     """Return a table whose slices all take time; those of an empty micro-batch would take none."""
     if not schedule.slice_sizes:
         return schedule
-    return replace(schedule, slice_sizes=tuple((1.0,) * len(s) for s in schedule.slice_sizes))
+    return replace(
+        schedule, slice_sizes=tuple((1.0,) * len(s) for s in schedule.slice_sizes)
+    )
 
 
 def _sends(exchange: Exchange) -> list[Transfer]:
@@ -127,10 +135,14 @@ class Meeting(NamedTuple):
         kind, stage, microbatch = self.message[:3]
         source = self.source[1]
         target = self.target[1]
-        return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
+        return (
+            f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
+        )
 
 
-def programs(schedule: Schedule, order: MessageOrder | None = None) -> dict[Place, list[Meeting]]:
+def programs(
+    schedule: Schedule, order: MessageOrder | None = None
+) -> dict[Place, list[Meeting]]:
     """Return the messages of each rank of both twins, in the order in which it starts them.
 
     `order` is that of the table; None: it is made here.
@@ -140,7 +152,9 @@ def programs(schedule: Schedule, order: MessageOrder | None = None) -> dict[Plac
     """
     order = order or MessageOrder(schedule)
     started: dict[Place, list[Meeting]] = {}
-    for twin, rank in product(range(schedule.placement.twins), range(len(schedule.rows))):
+    for twin, rank in product(
+        range(schedule.placement.twins), range(len(schedule.rows))
+    ):
         started[twin, rank] = _program(order, twin, rank)
     return started
 
@@ -158,7 +172,10 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     for index, exchange in enumerate(order.exchanges[rank]):
         for behind_inputs in (False, True):
             # First the receives before the action, then those after its inputs.
-            while posts and (posts[0].before, posts[0].is_behind_inputs) <= (index, behind_inputs):
+            while posts and (posts[0].before, posts[0].is_behind_inputs) <= (
+                index,
+                behind_inputs,
+            ):
                 transfer = posts.popleft().transfer
                 posted.add(transfer.message)
                 source = _other_end(twin, transfer)
@@ -208,7 +225,9 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
         ends.update(program)
     # A message with one end only waits forever.
     stuck = [meeting for meeting, count in ends.items() if count != 2]
-    order: TopologicalSorter[Meeting] = TopologicalSorter()  # Python 3.10 has no [...] for it
+    order: TopologicalSorter[Meeting] = (
+        TopologicalSorter()
+    )  # Python 3.10 has no [...] for it
     for program in programs.values():
         for before, after in pairwise(program):
             order.add(after, before)

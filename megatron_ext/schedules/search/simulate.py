@@ -58,7 +58,9 @@ class Timeline:
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
             # Both actions of a pair span the same time, which must count once.
-            counted_twice = [ends[index] - starts[index] for index in self.schedule.pairs_of(rank)]
+            counted_twice = [
+                ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
+            ]
             busy.append(sum(map(sub, ends, starts), 0.0) - sum(counted_twice))
         return max(busy)
 
@@ -100,7 +102,9 @@ class Timeline:
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)
-            bars.append(list(zip(row, self.starts[source], self.ends[source], strict=True)))
+            bars.append(
+                list(zip(row, self.starts[source], self.ends[source], strict=True))
+            )
         return bars
 
     @property
@@ -137,9 +141,13 @@ class Timeline:
     def messages(self) -> int:
         """Total number of activations and gradients that cross ranks in one step."""
         if self.schedule.disaggregated:
-            return sum(slots_needed(self.schedule).values())  # all can be in flight at once
+            return sum(
+                slots_needed(self.schedule).values()
+            )  # all can be in flight at once
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
-        return 2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
+        return (
+            2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
@@ -180,7 +188,10 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         if launch:
             ran[rank].append(end)
         if partner is not None:
-            return [_first_arrival(clock, action, end), _first_arrival(clock, partner, end)]
+            return [
+                _first_arrival(clock, action, end),
+                _first_arrival(clock, partner, end),
+            ]
         if is_free:  # the fast path for tables with millions of actions
             return end
         arrivals = clock.arrivals(action, end)
@@ -254,10 +265,14 @@ class Clock:
             return 0.0
         share = 1.0
         if action.kind == "B":  # only its I part has all-to-all
-            share = self._durations["I"][action.stage] / self._durations["B"][action.stage]
+            share = (
+                self._durations["I"][action.stage] / self._durations["B"][action.stage]
+            )
         return self._exchanges[action.stage] * share * self.time_of(action)
 
-    def run(self, rank: int, now: float, action: Action, partner: Action | None = None) -> float:
+    def run(
+        self, rank: int, now: float, action: Action, partner: Action | None = None
+    ) -> float:
         """Run an action, or a pair, starting at `now`, and return when it ends."""
         if partner is not None:
             return self._run_pair(rank, now, action, partner)
@@ -266,7 +281,9 @@ class Clock:
         self.ends[rank].append(end)
         return end
 
-    def _run_pair(self, rank: int, now: float, forward: Action, backward: Action) -> float:
+    def _run_pair(
+        self, rank: int, now: float, forward: Action, backward: Action
+    ) -> float:
         """Run a pair starting at `now`, and return when both actions end together.
 
         Layers pair one to one; the surplus layers of the longer stage run alone.

@@ -129,7 +129,9 @@ class Bypass(NamedTuple):
 
     def message(self, action: Action) -> Message:
         """Return the message for the micro-batch and slice of an action."""
-        return Message(self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin))
+        return Message(
+            self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin)
+        )
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ class Schedule:
     def begins(self, rank: int) -> list[int]:
         """Return the positions in a rank's row at which a single action or a pair starts."""
         pairs = self.pairs_of(rank)
-        return [index for index in range(len(self.rows[rank])) if index - 1 not in pairs]
+        return [
+            index for index in range(len(self.rows[rank])) if index - 1 not in pairs
+        ]
 
     def cells(self, rank: int) -> Iterator[str]:
         """Yield the text of each action or pair of a rank, in the format that `parse_row` reads."""
@@ -311,13 +315,17 @@ class Schedule:
             if kind == "I":
                 fed.append(action._replace(kind="W"))
             if slice_index:
-                fed.append(self._backward(action._replace(slice=slice_index - 1), stage))
+                fed.append(
+                    self._backward(action._replace(slice=slice_index - 1), stage)
+                )
         return tuple(fed)
 
     def travels(self, source: Action, target: Action) -> bool:
         """Return whether a result that `target` needs leaves the stage or the rank of `source`."""
         rank_for = self.placement.rank_for
-        return source.stage != target.stage or rank_for(*source[:2]) != rank_for(*target[:2])
+        return source.stage != target.stage or rank_for(*source[:2]) != rank_for(
+            *target[:2]
+        )
 
     @cached_property
     def links(self) -> Mapping[Kind, Sequence[Sequence[Output]]]:
@@ -334,9 +342,15 @@ class Schedule:
             for fed in self.feeds(action):
                 if not self.travels(action, fed):
                     continue
-                link: Link | None = (rank_for(stage, kind), rank_for(fed.stage, fed.kind))
+                link: Link | None = (
+                    rank_for(stage, kind),
+                    rank_for(fed.stage, fed.kind),
+                )
                 # The two roles of one stage are on different ranks, which `hops` does not cover.
-                if fed.stage != stage and self.placement.hops[min(fed.stage, stage)] == "local":
+                if (
+                    fed.stage != stage
+                    and self.placement.hops[min(fed.stage, stage)] == "local"
+                ):
                     link = None
                 outputs.append(Output(fed, link))
             links[kind].append(outputs)
@@ -375,7 +389,9 @@ class Schedule:
     @property
     def label(self) -> str:
         """Name and options for display, for example `bitpipe order=zb`."""
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+        return " ".join(
+            [self.name, *(f"{key}={value}" for key, value in self.options.items())]
+        )
 
     @cached_property
     def digest(self) -> str:

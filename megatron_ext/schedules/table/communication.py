@@ -71,7 +71,9 @@ class Exchange(NamedTuple):
         return self.outputs + self.partner.outputs
 
 
-def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
+def exchanges(
+    schedule: Schedule, rank: int, window: int | None = None
+) -> tuple[Exchange, ...]:
     """Return the exchanges of a rank, one for each action or pair of its row, in order.
 
     In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
@@ -111,13 +113,17 @@ class _Messages:
                 inputs.append(self._transfer("RECV", needed, action, peer=needed))
         place = (_BYPASS_KIND.get(action.kind, ""), action.stage)
         for bypass in self._received_bypasses.get(place, ()):
-            inputs.append(self._past_stages("RECV", bypass, action, peer_stage=bypass.stage))
+            inputs.append(
+                self._past_stages("RECV", bypass, action, peer_stage=bypass.stage)
+            )
         outputs = []
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
                 outputs.append(self._transfer("SEND", action, target, peer=target))
         for bypass in self._sent_bypasses.get(place, ()):
-            outputs.append(self._past_stages("SEND", bypass, action, peer_stage=bypass.taker))
+            outputs.append(
+                self._past_stages("SEND", bypass, action, peer_stage=bypass.taker)
+            )
         return Exchange(
             action,
             self._awaited_credits(action),
@@ -127,7 +133,12 @@ class _Messages:
         )
 
     def _transfer(
-        self, verb: Literal["RECV", "SEND"], source: Action, target: Action, *, peer: Action
+        self,
+        verb: Literal["RECV", "SEND"],
+        source: Action,
+        target: Action,
+        *,
+        peer: Action,
     ) -> Transfer:
         """Return the transfer of the tensor from `source` to `target`."""
         placement = self._schedule.placement
@@ -143,7 +154,12 @@ class _Messages:
         )
 
     def _past_stages(
-        self, verb: Literal["RECV", "SEND"], bypass: Bypass, action: Action, *, peer_stage: int
+        self,
+        verb: Literal["RECV", "SEND"],
+        bypass: Bypass,
+        action: Action,
+        *,
+        peer_stage: int,
     ) -> Transfer:
         """Return the transfer of a bypass, as seen from the end that runs `action`."""
         peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
@@ -159,7 +175,11 @@ class _Messages:
 
     def _granted(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
-        if self._window is None or kind != "R" or not self._schedule.runs_forward(stage):
+        if (
+            self._window is None
+            or kind != "R"
+            or not self._schedule.runs_forward(stage)
+        ):
             return ()
         granted = microbatch + self._window
         # No forward awaits a credit beyond the last micro-batch, so the step would end with that

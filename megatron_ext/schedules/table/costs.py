@@ -175,7 +175,9 @@ class Costs:
         """
         ends = list(accumulate(slices, initial=0.0))
         # Attention over the tokens before x costs x^2.
-        return self._factors(slices, [end * end - start * start for start, end in pairwise(ends)])
+        return self._factors(
+            slices, [end * end - start * start for start, end in pairwise(ends)]
+        )
 
     def _factors(
         self, slices: Sequence[float], squares: Sequence[float]
@@ -209,7 +211,9 @@ class Costs:
         count = schedule.num_stages * schedule.slices_in_step
         # Each kind draws from a separate seed, so that splitting backwards does not change the
         # forwards' factors.
-        factors = {kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS}
+        factors = {
+            kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS
+        }
         scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
             raise ScheduleError(
@@ -218,17 +222,23 @@ class Costs:
             )
         if schedule.slice_sizes:
             for kind, of_stage in self._factors_by_length(schedule).items():
-                factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
+                factors[kind] = list(
+                    map(mul, factors[kind], of_stage * schedule.num_stages)
+                )
             return factors
         for kind, shares in self.slice_factors(schedule.slices).items():
             # By micro-batch and slice; all stages have the same factors.
             of_stage = []
             for scale in scales:
                 of_stage += [scale * share for share in shares]
-            factors[kind] = list(map(mul, factors[kind], of_stage * schedule.num_stages))
+            factors[kind] = list(
+                map(mul, factors[kind], of_stage * schedule.num_stages)
+            )
         return factors
 
-    def factors_of(self, microbatch: int, sizes: Sequence[float]) -> dict[Kind, list[float]]:
+    def factors_of(
+        self, microbatch: int, sizes: Sequence[float]
+    ) -> dict[Kind, list[float]]:
         """Return the factors of the slices of a micro-batch, which have these sizes."""
         if not (self.slice_scale and self.attention):
             return self.slice_factors(sizes)
@@ -271,12 +281,16 @@ class Costs:
 
 def _check_time(name: str, value: float) -> None:
     if not 0 <= value <= _LONGEST:
-        raise ScheduleError(f"{name} must be 0 or more, up to {_LONGEST:g}, got {value:g}")
+        raise ScheduleError(
+            f"{name} must be 0 or more, up to {_LONGEST:g}, got {value:g}"
+        )
 
 
 def _check_share(name: str, share: float) -> None:
     if not 0 <= share < 1:
-        raise ScheduleError(f"the share of {name} must be from 0 to less than 1, got {share:g}")
+        raise ScheduleError(
+            f"the share of {name} must be from 0 to less than 1, got {share:g}"
+        )
 
 
 UNIT = Costs()

@@ -46,7 +46,12 @@ def cut(
         ScheduleError: There are too few layers.
     """
     counts = _by_longest_stage(
-        layers, first, last, placement.num_stages, least_first=least_first, least_last=least_last
+        layers,
+        first,
+        last,
+        placement.num_stages,
+        least_first=least_first,
+        least_last=least_last,
     )
     if placement.num_stages > placement.num_ranks and not by_stage:
         _move(counts, layers, first, last, placement, (least_first, least_last))
@@ -77,9 +82,9 @@ def _by_longest_stage(
     work_before = [0.0, *accumulate(layers)]
     # If each stage in turn is filled up to this much work, all layers fit; the factor absorbs
     # rounding.
-    enough = (max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)) * (
-        1 + 1e-9
-    )
+    enough = (
+        max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)
+    ) * (1 + 1e-9)
     # The best cut of the stages so far, by the layer at which they end.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
     # By stage and its end layer: where the stage starts in that cut.
@@ -93,9 +98,15 @@ def _by_longest_stage(
         if stage == num_stages - 1:
             min_layers = least_last
             extra += last
-        layers_before = least_first + stage - 1 if stage else 0  # that earlier stages need
-        layers_behind = max(0, num_stages - stage - 2 + least_last)  # that later stages need
-        ends: Sequence[int] = range(layers_before + min_layers, count - layers_behind + 1)
+        layers_before = (
+            least_first + stage - 1 if stage else 0
+        )  # that earlier stages need
+        layers_behind = max(
+            0, num_stages - stage - 2 + least_last
+        )  # that later stages need
+        ends: Sequence[int] = range(
+            layers_before + min_layers, count - layers_behind + 1
+        )
         if stage == num_stages - 1:
             ends = (count,)
         stage_best = [_NEVER] * (count + 1)
@@ -124,7 +135,11 @@ def _by_longest_stage(
 
 
 def loads(
-    counts: Sequence[int], layers: Sequence[float], first: float, last: float, placement: Placement
+    counts: Sequence[int],
+    layers: Sequence[float],
+    first: float,
+    last: float,
+    placement: Placement,
 ) -> list[float]:
     """Return the work of each rank under a cut, in the unit of the layers."""
     rank_work = [0.0] * placement.num_ranks

@@ -83,7 +83,9 @@ class LengthCost:
             ScheduleError: The width is not positive.
         """
         if hidden_size < 1:
-            raise ScheduleError(f"a model of width {hidden_size} has no cost; use 1 or more")
+            raise ScheduleError(
+                f"a model of width {hidden_size} has no cost; use 1 or more"
+            )
         query_width = query_width or hidden_size
         key_width = key_width or query_width
         # A gated network has two projections up, and one down.

@@ -162,7 +162,12 @@ def most_alive(
     present = set(kinds)
     if present <= {"F"}:  # no backward needs them
         return len(present)
-    change_of: dict[Kind, float] = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+    change_of: dict[Kind, float] = {
+        "F": 1,
+        "B": -1,
+        "I": stash_ratio - 1,
+        "W": -stash_ratio,
+    }
     if "R" in present:
         # R produces the activations that the backward needs; a forward in the same row keeps none.
         change_of["F"] = 0
@@ -180,7 +185,9 @@ def most_alive(
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
     """Yield the changes in keys and values and in their gradients, in micro-batches of a stage."""
     # Shares add up to 1, so only micro-batches of different lengths have other sizes.
-    length_of = [sum(sizes) for sizes in schedule.slice_sizes] or [1] * schedule.num_microbatches
+    length_of = [sum(sizes) for sizes in schedule.slice_sizes] or [
+        1
+    ] * schedule.num_microbatches
     for _, kind, microbatch, slice_index in row:
         length = length_of[microbatch]
         if kind == "F" and slice_index == 0:
@@ -197,7 +204,9 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
     share = schedule.pp / schedule.num_stages
     peaks = []
     for row in schedule.rows:
-        peaks.append(share * most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes))
+        peaks.append(
+            share * most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes)
+        )
     return tuple(peaks)
 
 

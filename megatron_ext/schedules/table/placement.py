@@ -146,8 +146,12 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     if routing == "twin":
         # This excludes the fold between the two v of a w: it is at the outer end, where a literal
         # pipeline also turns around.
-        twin_hops = frozenset(range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks))
-    return Placement(placement.name, num_ranks, placement.rank_of, twins=2, twin_hops=twin_hops)
+        twin_hops = frozenset(
+            range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks)
+        )
+    return Placement(
+        placement.name, num_ranks, placement.rank_of, twins=2, twin_hops=twin_hops
+    )
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:

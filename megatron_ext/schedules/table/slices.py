@@ -51,7 +51,9 @@ def attention_of(shares: Sequence[float]) -> float:
     return (first - 1 / len(shares)) / (first - first * first)
 
 
-def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:
+def token_bounds(
+    shares: Sequence[float], length: int, multiple: int = 1
+) -> tuple[int, ...]:
     """Return the first token of each slice, followed by the total number of tokens.
 
     Args:

@@ -50,7 +50,9 @@ class TableChange:
         """Return the costs that the table is generated for."""
         return costs
 
-    def change(self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool) -> Schedule:
+    def change(
+        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+    ) -> Schedule:
         """Apply this feature to a generated table, and return the result.
 
         Raises:

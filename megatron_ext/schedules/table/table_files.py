@@ -29,7 +29,9 @@ from megatron_ext.schedules.table.validation import validate
 # Larger than any table we can generate. The limit keeps a wrong path, such as one to a checkpoint,
 # from filling memory.
 _MAX_BYTES = 64 << 20
-_DERIVED = re.compile(r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_DERIVED = re.compile(
+    r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*"
+)
 
 
 def csv_text(schedule: Schedule) -> str:
@@ -48,7 +50,9 @@ def csv_text(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = None) -> Schedule:
+def load_csv(
+    path: str, pp: int | None = None, num_microbatches: int | None = None
+) -> Schedule:
     """Return the validated schedule of a file, named `csv:PATH`.
 
     If `pp` or `num_microbatches` is None, the file may have any number of them.
@@ -93,7 +97,9 @@ def from_csv(text: str, name: str) -> Schedule:
     """
     rows, pairs = _parsed(text)
     if not any(rows):
-        raise ScheduleError("it contains no action; write one row of actions for each rank")
+        raise ScheduleError(
+            "it contains no action; write one row of actions for each rank"
+        )
     rank_of = _rank_of(rows)
     num_microbatches = num_slices = 0
     for row in rows:
@@ -183,14 +189,18 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     }
     if schedule.num_slices > 1:
         content["slices"] = schedule.slices
-    content["placement"] = {key: value for key, value in placement.items() if value is not None}
+    content["placement"] = {
+        key: value for key, value in placement.items() if value is not None
+    }
     content["rows"] = [list(schedule.cells(rank)) for rank in range(len(schedule.rows))]
     content.update(times)
     lines = []
     for key, value in content.items():
         text = json.dumps(value)
         if isinstance(value, list | tuple) and value and isinstance(value[0], list):
-            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"  # a row a line
+            text = (
+                "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+            )  # a row a line
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -83,7 +83,9 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
             delayed_row.append(action)
         rows.append((*delayed_row, *waiting))
         pairs.append(frozenset(new_begins))
-    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
+    return replace(
+        schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ()
+    )
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
@@ -128,7 +130,9 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
     if schedule.placement.twins == 1:
         return schedule.rows
     # With twin routing, a micro-batch changes sides at each inner fold.
-    is_crossed = [schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)]
+    is_crossed = [
+        schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)
+    ]
     rows: list[Row] = []
     for rank in range(schedule.pp):
         is_twin = rank >= schedule.placement.num_ranks

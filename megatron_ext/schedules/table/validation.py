@@ -26,7 +26,11 @@ _COMPLETE = (1 | 2, 1 | 4 | 8)
 # others, and B all of them.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
 # For each kind of backward: the kinds that a table may contain instead.
-_REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
+_REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
+    "B": ("I", "W"),
+    "I": ("B",),
+    "W": ("B",),
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ def _has_slice(schedule: Schedule, key: int) -> bool:
     return slice_index < schedule.num_slices_of(number % schedule.num_microbatches)
 
 
-def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearray) -> None:
+def _check_row(
+    schedule: Schedule, rank: int, done: bytearray, forwards: bytearray
+) -> None:
     """Check that each action of a rank is in its place, and record that it ran.
 
     `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
@@ -118,7 +124,9 @@ def _check_row(schedule: Schedule, rank: int, done: bytearray, forwards: bytearr
         # actions; `_misplaced` works out the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
-            or not (0 <= microbatch < m and 0 <= slice_index < num_slices_of[microbatch])
+            or not (
+                0 <= microbatch < m and 0 <= slice_index < num_slices_of[microbatch]
+            )
             or cells[key] != _BEFORE[kind]
             or (kind == "F" and slice_index and not cells[key - 1])
             # If a backward of the later slice has run, a bit higher than F's is set.
@@ -163,7 +171,9 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
     foreign = _foreign(schedule, rank, action)
     if foreign:
         return f"{action} does not belong here: {foreign}\n  {marked}"
-    return f"{action} cannot run here: {_out_of_order(schedule, rank, index)}\n  {marked}"
+    return (
+        f"{action} cannot run here: {_out_of_order(schedule, rank, index)}\n  {marked}"
+    )
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
@@ -175,14 +185,20 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
         return f"there are {m} micro-batches, 0 to {m - 1}"
     num_slices = schedule.num_slices_of(microbatch)
     if not 0 <= slice_index < num_slices:
-        subject = f"micro-batch {microbatch} has" if schedule.slice_sizes else "micro-batches have"
+        subject = (
+            f"micro-batch {microbatch} has"
+            if schedule.slice_sizes
+            else "micro-batches have"
+        )
         return f"{subject} {num_slices} slices, 0 to {num_slices - 1}"
     if stage >= schedule.num_stages:
         return f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     owner = placement.rank_for(stage, kind)
     if owner != rank:
         stages = ", ".join(map(str, placement.stages_of[rank])) or "none"
-        return f"rank {rank} holds the stages {stages}; {action} belongs to rank {owner}"
+        return (
+            f"rank {rank} holds the stages {stages}; {action} belongs to rank {owner}"
+        )
     if kind in _kinds(schedule, stage, rank):
         return ""
     if kind == "R":
@@ -272,7 +288,9 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
             previous_end = index + 2
             continue
         names = ";".join(map(str, pair))
-        raise ScheduleError(f"({names}) is no pair: {rule}\n  {schedule.marked(rank, index)}")
+        raise ScheduleError(
+            f"({names}) is no pair: {rule}\n  {schedule.marked(rank, index)}"
+        )
 
 
 def _is_ascending(schedule: Schedule) -> bool:
@@ -303,7 +321,8 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             different slices, because backwards start with the last slice.
     """
     consequence = (
-        "layers of Transformer Engine with fused gradient accumulation would lose gradients;"
+        "layers of Transformer Engine with fused gradient accumulation would lose "
+        "gradients;"
     )
     if schedule.num_slices > 1:
         raise ScheduleError(

@@ -70,7 +70,9 @@ class _Walk:
         self._visit = visit
         self._tensors = _tensors(schedule)
         # By tensor number: its value, or None if it does not exist yet.
-        self._values: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
+        self._values: list[Any] = (
+            [None] * 3 * schedule.num_stages * schedule.slices_in_step
+        )
         self._positions = [0] * len(schedule.rows)
         # By number of a missing tensor: the rank that waits for it.
         self._awaited: dict[int, int] = {}
@@ -110,7 +112,9 @@ class _Walk:
                 result, copied = result
                 self._hand_over(copy + offset, copied)
             index += 1
-            if produced >= 0:  # not by `_hand_over`, for speed: nearly every action makes a tensor
+            if (
+                produced >= 0
+            ):  # not by `_hand_over`, for speed: nearly every action makes a tensor
                 values[produced + offset] = result
                 if produced + offset in awaited:
                     self.runnable.append(awaited.pop(produced + offset))
@@ -134,14 +138,18 @@ class _Walk:
             if backward_value is None:
                 self._wait(rank, index, backward.needed + backward_offset, partner=True)
                 return False
-        result, backward_result = self._visit(rank, index, (forward_value, backward_value))
+        result, backward_result = self._visit(
+            rank, index, (forward_value, backward_value)
+        )
         if backward.produced >= 0:
             self._hand_over(backward.produced + backward_offset, backward_result)
         if forward.produced >= 0:
             self._hand_over(forward.produced + forward_offset, result)
         return True
 
-    def _wait(self, rank: int, index: int, number: int, *, partner: bool = False) -> None:
+    def _wait(
+        self, rank: int, index: int, number: int, *, partner: bool = False
+    ) -> None:
         """Stop a rank before an action or pair until a tensor exists."""
         self._positions[rank] = index
         self._awaited[number] = rank
@@ -169,7 +177,9 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         produced_by[kind] = []
         for outputs in outputs_by_stage:
             targets = [output.target for output in outputs]
-            numbers = [base[target.kind] + target.stage * per_stage for target in targets]
+            numbers = [
+                base[target.kind] + target.stage * per_stage for target in targets
+            ]
             produced_by[kind].append(numbers)
             existing.update(numbers)
     tensors: dict[Kind, list[_Tensors]] = {}
@@ -193,7 +203,9 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
-        [needed] = (need for need in schedule.needs(action) if schedule.travels(need, action))
+        [needed] = (
+            need for need in schedule.needs(action) if schedule.travels(need, action)
+        )
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
     lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
@@ -206,5 +218,7 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
             f"  {action} of rank {waiting_rank} needs {needed}, which is behind {blocking}"
         )
         lines.append(f"  {schedule.marked(waiting_rank, position[waiting_rank])}")
-    lines.append("run every action after all that it needs, on all ranks in one common order")
+    lines.append(
+        "run every action after all that it needs, on all ranks in one common order"
+    )
     return "\n".join(lines)

@@ -29,7 +29,9 @@ def add_subcommand(subparsers: Any) -> None:
     add_comparison(parser)
     add_hosts(parser)
     add_job(parser)
-    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     # Settings of `launch` that a comparison does not offer.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
     parser.set_defaults(keep_going=False, reserve=None)

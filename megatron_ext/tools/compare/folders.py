@@ -43,7 +43,9 @@ def compare_folders(args: argparse.Namespace) -> int:
     """
     for name, flag in _TRAINING_FLAGS.items():
         if getattr(args, name):
-            raise ArgumentsError(f"--folders compares what was recorded; leave {flag} out")
+            raise ArgumentsError(
+                f"--folders compares what was recorded; leave {flag} out"
+            )
     folders: Sequence[Path] = args.folders
     if len(folders) not in (2, 3):
         raise ArgumentsError(
@@ -70,7 +72,9 @@ def _compare_operators(reference: Path, candidate: Path, *, as_json: bool) -> in
     comparison = first_operator(reference, candidate)
     code = outcome.EQUAL if comparison.are_equal else outcome.DIFFERENT
     if as_json:
-        print(json.dumps({"operator": comparison.sentence, "exit_code": code}, indent=1))
+        print(
+            json.dumps({"operator": comparison.sentence, "exit_code": code}, indent=1)
+        )
     else:
         print(comparison.sentence)
     return code
@@ -97,6 +101,9 @@ def _as_json(comparison: Comparison, code: int) -> dict[str, Any]:
     difference = comparison.difference
     content: dict[str, Any] = asdict(comparison)
     if difference is not None:
-        content["difference"] |= {"sentence": difference.sentence(), "tensor": difference.tensor}
+        content["difference"] |= {
+            "sentence": difference.sentence(),
+            "tensor": difference.tensor,
+        }
     finite: dict[str, Any] = outcome.with_finite_numbers({**content, "exit_code": code})
     return finite

@@ -176,7 +176,9 @@ class Comparison:
     """Notes on what could not be compared."""
 
 
-def compare(reference: Path, candidate: Path, rounded: Path | None = None) -> Comparison:
+def compare(
+    reference: Path, candidate: Path, rounded: Path | None = None
+) -> Comparison:
     """Compare the digests of two runs.
 
     Args:
@@ -274,7 +276,9 @@ class _Run:
         longest = set.union(*(set(file.steps) for file in files))
         notes = []
         if common != longest:
-            notes.append(f"{folder}: not all ranks completed step {min(longest - common)}")
+            notes.append(
+                f"{folder}: not all ranks completed step {min(longest - common)}"
+            )
         steps = {number: _tensors(files, number) for number in sorted(common)}
         return cls(files, steps, notes)
 
@@ -336,7 +340,9 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
-    for projection, other_projection in zip(first.projections, second.projections, strict=True):
+    for projection, other_projection in zip(
+        first.projections, second.projections, strict=True
+    ):
         squares += (projection - other_projection) ** 2
     distance = math.sqrt(squares / len(first.projections))
     if not first.norm:
@@ -413,7 +419,10 @@ class _LearnedTolerances:
     """
 
     def __init__(
-        self, largest: Mapping[tuple[int, Kind, str], float], steps: Collection[int], folder: Path
+        self,
+        largest: Mapping[tuple[int, Kind, str], float],
+        steps: Collection[int],
+        folder: Path,
     ) -> None:
         self._largest = largest
         self.steps = steps
@@ -428,13 +437,17 @@ class _LearnedTolerances:
         """
         run = _Run.read(folder)
         if not run.header.rounded:
-            raise DataError(f"{folder} was recorded without {ROUNDING}=1; record it again with it")
+            raise DataError(
+                f"{folder} was recorded without {ROUNDING}=1; record it again with it"
+            )
         largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
         steps = set(reference.steps) & set(run.steps)
         for step in steps:
             for key, tensor in reference.steps[step].items():
                 rounded_tensor = run.steps[step].get(key)
-                if rounded_tensor is None or not _has_same_parts(tensor, rounded_tensor):
+                if rounded_tensor is None or not _has_same_parts(
+                    tensor, rounded_tensor
+                ):
                     raise DataError(
                         f"{folder}: its ranks hold other tensors than the reference's; record it "
                         "with the reference's flags"
@@ -479,7 +492,9 @@ class _Comparing:
         """Compare the steps that both runs have, up to the first difference."""
         common = sorted(set(self.reference.steps) & set(self.candidate.steps))
         if not common:
-            raise DataError("the two runs have no complete step in common; record them again")
+            raise DataError(
+                "the two runs have no complete step in common; record them again"
+            )
         notes = [*self.reference.notes, *self.candidate.notes]
         counts = len(self.reference.steps), len(self.candidate.steps)
         if set(self.reference.steps) != set(self.candidate.steps):
@@ -505,7 +520,9 @@ class _Comparing:
         difference = None
         for step in common:
             num_steps += 1
-            num_tensors += len(set(self.reference.steps[step]) & set(self.candidate.steps[step]))
+            num_tensors += len(
+                set(self.reference.steps[step]) & set(self.candidate.steps[step])
+            )
             mismatches = list(self._mismatches(step))
             if mismatches:
                 difference = self._chosen(step, mismatches)
@@ -515,7 +532,9 @@ class _Comparing:
                 "the two runs have no tensor in common, so nothing was compared; record both with "
                 f"{VARIABLE} alone, or with an {OPERATORS} that both run"
             )
-        return Comparison(difference, num_steps, num_tensors, self._tolerance_text, tuple(notes))
+        return Comparison(
+            difference, num_steps, num_tensors, self._tolerance_text, tuple(notes)
+        )
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
         references, candidates = self.reference.steps[step], self.candidate.steps[step]
@@ -540,7 +559,9 @@ class _Comparing:
             # Norms of parts are rounded in a different order even if all elements are equal.
             tolerance = max(tolerance, STATED_TOLERANCE)
             if relative is not None and not relative <= tolerance:
-                yield _Mismatch(key, reference.order, reference, candidate, tolerance=tolerance)
+                yield _Mismatch(
+                    key, reference.order, reference, candidate, tolerance=tolerance
+                )
             return
         for part, record in sorted(reference.parts.items()):
             other_record = candidate.parts[part]
@@ -549,7 +570,13 @@ class _Comparing:
             relative = relative_difference(record, other_record)
             if not tolerance or not relative <= tolerance:
                 yield _Mismatch(
-                    key, reference.order, reference, candidate, part, relative, tolerance
+                    key,
+                    reference.order,
+                    reference,
+                    candidate,
+                    part,
+                    relative,
+                    tolerance,
                 )
                 return
 
@@ -585,8 +612,14 @@ class _Comparing:
             recorded = {(kind, module) for kind, _, module in others}
             for key, tensor in tensors.items():
                 kind, microbatch, module = key
-                is_by_microbatch = microbatch != NO_MICROBATCH and kind != "weight gradient"
-                if key in others or not is_by_microbatch or (kind, module) not in recorded:
+                is_by_microbatch = (
+                    microbatch != NO_MICROBATCH and kind != "weight gradient"
+                )
+                if (
+                    key in others
+                    or not is_by_microbatch
+                    or (kind, module) not in recorded
+                ):
                     continue
                 if tensors is references:
                     yield _Mismatch(key, tensor.order, tensor, None)
@@ -648,7 +681,9 @@ class _Comparing:
         if kind == "weight gradient":
             numbers = {microbatch}  # later sums contain this one
         elif microbatch != NO_MICROBATCH:
-            numbers = {m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)}
+            numbers = {
+                m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)
+            }
         match = LAYER.fullmatch(name)
         layer, module = None, name
         # Only layers in the model's main stack are numbered from the model's first layer.
@@ -676,7 +711,8 @@ class _Comparing:
 
 def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
     counts = [
-        {part: record.num_elements for part, record in t.parts.items()} for t in (first, second)
+        {part: record.num_elements for part, record in t.parts.items()}
+        for t in (first, second)
     ]
     return counts[0] == counts[1]
 
@@ -686,12 +722,16 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
 
     None: the parts of one are neither parts nor copies of the other.
     """
-    counts = [sum(record.num_elements for record in t.parts.values()) for t in (first, second)]
+    counts = [
+        sum(record.num_elements for record in t.parts.values()) for t in (first, second)
+    ]
     norms = [_norm_of_parts(tensor) for tensor in (first, second)]
     if counts[0] != counts[1]:
         # Each copy, such as one per replica, has the norm of the whole.
         for index, tensor in enumerate((first, second)):
-            num_copies = len({record.num_elements for record in tensor.parts.values()}) == 1
+            num_copies = (
+                len({record.num_elements for record in tensor.parts.values()}) == 1
+            )
             if not num_copies:
                 return None
             norms[index] /= math.sqrt(len(tensor.parts))

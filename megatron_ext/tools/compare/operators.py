@@ -40,7 +40,9 @@ class OperatorComparison:
     are_equal: bool
 
 
-def first_operator(reference: Path, candidate: Path, tolerance: float = 0.0) -> OperatorComparison:
+def first_operator(
+    reference: Path, candidate: Path, tolerance: float = 0.0
+) -> OperatorComparison:
     """Find the first operator that differs.
 
     Operators are paired by name and shapes, in order: a schedule that splits backwards runs fewer
@@ -113,7 +115,13 @@ class _Pairs:
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
         last_reference: Sequence[Operator] = ()
         last_candidate: Sequence[Operator] = ()
-        for tag, first_begin, first_end, second_begin, second_end in matcher.get_opcodes():
+        for (
+            tag,
+            first_begin,
+            first_end,
+            second_begin,
+            second_end,
+        ) in matcher.get_opcodes():
             last_reference = last_candidate = ()
             if tag != "equal":
                 last_reference = first[first_begin:first_end]
@@ -132,13 +140,19 @@ class _Pairs:
                 relative = relative_difference(operator, other)
                 if tolerance and relative <= tolerance:
                     continue
-                amount = f"by {relative:.2g} of its norm" if relative else "in its last bits"
+                amount = (
+                    f"by {relative:.2g} of its norm" if relative else "in its last bits"
+                )
                 return (
                     f"{operator.text}, number {index + 1} of {len(first)}, differs {amount}"
                     f"{_only('reference', only_reference)}{_only('candidate', only_candidate)}"
                 )
         if last_reference or last_candidate:
-            after = "after the last operator of both" if self.count else "no operator is in both"
+            after = (
+                "after the last operator of both"
+                if self.count
+                else "no operator is in both"
+            )
             # Nothing that both runs have shows the effect of these.
             return (
                 after

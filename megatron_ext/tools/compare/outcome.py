@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_ext.tools.compare.run_records import Deviation, Deviations, RunRecord, deviations
+from megatron_ext.tools.compare.run_records import (
+    Deviation,
+    Deviations,
+    RunRecord,
+    deviations,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.recipe import Candidate
@@ -92,7 +97,10 @@ class Answer:
 
 
 def judge(
-    contenders: Sequence[Contender], *, speed_only: bool = False, against_itself: bool = False
+    contenders: Sequence[Contender],
+    *,
+    speed_only: bool = False,
+    against_itself: bool = False,
 ) -> Answer:
     """Return the answer of a comparison; the first contender is the reference.
 
@@ -123,14 +131,18 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     records = contender.records
     step_s = median_s(records)
     reference_s = median_s(reference.records)
-    durations_s = sorted(duration for record in records for duration in record.durations_s)
+    durations_s = sorted(
+        duration for record in records for duration in record.durations_s
+    )
     fast_s = slow_s = None
     if durations_s:
         fast_s, slow_s = (_percentile(durations_s, share) for share in _PERCENTILES)
     speed = None
     if step_s and reference_s and contender is not reference:
         speed = reference_s / step_s
-    tokens = next((record.tokens for record in records if record.tokens is not None), None)
+    tokens = next(
+        (record.tokens for record in records if record.tokens is not None), None
+    )
     tokens_per_s = None
     if tokens is not None and step_s:
         tokens_per_s = tokens / step_s
@@ -177,12 +189,21 @@ def _judged(
         return "not judged", promise.reason
     lengths = [len(owner.records[0].steps) for owner in (reference, contender)]
     if lengths[0] != lengths[1]:
-        return "different", f"it trained {lengths[1]} steps, and the reference {lengths[0]}"
+        return (
+            "different",
+            f"it trained {lengths[1]} steps, and the reference {lengths[0]}",
+        )
     if difference.are_none:
         return "equal", ""
     if difference.skipped is not None:
-        return "different", f"only one of the two skipped iteration {difference.skipped}"
-    if _relative(difference.loss) <= promise.loss and _relative(difference.norm) <= promise.norm:
+        return (
+            "different",
+            f"only one of the two skipped iteration {difference.skipped}",
+        )
+    if (
+        _relative(difference.loss) <= promise.loss
+        and _relative(difference.norm) <= promise.norm
+    ):
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
     # If two runs of the same contender differ, a difference of similar size means nothing.
     spread = max(_spread(reference), _spread(contender))
@@ -215,7 +236,11 @@ def median_s(records: Sequence[RunRecord]) -> float | None:
 
 
 def _medians_s(records: Sequence[RunRecord]) -> list[float]:
-    return [statistics.median(record.durations_s) for record in records if record.durations_s]
+    return [
+        statistics.median(record.durations_s)
+        for record in records
+        if record.durations_s
+    ]
 
 
 def _drift(records: Sequence[RunRecord]) -> float:
@@ -247,7 +272,9 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
     if reference.judgement == "failed":
         return f"{reference.label} failed, so there is nothing to compare with: {reference.reason}"
     if wrong:
-        parts.append(f"{' and '.join(wrong)} trained other numbers than {reference.label}")
+        parts.append(
+            f"{' and '.join(wrong)} trained other numbers than {reference.label}"
+        )
     if failed:
         parts.append(f"{' and '.join(failed)} failed")
     if best is not None and best.speed is not None:

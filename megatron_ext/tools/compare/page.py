@@ -59,7 +59,9 @@ def _table(answer: Answer) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
     for row in answer.rows:
         texts = cells(row, answer.rows[0])
-        lines.append("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>")
+        lines.append(
+            "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>"
+        )
     return "\n".join(lines)
 
 
@@ -95,9 +97,12 @@ def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
                 names += [name for name in step.numbers if name not in names]
     for name in names:
         values = _number(name)
-        yield _chart(name, [_line(at, owner, values) for at, owner in enumerate(contenders)])
+        yield _chart(
+            name, [_line(at, owner, values) for at, owner in enumerate(contenders)]
+        )
     yield _chart(
-        "step, ms", [_line(at, owner, _duration_ms) for at, owner in enumerate(contenders)]
+        "step, ms",
+        [_line(at, owner, _duration_ms) for at, owner in enumerate(contenders)],
     )
 
 
@@ -109,7 +114,9 @@ def _duration_ms(step: Step) -> float | None:
     return None if step.duration_s is None else 1e3 * step.duration_s
 
 
-def _line(position: int, contender: Contender, value: Callable[[Step], float | None]) -> _Line:
+def _line(
+    position: int, contender: Contender, value: Callable[[Step], float | None]
+) -> _Line:
     points = []
     for record in contender.records[:1]:
         for step in record.steps:
@@ -142,7 +149,9 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
         )
     for iteration in sorted({first, (first + last) // 2, last}):
         x = place(iteration, low).partition(",")[0]
-        shapes.append(f'<text x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{iteration}</text>')
+        shapes.append(
+            f'<text x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{iteration}</text>'
+        )
     for line in lines:
         path = " ".join(place(x, y) for x, y in line.points)
         width = 7 if line.position == 0 else 2
@@ -159,7 +168,9 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 def _timelines(contenders: Sequence[Contender]) -> Iterator[str]:
     """Yield a drawing of a traced step of each contender, all on the same scale."""
     traced = [owner for owner in contenders if owner.timeline is not None]
-    longest = max((owner.timeline["length"] for owner in traced if owner.timeline), default=1.0)
+    longest = max(
+        (owner.timeline["length"] for owner in traced if owner.timeline), default=1.0
+    )
     for contender in traced:
         assert contender.timeline is not None
         yield _timeline(contender.candidate.label, contender.timeline, longest)

@@ -118,7 +118,9 @@ class Recipe:
         folder = self.value("--load")
         # A recipe that resumes from its `--save` folder may start without a checkpoint there.
         tracker = "latest_checkpointed_iteration.txt"
-        return folder is not None and (self.has("--ckpt-step") or (Path(folder) / tracker).exists())
+        return folder is not None and (
+            self.has("--ckpt-step") or (Path(folder) / tracker).exists()
+        )
 
 
 def candidates(
@@ -159,7 +161,9 @@ def label_of(flags: Sequence[str]) -> str:
 
 def _our_flags() -> frozenset[str]:
     parser = add_arguments(WordParser("compare"))
-    return frozenset(option for action in parser._actions for option in action.option_strings)
+    return frozenset(
+        option for action in parser._actions for option in action.option_strings
+    )
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:

@@ -49,13 +49,22 @@ if TYPE_CHECKING:
 
 _TRACED_STEPS = 3
 """Traced steps of each run: the warm-up steps, so that no step that counts is traced."""
-_START = ("--exit-interval", "1", "--save-interval", "1", "--no-save-optim", "--no-save-rng")
+_START = (
+    "--exit-interval",
+    "1",
+    "--save-interval",
+    "1",
+    "--no-save-optim",
+    "--no-save-rng",
+)
 """Flags that save the weights after the first step."""
 _WHOLE = ("--ckpt-format", "torch_dist")
 """Flags for the checkpoint format that loads under any cut."""
 
 
-def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[str]) -> int:
+def compare(
+    args: argparse.Namespace, options: Sequence[str], words: Sequence[str]
+) -> int:
     """Run `compare` and return its exit code.
 
     Args:
@@ -86,7 +95,9 @@ def compare(args: argparse.Namespace, options: Sequence[str], words: Sequence[st
     return comparison.report(as_json=args.json, stopped_by=stop.number)
 
 
-def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -> Comparison:
+def _planned(
+    args: argparse.Namespace, recipe: Recipe, options: Sequence[str]
+) -> Comparison:
     """Check every candidate, and return the comparison.
 
     Raises:
@@ -110,7 +121,8 @@ def _planned(args: argparse.Namespace, recipe: Recipe, options: Sequence[str]) -
             )
         label = " ".join(recipe.pipeline) or REFERENCE
         contenders = [
-            Candidate(f"{label}, {time} time", recipe.pipeline) for time in ("first", "second")
+            Candidate(f"{label}, {time} time", recipe.pipeline)
+            for time in ("first", "second")
         ]
     else:
         additions = [_pipeline_flags(text, "--with") for text in args.additions]
@@ -181,10 +193,15 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
     return words
 
 
-def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candidate) -> Recipe:
+def _with_equal_masks(
+    args: argparse.Namespace, recipe: Recipe, reference: Candidate
+) -> Recipe:
     """Return the recipe, with dropout drawing the same masks under all schedules if possible."""
     settings = _preflight(args, recipe, reference).checked_args
-    rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
+    rates = (
+        getattr(settings, name, None)
+        for name in ("hidden_dropout", "attention_dropout")
+    )
     if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
         return recipe
     note = "added: --microbatch-rng, by which dropout draws the same masks in all runs"
@@ -194,7 +211,9 @@ def _with_equal_masks(args: argparse.Namespace, recipe: Recipe, reference: Candi
     return changed if _preflight(args, changed, reference).accepted else recipe
 
 
-def _checked(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
+def _checked(
+    args: argparse.Namespace, recipe: Recipe, candidate: Candidate
+) -> Preflight:
     """Return the preflight of a candidate.
 
     Raises:
@@ -207,7 +226,9 @@ def _checked(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> 
     return answer
 
 
-def _preflight(args: argparse.Namespace, recipe: Recipe, candidate: Candidate) -> Preflight:
+def _preflight(
+    args: argparse.Namespace, recipe: Recipe, candidate: Candidate
+) -> Preflight:
     command = recipe.command(candidate)
     plan = jobs.planned(args, command, str(Path.cwd()))
     if all(host.local for host in plan.hosts):
@@ -246,8 +267,15 @@ class Comparison:
     def plan(self) -> str:
         """Return the runs, and for each candidate its flags and how close its numbers must be."""
         num_runs = self.num_rounds * len(self.contenders)
-        first = "saves weights to start from, then trains" if self.saves_weights else "trains"
-        lines = [*self.recipe.notes, f"{first} {num_runs} runs of {self.num_steps} steps:"]
+        first = (
+            "saves weights to start from, then trains"
+            if self.saves_weights
+            else "trains"
+        )
+        lines = [
+            *self.recipe.notes,
+            f"{first} {num_runs} runs of {self.num_steps} steps:",
+        ]
         for contender in self.contenders:
             lines.append(f"{contender.candidate.label}: {self._requirement(contender)}")
             if contender.candidate.flags:
@@ -280,7 +308,9 @@ class Comparison:
         with self._weights() as weights:
             if needs_weights and not self._save_weights(weights, counter, stop):
                 return
-            load = ("--load", str(weights), "--finetune", *_WHOLE) if needs_weights else ()
+            load = (
+                ("--load", str(weights), "--finetune", *_WHOLE) if needs_weights else ()
+            )
             for number in range(1, self.num_rounds + 1):
                 order = self.contenders if number % 2 else self.contenders[::-1]
                 for contender in order:
@@ -301,7 +331,9 @@ class Comparison:
         has_results = any(contender.records for contender in self.contenders)
         if has_results:
             files.write_text(self.folder / "results.json", text + "\n")
-            files.write_text(self.folder / "compare.html", page(answer, self.contenders))
+            files.write_text(
+                self.folder / "compare.html", page(answer, self.contenders)
+            )
         if as_json:
             print(text)
         else:
@@ -315,10 +347,14 @@ class Comparison:
 
     def _answer(self) -> outcome.Answer:
         return outcome.judge(
-            self.contenders, speed_only=self.speed_only, against_itself=self.against_itself
+            self.contenders,
+            speed_only=self.speed_only,
+            against_itself=self.against_itself,
         )
 
-    def _calibrate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
+    def _calibrate(
+        self, load: Sequence[str], counter: _Progress, stop: run.Stop
+    ) -> None:
         """Train the reference once more, rounded differently, and learn tolerances from it."""
         reference = self.contenders[0]
         tolerant = []
@@ -355,14 +391,18 @@ class Comparison:
         if reason:
             counter.end(reason)
             for owner in tolerant:
-                owner.notes.append(f"no tolerance was learned, so the stated one holds: {reason}")
+                owner.notes.append(
+                    f"no tolerance was learned, so the stated one holds: {reason}"
+                )
             return
         differences = run_records.deviations(reference.records[0], record)
         if not tolerances.are_rounding(differences):
             reason = "the run that was rounded differently skipped a step or lost finite numbers"
             counter.end(reason)
             for owner in tolerant:
-                owner.notes.append(f"no tolerance was learned, so the stated one holds: {reason}")
+                owner.notes.append(
+                    f"no tolerance was learned, so the stated one holds: {reason}"
+                )
             return
         for owner in tolerant:
             owner.promise = owner.promise.learned(differences)
@@ -377,7 +417,9 @@ class Comparison:
             if not is_different or stop.number is not None:
                 continue
             first_step = reference.records[0].steps[0].iteration
-            last_step = row.deviations.first_iteration if row.deviations is not None else None
+            last_step = (
+                row.deviations.first_iteration if row.deviations is not None else None
+            )
             num_steps = (last_step or first_step) - first_step + 1
             try:
                 digests = self._record(contender, num_steps, {}, load, counter, stop)
@@ -387,16 +429,24 @@ class Comparison:
                 continue
             difference = comparison.difference
             if difference is None:
-                contender.located = "no tensor differs in the runs that recorded digests"
+                contender.located = (
+                    "no tensor differs in the runs that recorded digests"
+                )
                 if contender.promise.is_exact:
                     contender.located += "; the difference did not recur"
                 else:
-                    contender.located += f" by more than its tolerance: {comparison.tolerance}"
+                    contender.located += (
+                        f" by more than its tolerance: {comparison.tolerance}"
+                    )
                 continue
-            contender.located = f"{difference.sentence()}; tolerance: {comparison.tolerance}"
+            contender.located = (
+                f"{difference.sentence()}; tolerance: {comparison.tolerance}"
+            )
             place = place_of(difference)
             if place is not None and stop.number is None:
-                operator = self._operator(contender, place, difference, load, counter, stop)
+                operator = self._operator(
+                    contender, place, difference, load, counter, stop
+                )
                 contender.located += f"\n{contender.candidate.label}: {operator}"
 
     def _operator(
@@ -480,7 +530,9 @@ class Comparison:
         """Save weights to start from; return whether that succeeded."""
         self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
         reference = self.contenders[0]
-        command = self.recipe.command(reference.candidate, *_START, "--save", str(path), *_WHOLE)
+        command = self.recipe.command(
+            reference.candidate, *_START, "--save", str(path), *_WHOLE
+        )
         counter.begin("saves weights to start from")
         ended = run.launch(
             [*self.options, "--", *command],
@@ -505,7 +557,9 @@ class Comparison:
     ) -> None:
         """Train a contender once, and keep the records of its ranks."""
         position = self.contenders.index(contender)
-        name = f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
+        name = (
+            f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
+        )
         record_folder = self.folder / "steps" / name
         trace_folder = self.folder / "traces" / name
         interval = max(self.num_steps, _TRACED_STEPS)
@@ -537,7 +591,9 @@ class Comparison:
         if contender.timeline is None:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])
-        duration = "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms a step"
+        duration = (
+            "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms a step"
+        )
         counter.end(f"{duration}, {len(record.steps)} steps")
 
 

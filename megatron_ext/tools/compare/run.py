@@ -53,7 +53,9 @@ class Stop:
     def installed(self) -> Iterator[Stop]:
         """Handle the signals that stop a command, inside this context."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it continues
+        if (
+            signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        ):  # under nohup it continues
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}
         try:
@@ -100,7 +102,9 @@ def launch(
         )
         stop.process = process
         try:
-            if stop.number is not None:  # it arrived while the process was being created
+            if (
+                stop.number is not None
+            ):  # it arrived while the process was being created
                 process.send_signal(stop.number)
             while process.poll() is None:
                 progress()

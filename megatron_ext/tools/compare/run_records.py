@@ -55,7 +55,9 @@ class RunRecord:
         """Durations of the steps that count."""
         durations = [step.duration_s for step in self.steps]
         measured = [duration for duration in durations if duration is not None]
-        counted = [duration for duration in durations[WARMUP_STEPS:] if duration is not None]
+        counted = [
+            duration for duration in durations[WARMUP_STEPS:] if duration is not None
+        ]
         return counted or measured[-1:]
 
 
@@ -81,7 +83,9 @@ def read(folder: Path) -> RunRecord:
         notes.append(f"{len(ranks)} of {world_size} ranks left a record")
     # A rank that was killed may lack the last steps that others recorded.
     num_steps = max(len(body) for body in bodies)
-    steps = [_step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)]
+    steps = [
+        _step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)
+    ]
     memory_bytes = max(line["memory_bytes"] for body in bodies for line in body)
     tokens = _tokens(bodies[0], headers[0]["seq_length"])
     return RunRecord(steps, memory_bytes, tokens, world_size, notes)
@@ -104,7 +108,9 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
         # Not every loss function averages over replicas, so use the last rank's value, as
         # Megatron's log does.
         losses |= line["losses"]
-    norms = [line["gradient_norm"] for line in lines if line["gradient_norm"] is not None]
+    norms = [
+        line["gradient_norm"] for line in lines if line["gradient_norm"] is not None
+    ]
     for norm in norms:
         if not is_same(norm, norms[0]):
             raise DataError(
@@ -121,7 +127,11 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
 
 
 def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | None:
-    counts = [line["consumed_samples"] for line in lines if line["consumed_samples"] is not None]
+    counts = [
+        line["consumed_samples"]
+        for line in lines
+        if line["consumed_samples"] is not None
+    ]
     if seq_length is None or len(counts) < 2:
         return None
     samples = [after - before for before, after in itertools.pairwise(counts)]

@@ -23,10 +23,15 @@ def answer_text(answer: Answer) -> str:
     reference = answer.rows[0]
     lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:
-        if row.judgement in ("close", "different", "failed", "not judged") and row.reason:
+        if (
+            row.judgement in ("close", "different", "failed", "not judged")
+            and row.reason
+        ):
             lines.append(f"{row.label}: {row.reason}")
         if row.repeats is not None and not row.repeats.are_none:
-            lines.append(f"{row.label}: two runs with the same flags differ; see compare --self")
+            lines.append(
+                f"{row.label}: two runs with the same flags differ; see compare --self"
+            )
         lines += [f"{row.label}: {note}" for note in row.notes]
         if row.located:
             lines.append(f"{row.label}: {row.located}")

@@ -35,7 +35,9 @@ class Promise:
     @property
     def allowance(self) -> str:
         """The differences that are allowed, and where they come from."""
-        source = "learned by --calibrate" if self.is_learned else "stated for all models"
+        source = (
+            "learned by --calibrate" if self.is_learned else "stated for all models"
+        )
         return f"{self.loss:.2g} of a loss and {self.norm:.2g} of a norm, {source}"
 
     @property
@@ -50,9 +52,12 @@ class Promise:
             rounded: The differences of that run from the reference.
         """
         relatives = [
-            0.0 if item is None else item.relative for item in (rounded.loss, rounded.norm)
+            0.0 if item is None else item.relative
+            for item in (rounded.loss, rounded.norm)
         ]
-        loss, norm = (max(LEARNED_MARGIN * relative, _RESOLUTION) for relative in relatives)
+        loss, norm = (
+            max(LEARNED_MARGIN * relative, _RESOLUTION) for relative in relatives
+        )
         return replace(self, loss=loss, norm=norm, is_learned=True)
 
     @property
@@ -98,20 +103,33 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
     if kind == "dropout":
         return Promise(None, None, REASONS[kind])
     settings = reference.checked_args
-    is_half = any(getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4"))
+    is_half = any(
+        getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4")
+    )
     loss, norm = TOLERANCES["half" if is_half else "single"]
     return Promise(loss, norm, REASONS[kind])
 
 
-def _difference(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> str | None:
+def _difference(
+    reference: Preflight, candidate: Preflight, *, same_flags: bool
+) -> str | None:
     """Return the key in `REASONS` of what makes the numbers of two runs differ, or None."""
-    settings, config, reference_config = candidate.checked_args, candidate.config, reference.config
+    settings, config, reference_config = (
+        candidate.checked_args,
+        candidate.config,
+        reference.config,
+    )
     assert config is not None
     assert reference_config is not None
     stages = _placement(candidate)
     has_same_stages = stages == _placement(reference)
-    rates = (getattr(settings, name, None) for name in ("hidden_dropout", "attention_dropout"))
-    draws_by_microbatch = config.draws_by_microbatch and reference_config.draws_by_microbatch
+    rates = (
+        getattr(settings, name, None)
+        for name in ("hidden_dropout", "attention_dropout")
+    )
+    draws_by_microbatch = (
+        config.draws_by_microbatch and reference_config.draws_by_microbatch
+    )
     if any(rates) and not (draws_by_microbatch and has_same_stages):
         return "dropout"
     if not same_flags:

@@ -49,7 +49,9 @@ def check_versions() -> Iterator[Diagnosis]:
     if torch is not None and Version(torch).release >= (2, 7):
         yield Diagnosis("OK", "torch", torch)
     else:
-        yield Diagnosis("FAIL", "torch", torch or "not installed", "install torch >= 2.7")
+        yield Diagnosis(
+            "FAIL", "torch", torch or "not installed", "install torch >= 2.7"
+        )
     name = "megatron-core"
     supported = releases.SUPPORTED
     try:
@@ -66,7 +68,9 @@ def check_versions() -> Iterator[Diagnosis]:
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
         remedy = f"use Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
-        yield Diagnosis("FAIL", name, f"{core}, which needs Python {needed} or later", remedy)
+        yield Diagnosis(
+            "FAIL", name, f"{core}, which needs Python {needed} or later", remedy
+        )
     elif releases.is_newer_than_known(release):
         mismatch = f"{core} is newer than this package knows ({supported})"
         remedy = "`megatron-ext patches check` shows whether it fits"
@@ -91,7 +95,9 @@ def check_requirements() -> Iterator[Diagnosis]:
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
         # Packages in our extras may be absent, but if installed they must fit; developer tools need
         # not.
-        extras = [name for name in extras if package == "megatron-ext" and name != "dev"]
+        extras = [
+            name for name in extras if package == "megatron-ext" and name != "dev"
+        ]
         for line in lines:
             requirement = Requirement(line)
             if requirement.name not in ("torch", "megatron-core"):
@@ -105,7 +111,9 @@ def _check_requirement(
     from packaging.version import Version
 
     def applies_to(extra: str) -> bool:
-        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        return requirement.marker is None or requirement.marker.evaluate(
+            {"extra": extra}
+        )
 
     is_needed = applies_to("")
     if not is_needed and not any(applies_to(extra) for extra in extras):
@@ -113,7 +121,9 @@ def _check_requirement(
     version = installed(requirement.name)
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None and is_needed:
-        yield Diagnosis("FAIL", requirement.name, f"not installed, {package} needs it", remedy)
+        yield Diagnosis(
+            "FAIL", requirement.name, f"not installed, {package} needs it", remedy
+        )
     # A vendor's build of a release, such as 2.7.0a0+git, counts as that release.
     elif version and not requirement.specifier.contains(Version(version).base_version):
         mismatch = f"{version}, {package} requires {requirement.specifier}"
@@ -146,7 +156,9 @@ def check_tree() -> Iterator[Diagnosis]:
         yield Diagnosis.of("FAIL", name, error)
         return
     if tree is None:
-        state = f"none, and megatron-core {releases.core_version()} trains with one only"
+        state = (
+            f"none, and megatron-core {releases.core_version()} trains with one only"
+        )
         if releases.has_training():
             state = "none, megatron.training of the wheel is used"
         remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
@@ -178,7 +190,9 @@ def check_device() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "device", f"{backend}, {count} devices")
         for name, (module, remedy) in device.kernels.items():
             if find_spec(module) is None:
-                yield Diagnosis("WARN", name, "not installed, and Megatron expects it", remedy)
+                yield Diagnosis(
+                    "WARN", name, "not installed, and Megatron expects it", remedy
+                )
     elif devices.requested() != "auto":
         yield Diagnosis("OK", "device", f"{backend}, as requested")
     elif (reason := why_idle()) is not None:
@@ -243,7 +257,9 @@ def check_patches() -> Iterator[Diagnosis]:
         state = f"{len(rows) - num_pending} of {len(rows)} patch targets verified"
         if absent:
             modules = ", ".join(absent)
-            state += f", {num_pending} belong to modules that this install lacks: {modules}"
+            state += (
+                f", {num_pending} belong to modules that this install lacks: {modules}"
+            )
         yield Diagnosis("OK", "patches", state)
 
 
@@ -253,7 +269,9 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        yield Diagnosis("FAIL", name, error.strerror or str(error), "mount a tmpfs there")
+        yield Diagnosis(
+            "FAIL", name, error.strerror or str(error), "mount a tmpfs there"
+        )
         return
     # Our arenas are anonymous files in memory, and do not count against /dev/shm.
     sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
@@ -277,7 +295,9 @@ def check_memlock() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "locked memory", f"{limit} (root may lock more)")
     else:
         remedy = "for RDMA raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
-        yield Diagnosis("WARN", "locked memory", limit, remedy + "run --ulimit memlock=-1")
+        yield Diagnosis(
+            "WARN", "locked memory", limit, remedy + "run --ulimit memlock=-1"
+        )
 
 
 def check_open_files() -> Iterator[Diagnosis]:
@@ -293,7 +313,9 @@ def check_open_files() -> Iterator[Diagnosis]:
     if hard_limit != resource.RLIM_INFINITY and hard_limit < _MIN_OPEN_FILES:
         remedy = f"raise it: `nofile {_MIN_OPEN_FILES}` in /etc/security/limits.conf, or docker "
         remedy += f"run --ulimit nofile={_MIN_OPEN_FILES}"
-    problem = f"{soft_limit} for each process, and the connections of a rank may take more"
+    problem = (
+        f"{soft_limit} for each process, and the connections of a rank may take more"
+    )
     yield Diagnosis("WARN", "open files", problem, remedy)
 
 

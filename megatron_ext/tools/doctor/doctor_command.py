@@ -37,7 +37,9 @@ def add_subcommand(subparsers: Any) -> None:
         "file, as `plan` takes it (default: a replica of this machine's)",
     )
     add_hosts(parser)
-    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     parser.set_defaults(run=_run)
 
 
@@ -48,7 +50,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.devices is not None:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
-                raise LaunchError(f"--{name} is for machines at hand, --devices for any; give one")
+                raise LaunchError(
+                    f"--{name} is for machines at hand, --devices for any; give one"
+                )
         if not args.command_words:
             raise ArgumentsError(
                 "--devices checks the flags of a training; add them: -- pretrain_gpt.py FLAGS"
@@ -56,14 +60,18 @@ def _run(args: argparse.Namespace) -> int:
         findings = check_training(args.command_words, *parse_devices(args.devices))
     elif args.hostfile is None and not (args.include is None and args.exclude is None):
         flag = "--exclude" if args.include is None else "--include"
-        raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
+        raise LaunchError(
+            f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE"
+        )
     else:
         findings = _of_machines(args)
     diagnoses = []
     for diagnosis in findings:
         diagnoses.append(diagnosis)
         if not args.json:
-            print(diagnosis, flush=True)  # print each at once, because some checks take seconds
+            print(
+                diagnosis, flush=True
+            )  # print each at once, because some checks take seconds
     if args.json:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
     return int(any(diagnosis.level == "FAIL" for diagnosis in diagnoses))
@@ -77,9 +85,17 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
         from megatron_ext.tools.launch.jobs import hosts_of
         from megatron_ext.tools.launch.plan import JobPlan
 
-        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])  # to be counted
+        hosts = tuple(
+            replace(host, slots=None) for host in hosts_of(args)[0]
+        )  # to be counted
         plan = JobPlan(
-            runs.new_run_id(), hosts, ("true",), "/", args.python, per_node=True, ssh=args.ssh_cmd
+            runs.new_run_id(),
+            hosts,
+            ("true",),
+            "/",
+            args.python,
+            per_node=True,
+            ssh=args.ssh_cmd,
         )
     # Imported here because this imports torch, which takes seconds and --devices does not need.
     from megatron_ext.tools.doctor import checks, flight

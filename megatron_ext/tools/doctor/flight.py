@@ -143,7 +143,9 @@ def check_training(
             return
     for rule in hangs:
         if rule.refuses(args):
-            yield Diagnosis("WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy)
+            yield Diagnosis(
+                "WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy
+            )
     yield Diagnosis("OK", "training", f"{name} takes these flags")
     yield from _arenas(answer, is_here=count is None)
     if device is None:
@@ -236,8 +238,12 @@ def _unforeseen(answer: Preflight) -> str | None:
     for rule in NOT_FORECAST:
         if rule.refuses(args):
             return f"with {rule.flag} {rule.reason}"
-    if not getattr(args, "padded_vocab_size", None) and not getattr(args, "vocab_size", None):
-        return "the vocabulary is the tokenizer's; add --padded-vocab-size with its size"
+    if not getattr(args, "padded_vocab_size", None) and not getattr(
+        args, "vocab_size", None
+    ):
+        return (
+            "the vocabulary is the tokenizer's; add --padded-vocab-size with its size"
+        )
     if config is None:
         return None
     if config.slices > 1:
@@ -255,11 +261,15 @@ def _unforeseen(answer: Preflight) -> str | None:
     return None
 
 
-def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> Iterator[Diagnosis]:
+def _forecast(
+    answer: Preflight, flags: Sequence[str], device: DeviceKind
+) -> Iterator[Diagnosis]:
     """Compare the forecast of memory and waiting with the devices, and name better flags."""
     reason = _unforeseen(answer)
     if reason is not None:
-        finding, _, remedy = f"memory and time are not checked: {reason}".partition("; ")
+        finding, _, remedy = f"memory and time are not checked: {reason}".partition(
+            "; "
+        )
         yield Diagnosis("OK", "layout", finding, remedy)
         return
     try:
@@ -282,7 +292,9 @@ def _forecast(answer: Preflight, flags: Sequence[str], device: DeviceKind) -> It
     yield _idle_devices(plan, better, device, remedy)
 
 
-def _better_flags(differences: str, better: Layout, plan: Layout, flags: Sequence[str]) -> str:
+def _better_flags(
+    differences: str, better: Layout, plan: Layout, flags: Sequence[str]
+) -> str:
     """Return text with a better layout's flags, which flags they replace, and their gain."""
     user_flags = {word.partition("=")[0] for word in flags}
     # Flags that the better layout has as well only get another value.
@@ -303,7 +315,8 @@ def _memory(
     rank = plan.memory_gib.index(needed_gib)
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
     finding = (
-        f"rank {rank} needs {needed_gib:.1f} GiB of {device.memory_gib:g} ({device.name}, {name})"
+        f"rank {rank} needs {needed_gib:.1f} GiB of {device.memory_gib:g} "
+        f"({device.name}, {name})"
     )
     if dynamic is not None and dynamic.margin:
         finding += f", plus --dpp-extra-activations {dynamic.margin}"
@@ -325,7 +338,9 @@ def _idle_devices(
         "step by forecast"
     )
     if plan.idle >= _MOSTLY_IDLE:
-        return Diagnosis("WARN", "idle devices", finding, remedy or "give more micro-batches")
+        return Diagnosis(
+            "WARN", "idle devices", finding, remedy or "give more micro-batches"
+        )
     fits = max(plan.memory_gib) <= device.memory_gib - device.reserve_gib
     if fits and better is not None and plan.step_s > _WORTH * better.step_s:
         return Diagnosis("OK", "idle devices", finding, remedy)
@@ -388,7 +403,9 @@ def planned(
     return job, replace(plan, job=replace(boundless, device=device))
 
 
-def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> ParallelSizes:
+def _parallel_sizes(
+    sizes: JobSizes, args: Namespace, batches: Batches
+) -> ParallelSizes:
     """Return the sizes of a job in the planner's terms.
 
     Raises:
@@ -409,7 +426,9 @@ def _parallel_sizes(sizes: JobSizes, args: Namespace, batches: Batches) -> Paral
     if granularity == "full":
         recomputed = frozenset({"full"})
     elif granularity == "selective":
-        recomputed = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+        recomputed = frozenset(
+            getattr(args, "recompute_modules", None) or ("core_attn",)
+        )
     return ParallelSizes(
         tp=tp,
         pp=pp,
@@ -486,7 +505,9 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
         # chunks.
         if name in ("schedule", "pp"):
             free_names |= {"schedule", "vp"}
-        fixed_settings = {key: value for key, value in fixed.items() if key not in free_names}
+        fixed_settings = {
+            key: value for key, value in fixed.items() if key not in free_names
+        }
         changes += _better(job, fixed_settings, user_layout, differences)
     # A sharded optimizer is a field of the question, not a size that a search can keep.
     sharded = replace(job, shards_optimizer=True)

@@ -54,7 +54,9 @@ Send = Callable[[Json], None]
 class _Job:
     """A job that runs here: its process, and why it is being stopped, if it is."""
 
-    def __init__(self, argv: list[str], environment: dict[str, str], request: Json) -> None:
+    def __init__(
+        self, argv: list[str], environment: dict[str, str], request: Json
+    ) -> None:
         self.stopped: str | None = None
         self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
         agent_pid = os.getpid()
@@ -84,7 +86,9 @@ class _Job:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
         killer = threading.Timer(grace_s, self.end)
-        killer.daemon = True  # if the job ends in time, the agent need not wait for the timer
+        killer.daemon = (
+            True  # if the job ends in time, the agent need not wait for the timer
+        )
         killer.start()
 
     def end(self) -> None:
@@ -100,7 +104,9 @@ class _Job:
         """
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != self.child.pid:
+            while (
+                ended := os.waitid(os.P_ALL, 0, look)
+            ) and ended.si_pid != self.child.pid:
                 os.waitpid(ended.si_pid, 0)
 
     def _follow_launcher(self) -> None:
@@ -117,7 +123,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     os.environ.update(request["env"])
     # The script's own modules may only be on the job's path.
-    sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path += [
+        path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
+    ]
     hello = look(request, directory)
     send(hello)
     # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
@@ -147,9 +155,13 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         "log": None,
     }
     try:
-        folder = open_folder(directory, create=True)  # stays open as long as this process
+        folder = open_folder(
+            directory, create=True
+        )  # stays open as long as this process
         if folder.exists("agent.json"):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), str(directory)
+            )
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
         sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
@@ -162,7 +174,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         send({**ended, "time": time.time(), "tail": [reason]})
         return
     output = job.child.stdout
-    forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node), daemon=True)
+    forwarder = threading.Thread(
+        target=_forward, args=(output, log, send, per_node), daemon=True
+    )
     forwarder.start()
     # The earliest failure of several hosts is reported
     code, ended["time"] = job.child.wait(), time.time()
@@ -241,7 +255,9 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     first = cause.first(causes)
     if is_stopped and (first is None or not first.is_sure):
         return {}
-    failure: Json = {"tail": last_lines(logs.folder.anchor / logs.without_rank, _TAIL_LINES)}
+    failure: Json = {
+        "tail": last_lines(logs.folder.anchor / logs.without_rank, _TAIL_LINES)
+    }
     if first is None:
         return failure
     failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
@@ -249,9 +265,13 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        failure["code"] = report["exit_code"]  # the cause does not make progress, or exited with 0
+        failure["code"] = report[
+            "exit_code"
+        ]  # the cause does not make progress, or exited with 0
     for path in logs.of_rank(first.rank):
-        failure["log"] = str(logs.directory / path.parent.relative_to(logs.folder.anchor))
+        failure["log"] = str(
+            logs.directory / path.parent.relative_to(logs.folder.anchor)
+        )
         lines = last_lines(path, _TAIL_LINES)
         if any(map(str.strip, lines)):
             failure["tail"] = lines
@@ -285,7 +305,9 @@ def _stop(request: Json, directory: Path) -> Json:
     agent = None
     with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
-    if agent is not None:  # it ends its job properly, which takes about the grace period
+    if (
+        agent is not None
+    ):  # it ends its job properly, which takes about the grace period
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)  # its launcher needs its report
@@ -316,7 +338,9 @@ def _status(request: Json, directory: Path) -> Json:
     state = ""
     if runs.recorded(ended):
         state = "running, "
-    with suppress(KeyError, TypeError):  # it has not ended, or could not write its report
+    with suppress(
+        KeyError, TypeError
+    ):  # it has not ended, or could not write its report
         state = f"ended with {ended['code']}"
         if ended["stopped"]:
             state += f" ({ended['stopped']})"
@@ -351,7 +375,9 @@ def main() -> int:
             output.flush()
 
     def live() -> None:
-        with suppress(OSError):  # the launcher is gone, which the end of our input shows too
+        with suppress(
+            OSError
+        ):  # the launcher is gone, which the end of our input shows too
             while True:
                 time.sleep(_ALIVE_S)
                 send({"kind": "alive"})
@@ -371,7 +397,10 @@ def main() -> int:
         try:
             answer = operation(request, directory)
         except (OSError, LaunchError) as error:
-            answer = {"failed": True, "text": f"the run's folder cannot be used: {error}"}
+            answer = {
+                "failed": True,
+                "text": f"the run's folder cannot be used: {error}",
+            }
         send({"kind": "answer", "failed": False, **answer})
     return 0
 
@@ -379,4 +408,6 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # the thread that reads standard input would abort a normal interpreter exit
+    os._exit(
+        code
+    )  # the thread that reads standard input would abort a normal interpreter exit

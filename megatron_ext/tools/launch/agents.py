@@ -61,7 +61,9 @@ Event = tuple[int, Json | Literal["signal"] | None]
 """Index of a host and its message (None if its connection has ended), or the number of a signal."""
 
 
-def reach(plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float) -> list[str]:
+def reach(
+    plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float
+) -> list[str]:
     """Return the command that runs `remote` on a host, quoted for the login shell."""
     if host.local:
         return list(remote)
@@ -87,7 +89,9 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
 
     `code` is the exit code of the connection, `printed` are the lines of ssh or the login shell.
     """
-    last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
+    last = next(
+        (line.strip() for line in reversed(printed) if line.strip()), "no output"
+    )
     for pattern, meaning in _MEANINGS.items():
         if re.search(pattern, "\n".join(printed), re.IGNORECASE):
             return f"{meaning.format(host=host)} ({last})"
@@ -97,7 +101,9 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
 class _Connection:
     """An agent on a host: its process or that of ssh, and any other output of it."""
 
-    def __init__(self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]) -> None:
+    def __init__(
+        self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]
+    ) -> None:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
@@ -196,7 +202,13 @@ class Agents:
         variables = ["MEGATRON_EXT_DISABLE=1"]
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")  # the agent must use the same files
-        argv = ["env", *variables, self.plan.python, "-m", "megatron_ext.tools.launch.agent"]
+        argv = [
+            "env",
+            *variables,
+            self.plan.python,
+            "-m",
+            "megatron_ext.tools.launch.agent",
+        ]
         answers: dict[int, Json | str] = {}
         for index, host in enumerate(self.plan.hosts):
             put = partial(self._put, index)
@@ -211,7 +223,10 @@ class Agents:
         while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
             index, message = self.next_event(deadline)
             if isinstance(message, dict):
-                answers[index] = {**message, "ahead_s": message.get("clock", 0.0) - time.time()}
+                answers[index] = {
+                    **message,
+                    "ahead_s": message.get("clock", 0.0) - time.time(),
+                }
             # A connection that ends after its answer is normal, unless the host is to run the job.
             elif index in self.connections and (op == "run" or index not in answers):
                 connection = self.connections[index]
@@ -226,7 +241,9 @@ class Agents:
     def look(self, timeout_s: float) -> list[Json]:
         """Return the answer of each host, with all problems that keep it from the job."""
         answers = self.ask("run", timeout_s)
-        is_complete = bool(answers) and not any(isinstance(answer, str) for answer in answers)
+        is_complete = bool(answers) and not any(
+            isinstance(answer, str) for answer in answers
+        )
         hellos: list[Json] = []
         for answer in answers:
             if isinstance(answer, str):
@@ -263,7 +280,9 @@ class Agents:
             if name == "python":
                 remedy = "use the same Python on all hosts (--python PATH)"
             elif name.endswith(", content"):
-                remedy = "copy it from here with rsync, or name the same file everywhere"
+                remedy = (
+                    "copy it from here with rsync, or name the same file everywhere"
+                )
             for hello, version in zip(hellos, versions, strict=True):
                 if version not in (commonest, None):
                     text = f"{name} {version}, but {like} has {commonest}; {remedy}"

@@ -54,7 +54,9 @@ def shown_ranks(text: str, world_size: int) -> list[int]:
     return sorted(ranks)
 
 
-def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace) -> int:
+def with_restarts(
+    plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace
+) -> int:
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
     Every attempt is a separate run with preflight, logs and a result: ID, ID-r1, ID-r2. The script
@@ -62,7 +64,9 @@ def with_restarts(plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespa
     it has written all of it. Hosts beyond those of the plan are spares.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
-        say("warning: without --save and --load, a restart begins with the first iteration")
+        say(
+            "warning: without --save and --load, a restart begins with the first iteration"
+        )
     for ending in (signal.SIGTERM, signal.SIGHUP):
         # Applies between attempts, when connections are closed
         if signal.getsignal(ending) == signal.SIG_DFL:
@@ -159,7 +163,9 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
                 RunFolder.open(runs.runs_root(), plan.run_id, create=True)
             )
             if folder.exists("plan.json"):
-                raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+                raise LaunchError(
+                    f"there is a run {plan.run_id} already; give another --run-id"
+                )
             folder.write_json("plan.json", plan.record())
             folder.write_json("launcher.json", runs.record())
             log = resources.enter_context(folder.create("output.log"))
@@ -187,7 +193,9 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         try:
             folder.write_json("result.json", end.record())
         except OSError as error:
-            say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
+            say(
+                f"warning: {directory / 'result.json'} cannot be written: {error.strerror}"
+            )
     end.tell()
     return outcome, plan
 
@@ -252,14 +260,18 @@ class _End:
     def tell(self) -> None:
         """Report how the job ended; the last line gives the cause of a failure."""
         if self.display.left_out:
-            say(f"{self.display.left_out} lines were not shown, because the output was blocked")
+            say(
+                f"{self.display.left_out} lines were not shown, because the output was blocked"
+            )
         is_training = bool(self.display.iteration) or self.view is not None
         if self.outcome.failure is not None:
             self._tell_failure(self.outcome.failure)
         elif self.outcome.stopped_by == "SIGINT" and is_training:
             when = "before the first logged iteration"
             if self.display.iteration:
-                saved = [flag_value(self.plan.command, flag) for flag in ("--save", "--load")]
+                saved = [
+                    flag_value(self.plan.command, flag) for flag in ("--save", "--load")
+                ]
                 when = f"at iteration {self.display.iteration}; {to_resume(*saved)}"
             say(f"interrupted {when}; {self._logs}")
         elif self.outcome.stopped_by is not None:

@@ -37,7 +37,9 @@ class Display:
     unless a view shortens it. The display closes neither.
     """
 
-    def __init__(self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None) -> None:
+    def __init__(
+        self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None
+    ) -> None:
         self._output, self._log, self._view = output, log, view
         self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
         self.iteration = 0
@@ -55,7 +57,9 @@ class Display:
         try:
             # This runs in the thread of a connection, and its host would wait as long as we do.
             # Wait only once for all chunks, because the report of the job's end comes after them.
-            self._chunks.put((host, data), timeout=0 if self._is_blocked else _PATIENCE_S)
+            self._chunks.put(
+                (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
+            )
         except queue.Full:
             self._is_blocked = True
             self.left_out += data.count(b"\n")

@@ -29,7 +29,9 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    killer = threading.Timer(grace_s, lambda: runs.end(Process().children(recursive=True)))
+    killer = threading.Timer(
+        grace_s, lambda: runs.end(Process().children(recursive=True))
+    )
     killer.daemon = True
     # The report for this host's agent: the rank that ended first, and the stopped ones.
     failure: dict[str, object] = {}
@@ -72,7 +74,9 @@ def stopped_ranks() -> list[dict[str, int]]:
             if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
                 variables = process.environ()
                 rank, local_rank = int(variables["RANK"]), int(variables["LOCAL_RANK"])
-                stopped.append({"rank": rank, "local_rank": local_rank, "pid": process.pid})
+                stopped.append(
+                    {"rank": rank, "local_rank": local_rank, "pid": process.pid}
+                )
     return stopped
 
 
@@ -80,4 +84,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # all workers have exited; torch's shutdown would only delay the report
+    os._exit(
+        code
+    )  # all workers have exited; torch's shutdown would only delay the report

@@ -26,7 +26,9 @@ MAX_SLOTS = 1024
 """Upper bound on the processes of a host; larger numbers are typing mistakes."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
-_HOST = re.compile(rf"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>{_NAME}))(?::(?P<slots>[^:\s]*))?")
+_HOST = re.compile(
+    rf"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>{_NAME}))(?::(?P<slots>[^:\s]*))?"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,11 @@ class Host:
 def _number(limit: int) -> Callable[[str], int | None]:
     # int() alone would accept signs, spaces, underscores and digits of other scripts.
     def convert(text: str) -> int | None:
-        return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and int(text) <= limit else None
+        return (
+            int(text)
+            if re.fullmatch(r"[0-9]{1,5}", text) and int(text) <= limit
+            else None
+        )
 
     return convert
 
@@ -80,7 +86,10 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
         lambda text: tuple(str(ip_address(word)) for word in text.split(",")),
         "IP addresses, as in A,B",
     ),
-    "type": (lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text, "one word"),
+    "type": (
+        lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text,
+        "one word",
+    ),
 }
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
@@ -152,13 +161,18 @@ def _host(words: list[str]) -> Host:
         elif not key.startswith("env."):
             raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
         elif not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
-            raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
+            raise ValueError(
+                f"{word!r} names no environment variable; write env.NAME=VALUE"
+            )
         else:
             env.append((key.removeprefix("env."), value))
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
-    for key in ("max_slots", "type"):  # keys of other launchers, which have no effect here
+    for key in (
+        "max_slots",
+        "type",
+    ):  # keys of other launchers, which have no effect here
         fields.pop(key, None)
     return Host(name, env=tuple(env), **fields)
 
@@ -175,7 +189,9 @@ def select(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
     """Return the hosts in `--include`, or all hosts not in `--exclude`; both are `host1@host2`."""
-    if include is not None and exclude is not None:  # don't guess which of them applies first
+    if (
+        include is not None and exclude is not None
+    ):  # don't guess which of them applies first
         raise LaunchError("--include and --exclude are both given; use one of them")
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
 # These belong to one machine or process: a job that starts another job must not pass them on.
-_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", runs.RUN_ID, runs.NODE, parent.AGENT_PID, parent.SOCKETS)
+_NOT_FORWARDED = (
+    "MEGATRON_EXT_RUNS",
+    runs.RUN_ID,
+    runs.NODE,
+    parent.AGENT_PID,
+    parent.SOCKETS,
+)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
@@ -52,12 +58,16 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     try:
         workdir = str(Path.cwd())
     except FileNotFoundError:
-        raise LaunchError("the work directory was removed; change to one that exists") from None
+        raise LaunchError(
+            "the work directory was removed; change to one that exists"
+        ) from None
     if args.slurm is not None and not is_inside_allocation():
         submit(args, words[: -len(args.command_words)], command, workdir)
         return 0
     if args.slurm is not None:
-        say(f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other")
+        say(
+            f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other"
+        )
     plan = planned(args, command, workdir)
     plan.check()
     if plan.reserve is not None and len(plan.hosts) > 1:
@@ -131,7 +141,9 @@ def submit(
 ) -> None:
     """Submit a job to Slurm, which runs the same command line again inside an allocation."""
     if args.hostfile is not None:
-        raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
+        raise LaunchError(
+            "--slurm and --hostfile are both given; Slurm chooses the hosts"
+        )
     options = [word for word in words if word not in ("--dry-run", "--")]
     line = [*slurm.without_values(options), "--", *command]
     submission = slurm.submission(args.slurm, line, workdir)

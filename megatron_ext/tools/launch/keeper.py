@@ -35,14 +35,18 @@ _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """A line of Megatron's log about a step."""
-_RESTART = re.compile(rb"\brestart \d+ in the same processes: (\d+) of (\d+) ranks are left")
+_RESTART = re.compile(
+    rb"\brestart \d+ in the same processes: (\d+) of (\d+) ranks are left"
+)
 """The line with which the ranks begin a restart (`megatron_ext/training/survival.py`)."""
 
 
 class Rank:
     """A rank on this host, and the thread that reads its output."""
 
-    def __init__(self, rank: int, command: list[str], log_dir: Path, *, is_shown: bool) -> None:
+    def __init__(
+        self, rank: int, command: list[str], log_dir: Path, *, is_shown: bool
+    ) -> None:
         self.rank = rank
         self.is_lost = False
         log_dir.mkdir(parents=True)
@@ -83,7 +87,9 @@ _OUTPUT = threading.Lock()
 
 def _show(rank: int, line: bytes) -> None:
     with _OUTPUT, suppress(OSError):
-        sys.stdout.buffer.write(runs.RANK_MARK + b"%d " % rank + line.rstrip(b"\n") + b"\n")
+        sys.stdout.buffer.write(
+            runs.RANK_MARK + b"%d " % rank + line.rstrip(b"\n") + b"\n"
+        )
         sys.stdout.buffer.flush()
 
 
@@ -131,12 +137,16 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
 class Keeper:
     """Runs the ranks of this host until the last one has ended."""
 
-    def __init__(self, args: argparse.Namespace, losses: Losses, grace_s: float) -> None:
+    def __init__(
+        self, args: argparse.Namespace, losses: Losses, grace_s: float
+    ) -> None:
         self._losses = losses
         self._grace_s = grace_s
         self._stopped_by: int | None = None
         self._ranks_met = Path(args.log_dir) / "ranks_met"
-        shown = {int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item}
+        shown = {
+            int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item
+        }
         os.environ.update(
             {
                 "WORLD_SIZE": str(args.nproc_per_node),
@@ -166,7 +176,9 @@ class Keeper:
             signal.signal(number, self._stop)
         threads = []
         for rank in self._ranks:
-            thread = threading.Thread(target=rank.follow, args=(self._losses,), daemon=True)
+            thread = threading.Thread(
+                target=rank.follow, args=(self._losses,), daemon=True
+            )
             thread.start()
             threads.append(thread)
         while any(rank.process.poll() is None for rank in self._ranks):
@@ -227,7 +239,9 @@ def main() -> int:
     }
     with suppress(OSError), RunFolder.open(report.parent) as folder:
         folder.write_json(report.name, failure)
-    return fatal_loss.exit_code if fatal_loss.exit_code > 0 else 128 - fatal_loss.exit_code
+    return (
+        fatal_loss.exit_code if fatal_loss.exit_code > 0 else 128 - fatal_loss.exit_code
+    )
 
 
 if __name__ == "__main__":

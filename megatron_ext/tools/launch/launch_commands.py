@@ -44,7 +44,9 @@ def _assignment(text: str) -> tuple[str, str]:
     if equals:
         return name, value
     if name not in os.environ:
-        raise argparse.ArgumentTypeError(f"{name} is not set here; export it, or give {name}=VALUE")
+        raise argparse.ArgumentTypeError(
+            f"{name} is not set here; export it, or give {name}=VALUE"
+        )
     # Take the value from here, so that a secret need not appear on the command line.
     return name, os.environ[name]
 
@@ -60,7 +62,9 @@ def _program(text: str) -> tuple[str, ...]:
 
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
-        raise argparse.ArgumentTypeError(f"{text} is relative; hosts need an absolute path")
+        raise argparse.ArgumentTypeError(
+            f"{text} is relative; hosts need an absolute path"
+        )
     return text
 
 
@@ -117,7 +121,11 @@ def add_subcommands(subparsers: Any) -> None:
     )
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
     add = parser.add_argument_group("output").add_argument
-    add("--dry-run", action="store_true", help="print the command of each host and do nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the command of each host and do nothing",
+    )
     add(
         "--raw",
         action="store_true",
@@ -131,14 +139,18 @@ def add_subcommands(subparsers: Any) -> None:
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
         "full logs stay on the hosts",
     )
-    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     parser.set_defaults(run=_run)
     for name, text in (
         ("stop", "stop a running job"),
         ("status", "show what runs where, and where its logs are"),
         ("logs", "show the end of a job's logs"),
     ):
-        parser = subparsers.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        parser = subparsers.add_parser(
+            name, help=text, description=f"{text.capitalize()}."
+        )
         add = parser.add_argument
         add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
         add_programs(add)
@@ -157,8 +169,19 @@ def add_subcommands(subparsers: Any) -> None:
                 help="seconds until it is killed, where the launch gives it more",
             )
         if name == "logs":
-            add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
-            add("--lines", type=_count, default=20, metavar="N", help="lines (default: 20)")
+            add(
+                "--rank",
+                type=int,
+                metavar="R",
+                help="a rank (default: torchrun's own log)",
+            )
+            add(
+                "--lines",
+                type=_count,
+                default=20,
+                metavar="N",
+                help="lines (default: 20)",
+            )
         parser.set_defaults(run=_run)
 
 
@@ -193,7 +216,11 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
         metavar="N",
         help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
     )
-    add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
+    add(
+        "--allow-uneven",
+        action="store_true",
+        help="different numbers of processes on the hosts",
+    )
     add(
         "--num-microbatches",
         type=_count,

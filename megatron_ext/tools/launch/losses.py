@@ -89,7 +89,9 @@ class Losses:
             self._write()
         ending = _ending(loss.exit_code)
         outlook = self._outlook(loss)
-        self.say(loss.rank, f"megatron_ext: rank {loss.rank} was lost ({ending}): {outlook}")
+        self.say(
+            loss.rank, f"megatron_ext: rank {loss.rank} was lost ({ending}): {outlook}"
+        )
 
     def _outlook(self, loss: Loss) -> str:
         if loss.exit_code == _USER_ERROR:

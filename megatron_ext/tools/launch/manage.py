@@ -30,7 +30,9 @@ def manage(args: argparse.Namespace) -> int:
     plan = _reachable_plan(run_id, args)
     launcher = runs.recorded(runs.load(run_id, "launcher"))
     if command != "stop" and (restarts := _restarts(run_id)):
-        say(f"this was its first attempt; it was started again as {', '.join(restarts)}")
+        say(
+            f"this was its first attempt; it was started again as {', '.join(restarts)}"
+        )
     timeout_s = args.timeout
     details: runs.Json = {}
     if command == "stop":
@@ -51,10 +53,16 @@ def manage(args: argparse.Namespace) -> int:
     if plan.slurm_job is not None:
         # After a Slurm job, only files are left, which its hosts share with this machine.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
-        plan = replace(plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts))
+        plan = replace(
+            plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)
+        )
     with Agents(plan) as agents:
         answers = agents.ask(command, timeout_s, **details)
-    if command == "stop" and plan.slurm_job and slurm.state(plan.slurm_job) != "RUNNING":
+    if (
+        command == "stop"
+        and plan.slurm_job
+        and slurm.state(plan.slurm_job) != "RUNNING"
+    ):
         # If the job ended with its launcher, the answers may have been cut off.
         print(f"Slurm's job {plan.slurm_job} has ended")
         return 0
@@ -64,7 +72,11 @@ def manage(args: argparse.Namespace) -> int:
 def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
     """Return the plan of a run, with this command line's programs to reach its hosts."""
     record = runs.load(run_id, "plan")
-    if record is None and run_id.isdecimal() and (state := slurm.state(run_id)) is not None:
+    if (
+        record is None
+        and run_id.isdecimal()
+        and (state := slurm.state(run_id)) is not None
+    ):
         raise LaunchError(
             f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or end it "
             f"with `scancel {run_id}`"
@@ -86,17 +98,25 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:
-        raise LaunchError(f"--rank is {rank}; the job has ranks 0 to {plan.num_started - 1}")
+        raise LaunchError(
+            f"--rank is {rank}; the job has ranks 0 to {plan.num_started - 1}"
+        )
     index = plan.host_of(rank)
-    return replace(plan, hosts=plan.hosts[index : index + 1]), rank - plan.first_rank(index)
+    return replace(plan, hosts=plan.hosts[index : index + 1]), rank - plan.first_rank(
+        index
+    )
 
 
-def _print_answers(plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool) -> int:
+def _print_answers(
+    plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool
+) -> int:
     """Print the answers of the hosts; return 1 if one does not answer or reports a failure."""
     has_failed = False
     for host, answer in zip(plan.hosts, answers, strict=True):
         if isinstance(answer, str):
-            print(f"megatron-ext: error: {host.name}: {line_of(answer)}", file=sys.stderr)
+            print(
+                f"megatron-ext: error: {host.name}: {line_of(answer)}", file=sys.stderr
+            )
             has_failed = True
             continue
         has_failed |= answer["failed"]
@@ -110,7 +130,11 @@ def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
     root = runs.runs_root()
     if record is None:
         run_ids = sorted(path.parent.name for path in root.glob("*/plan.json"))[-5:]
-        latest = f"the latest are {', '.join(run_ids)}" if run_ids else "none was started from here"
+        latest = (
+            f"the latest are {', '.join(run_ids)}"
+            if run_ids
+            else "none was started from here"
+        )
         raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
     try:
         return JobPlan.of_record(record)

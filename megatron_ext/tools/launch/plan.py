@@ -30,7 +30,11 @@ FORWARDED = (
 )  # fmt: skip
 """Prefixes of the environment variables that every host gets from the launcher's environment."""
 _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
+_BETWEEN_HOSTS = (
+    "auto",
+    "tcp",
+    "rdma",
+)  # values of --pipeline-transport that need --node-ips
 _IMPLYING_TRANSPORT = frozenset({"--use-dpp", "--forward-backward-disaggregating"})
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
@@ -82,7 +86,10 @@ class Parallel:
     def of(cls, flags: Sequence[str]) -> Parallel:
         """Read the sizes from training flags."""
         sizes = _sizes_of(flags)
-        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+        tensor, pipeline = (
+            sizes.tensor_model_parallel_size,
+            sizes.pipeline_model_parallel_size,
+        )
         context = sizes.context_parallel_size
         forward = 0
         if "--forward-backward-disaggregating" in flags:
@@ -176,7 +183,10 @@ class JobPlan:
         """
         if self.per_node or len(self.hosts) == 1:
             return
-        if not self.allow_uneven and len({host.slots for host in self.hosts if host.slots}) > 1:
+        if (
+            not self.allow_uneven
+            and len({host.slots for host in self.hosts if host.slots}) > 1
+        ):
             shown = ", ".join(f"{host.name} {host.slots or 0}" for host in self.hosts)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
@@ -197,7 +207,9 @@ class JobPlan:
         hosts have reported. None: every host has slots.
         """
         hosts = []
-        for host, count in zip(self.hosts, devices or [0] * len(self.hosts), strict=True):
+        for host, count in zip(
+            self.hosts, devices or [0] * len(self.hosts), strict=True
+        ):
             if not host.slots and not count:
                 raise LaunchError(
                     f"{host.name}: no devices were found there; say how many processes to "
@@ -300,7 +312,11 @@ class JobPlan:
         """Return the index of the host on which a global rank runs."""
         if self.world_size <= rank < self.num_started:
             return len(self.hosts) - 1  # in reserve
-        return next(index for index in range(len(self.hosts)) if rank < self.first_rank(index + 1))
+        return next(
+            index
+            for index in range(len(self.hosts))
+            if rank < self.first_rank(index + 1)
+        )
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the job's variables on a host, in addition to those of the login shell."""
@@ -317,7 +333,9 @@ class JobPlan:
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
 
-    def agent_argv(self, index: int, hello: Json, port: int, show: Sequence[int]) -> list[str]:
+    def agent_argv(
+        self, index: int, hello: Json, port: int, show: Sequence[int]
+    ) -> list[str]:
         """Return the command that the agent of a host starts, given its fitness.
 
         The ranks meet at a port of the first host. `show` lists local ranks whose output is shown.
@@ -328,7 +346,14 @@ class JobPlan:
         options = []
         if "address" in hello:
             options += ["--local-addr", hello["address"]]
-        options += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
+        options += [
+            "--rdzv-id",
+            self.run_id,
+            "--log-dir",
+            f"{logs}/ranks",
+            "--redirects",
+            "3",
+        ]
         if show:
             # Write files for all ranks (3: both streams), and also follow those to show.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
@@ -346,8 +371,15 @@ class JobPlan:
             # Any other host serves to find out which of its addresses this host must use.
             peer = self.hosts[0].address if index else self.hosts[1].address
         # Leave out the flags: an agent gets its whole command when the job starts.
-        shared = replace(self, hosts=(), command=self.command[:1], env=self.environment(index))
-        of_host = {"op": op, "node": host.number, "host": host.name, "nproc": host.slots or 0}
+        shared = replace(
+            self, hosts=(), command=self.command[:1], env=self.environment(index)
+        )
+        of_host = {
+            "op": op,
+            "node": host.number,
+            "host": host.name,
+            "nproc": host.slots or 0,
+        }
         return asdict(shared) | of_host | {"peer": peer, "is_first": index == 0}
 
     def record(self) -> Json:
@@ -374,7 +406,11 @@ class JobPlan:
         if all(host.local for host in self.hosts) or self.slurm_job is not None:
             return []
         flags = [] if self.ssh == ("ssh",) else ["--ssh-cmd", shlex.join(self.ssh)]
-        return flags if self.python == sys.executable else [*flags, "--python", self.python]
+        return (
+            flags
+            if self.python == sys.executable
+            else [*flags, "--python", self.python]
+        )
 
     def dry_run(self) -> str:
         """Return the command for each host, to be run manually when ssh is unavailable.
@@ -387,8 +423,12 @@ class JobPlan:
             if not self.per_node:
                 words = self._starter_by_hand(index)
             environment = self.environment(index)
-            assigned = [_assignment(name, environment[name]) for name in sorted(environment)]
-            line = " ".join([f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)])
+            assigned = [
+                _assignment(name, environment[name]) for name in sorted(environment)
+            ]
+            line = " ".join(
+                [f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)]
+            )
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
@@ -409,7 +449,10 @@ class JobPlan:
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
-        sizes, batch = Parallel.of(self.flags), flag_value(self.flags, "--global-batch-size")
+        sizes, batch = (
+            Parallel.of(self.flags),
+            flag_value(self.flags, "--global-batch-size"),
+        )
         reserve = "" if self.reserve is None else f" and {self.reserve} in reserve"
         return (
             f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "

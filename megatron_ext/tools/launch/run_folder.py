@@ -90,7 +90,9 @@ class RunFolder:
         path = self.path / name
         try:
             # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
-            with open(_open_below(self._descriptor, name, path, os.O_NONBLOCK), "rb") as file:
+            with open(
+                _open_below(self._descriptor, name, path, os.O_NONBLOCK), "rb"
+            ) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
             if len(content) > MAX_JSON_BYTES:
                 raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
@@ -98,7 +100,9 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
+            raise LaunchError(
+                f"{path} cannot be read: {reason_of(error)}; delete it"
+            ) from None
 
     def write_json(self, name: str, value: object) -> None:
         """Replace a file with a JSON document that only this user can read.
@@ -111,7 +115,9 @@ class RunFolder:
         try:
             with self.create(scratch) as file:
                 file.write(json.dumps(value, indent=1).encode() + b"\n")
-            os.rename(scratch, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            os.rename(
+                scratch, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor
+            )
         except BaseException:
             with suppress(OSError):
                 os.unlink(scratch, dir_fd=self._descriptor)

@@ -96,7 +96,9 @@ def load(run_id: str, name: str) -> Json | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
+        raise LaunchError(
+            f"{path} cannot be read: {reason_of(error)}; delete it"
+        ) from None
     if not isinstance(content, dict | None):
         raise LaunchError(f"{path / name}.json is not of this version; delete it")
     return content
@@ -104,14 +106,23 @@ def load(run_id: str, name: str) -> Json | None:
 
 def record() -> Json:
     """Return JSON data that identifies this process even if its id is reused later."""
-    return {"pid": os.getpid(), "start": _start(os.getpid()), "machine": socket.gethostname()}
+    return {
+        "pid": os.getpid(),
+        "start": _start(os.getpid()),
+        "machine": socket.gethostname(),
+    }
 
 
 def _start(pid: int) -> str:
     """Return when a process started: the system's boot, and the ticks since then."""
     # Don't use psutil's create_time(), which changes when the clock of the host is set.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    ticks = (
+        Path(f"/proc/{pid}/stat")
+        .read_text(errors="replace")
+        .rpartition(")")[2]
+        .split()[19]
+    )
     return f"{boot} {ticks}"
 
 
@@ -129,7 +140,9 @@ def recorded(entry: Any) -> Process | None:
 
 
 def _is_alive(process: Process) -> bool:
-    with suppress(psutil.Error):  # a process that has ended but was not waited for is a zombie
+    with suppress(
+        psutil.Error
+    ):  # a process that has ended but was not waited for is a zombie
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
@@ -138,7 +151,9 @@ def marked(run_id: str, node: int) -> set[Process]:
     """Return the processes of a run on a host."""
     processes = set()
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended in the meantime, or belongs to another user
+        with suppress(
+            psutil.Error
+        ):  # it has ended in the meantime, or belongs to another user
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)

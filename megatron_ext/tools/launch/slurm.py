@@ -125,7 +125,9 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
             f"there is no {command[0]}; load Slurm's commands, or use --hostfile"
         ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{command[0]} did not answer within {_TIMEOUT_S} s") from None
+        raise LaunchError(
+            f"{command[0]} did not answer within {_TIMEOUT_S} s"
+        ) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {last}")

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.tools.launch.agents import Agents
 from megatron_ext.tools.launch.display import Display, say
-from megatron_ext.tools.launch.failures import CONNECTION_FAILED, Failure, Outcome, first_failure
+from megatron_ext.tools.launch.failures import (
+    CONNECTION_FAILED,
+    Failure,
+    Outcome,
+    first_failure,
+)
 from megatron_ext.tools.launch.runs import STOPPED, Json
 from megatron_ext.upstream import cause
 
@@ -31,7 +36,11 @@ _SETTLE_S = 1.5
 
 
 def supervise(
-    agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display, show: Sequence[int]
+    agents: Agents,
+    plan: JobPlan,
+    hellos: Sequence[Json],
+    display: Display,
+    show: Sequence[int],
 ) -> Outcome:
     """Start a job whose agents have answered, and run it to its end.
 
@@ -77,11 +86,15 @@ def supervise(
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put the signals that stop a job into the events of its agents."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup, the job outlives a login
+    if (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    ):  # under nohup, the job outlives a login
         stopping.append(signal.SIGHUP)
     handlers = {}
     for number in stopping:
-        handlers[number] = signal.signal(number, lambda caught, _: events.put((caught, "signal")))
+        handlers[number] = signal.signal(
+            number, lambda caught, _: events.put((caught, "signal"))
+        )
     try:
         yield
     finally:
@@ -107,7 +120,12 @@ class Watch:
     def __init__(
         self, agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display
     ) -> None:
-        self._agents, self._plan, self._hellos, self._display = agents, plan, hellos, display
+        self._agents, self._plan, self._hellos, self._display = (
+            agents,
+            plan,
+            hellos,
+            display,
+        )
         self._running = dict(agents.connections)
         self.failures: dict[int, Failure] = {}
         """Index of a host -> its failure."""
@@ -142,7 +160,9 @@ class Watch:
                 self._lose_host(index)
             for silent, connection in list(self._running.items()):
                 if now - connection.heard_at > self._plan.silence_s:
-                    self._lose_host(silent, f" was silent for {self._plan.silence_s:g} s")
+                    self._lose_host(
+                        silent, f" was silent for {self._plan.silence_s:g} s"
+                    )
             if self.failures and not self._is_stopping:
                 # Another host's failure may have caused the one that arrived first.
                 self._stop_at = min(self._stop_at, now + _SETTLE_S)
@@ -165,7 +185,9 @@ class Watch:
             say(f"{name}: kills the job")
         else:
             say(f"{name}: stops the job; once more kills it")
-        self._send_all(op="stop", grace_s=0 if self._is_stopping else self._plan.grace_s)
+        self._send_all(
+            op="stop", grace_s=0 if self._is_stopping else self._plan.grace_s
+        )
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:

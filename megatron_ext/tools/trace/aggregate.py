@@ -88,7 +88,9 @@ class Run:
         for rank in self.surveys:
             header = rank.header
             if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
-                cpus_of_ranks[header.host].append(set(header.settings["cpus"].split(",")))
+                cpus_of_ranks[header.host].append(
+                    set(header.settings["cpus"].split(","))
+                )
         ranks_per_cpu: dict[str, float] = {}
         words: dict[str, str] = {}
         for host, cpus in cpus_of_ranks.items():
@@ -147,15 +149,21 @@ def read_run(directory: Path | str) -> Run:
             continue
         surveys.append(result)
         if damaged := result.file.damaged:
-            notes.append(f"{result.file.path.name}: {len(damaged)} damaged lines were skipped")
+            notes.append(
+                f"{result.file.path.name}: {len(damaged)} damaged lines were skipped"
+            )
     if not any(rank.num_iterations for rank in surveys):
-        raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
+        raise DataError(
+            f"{directory}: no iteration was recorded yet; {'; '.join(notes)}"
+        )
     notes += _notes_on_iterations(surveys, full_microbatches)
     notes += use_one_clock(surveys)
     return run
 
 
-def _notes_on_iterations(surveys: Sequence[RankSurvey], full_microbatches: int) -> list[str]:
+def _notes_on_iterations(
+    surveys: Sequence[RankSurvey], full_microbatches: int
+) -> list[str]:
     """Return notes about iterations that some ranks lack, or that do not count."""
     notes: list[str] = []
     counts = sorted({rank.num_iterations for rank in surveys})
@@ -164,9 +172,13 @@ def _notes_on_iterations(surveys: Sequence[RankSurvey], full_microbatches: int) 
     num_steps = max(len(rank.steps) for rank in surveys)
     if num_steps < counts[-1]:
         notes.append(f"of {counts[-1]} iterations the first {num_steps} count")
-    steps_by_size = Counter(step.microbatches for step in surveys[0].steps if not step.is_full)
+    steps_by_size = Counter(
+        step.microbatches for step in surveys[0].steps if not step.is_full
+    )
     if steps_by_size:
-        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(steps_by_size.items()))
+        sizes = ", ".join(
+            f"{count} of {size}" for size, count in sorted(steps_by_size.items())
+        )
         notes.append(
             f"steps of other sizes than the table's {full_microbatches} micro-batches do not "
             f"count: {sizes}"
@@ -264,7 +276,9 @@ def _means_over_stages(
     medians: Mapping[tuple[str, int, int], Mapping[int, float]],
 ) -> dict[tuple[str, int], dict[int, float]]:
     """Return (name, slice) of an action -> rank -> its mean over the stages of the rank."""
-    times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for (name, _, slice_index), by_rank in medians.items():
         for rank, time in by_rank.items():
             times[name, slice_index][rank].append(time)
@@ -285,7 +299,9 @@ def _slow_links(run: Run) -> list[Slow]:
     for link in run.links:
         is_judged = not sharing_ranks & {link.source, link.target}
         if link.delay_ns is not None and is_judged:
-            delays_ns[f"link from rank {link.source} to rank {link.target}"] = link.delay_ns
+            delays_ns[f"link from rank {link.source} to rank {link.target}"] = (
+                link.delay_ns
+            )
     if not delays_ns:
         return []
     # The low median, so that of two links the slow one is compared with the fast one.
@@ -317,7 +333,9 @@ def write_chrome_trace(run: Run, output: Path) -> int:
                     break  # the file has grown, and its last line may be incomplete
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
-                    num_bytes += out.write(separator + _shifted(text, file.shift_ns / 1e3))
+                    num_bytes += out.write(
+                        separator + _shifted(text, file.shift_ns / 1e3)
+                    )
         return num_bytes + out.write("\n]\n")
 
 

@@ -54,7 +54,9 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     for survey in surveys:
         shift_ns = shifts[survey.header.clock].shift_ns
         survey.file.shift_ns = shift_ns
-        survey.steps = [step._replace(begin_ns=step.begin_ns + shift_ns) for step in survey.steps]
+        survey.steps = [
+            step._replace(begin_ns=step.begin_ns + shift_ns) for step in survey.steps
+        ]
     _extend_steps_to_pipelines(surveys)
     _measure_delays(surveys, transits)
     return _notes(shifts)
@@ -96,7 +98,9 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
         for index, step in enumerate(survey.steps):
             pipeline = survey.header.data, step.number
             if pipeline in ends_ns and not step.failed:
-                survey.steps[index] = step.within(min(begins_ns[pipeline]), max(ends_ns[pipeline]))
+                survey.steps[index] = step.within(
+                    min(begins_ns[pipeline]), max(ends_ns[pipeline])
+                )
 
 
 def _measure_delays(
@@ -110,7 +114,11 @@ def _measure_delays(
             messages = transits.get((source, target), ())
             late_ns = [message.took_ns for message in messages if message.was_late]
             if late_ns:
-                delay_ns = statistics.median_low(late_ns) + shifts_ns[target] - shifts_ns[source]
+                delay_ns = (
+                    statistics.median_low(late_ns)
+                    + shifts_ns[target]
+                    - shifts_ns[source]
+                )
                 # Clocks agree only to within an error, so a fast message may seem to arrive early.
                 link.delay_ns = max(0, delay_ns)
 
@@ -152,7 +160,9 @@ def align(
         if header.clock in shifts:
             continue
         # The distance of a clock from the time of day, compared with that of the first rank's.
-        by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (first.wall_ns - first.clock_ns)
+        by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (
+            first.wall_ns - first.clock_ns
+        )
         error_ns = 0 if header is first else None
         shifts[header.clock] = ClockShift(by_time_of_day_ns, error_ns)
         _relate(header.clock, bounds_ns, shifts)
@@ -174,7 +184,9 @@ def _bounds_between_clocks(
     return bounds_ns
 
 
-def _relate(root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]) -> None:
+def _relate(
+    root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]
+) -> None:
     """Add the shifts of all clocks that messages relate to a clock whose shift is known."""
     # Search breadth first, so that each clock is as few steps from the root as possible: errors add
     # up.

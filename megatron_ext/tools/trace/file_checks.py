@@ -15,7 +15,17 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header
 MAX_NUMBER = 1 << 63
 """No valid size, rank or time in nanoseconds is this large."""
 
-_WHOLE_ATTRIBUTES = ("stage", "microbatch", "slice", "part", "header", "on", "to", "from", "bytes")
+_WHOLE_ATTRIBUTES = (
+    "stage",
+    "microbatch",
+    "slice",
+    "part",
+    "header",
+    "on",
+    "to",
+    "from",
+    "bytes",
+)
 _ATTRIBUTE_TYPES: dict[str, type] = {
     **dict.fromkeys(_WHOLE_ATTRIBUTES, int),
     **dict.fromkeys(("cause", "for", "of"), str),

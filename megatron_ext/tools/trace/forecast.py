@@ -123,8 +123,12 @@ class Forecast:
         candidates = self.candidates
         while candidates and (not choices or choices[-1].weight_copies > 1):
             bound_s = (1 + _EQUAL) * candidates[0].step_s
-            fast = [candidate for candidate in candidates if candidate.step_s <= bound_s]
-            smallest = min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s))
+            fast = [
+                candidate for candidate in candidates if candidate.step_s <= bound_s
+            ]
+            smallest = min(
+                fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s)
+            )
             choices.append(smallest)
             with_fewer_copies = []
             for candidate in candidates:
@@ -143,7 +147,9 @@ class Forecast:
         choices = []
         for best in self.recommended:
             if of_traced is not None and traced_s <= (1 + _EQUAL) * best.step_s:
-                choices.append(f"{self.measured} as traced, for none is predicted to be faster")
+                choices.append(
+                    f"{self.measured} as traced, for none is predicted to be faster"
+                )
                 continue
             gain = f"{1e3 * best.step_s:.1f} ms a step, {traced_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
@@ -152,7 +158,9 @@ class Forecast:
         if not choices:
             return "no schedule that bounds memory fits."
         if len(choices) > 1:
-            choices[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
+            choices[0] += (
+                f" where {self.recommended[0].weight_copies} copies of the weights fit"
+            )
         return f"{', else '.join(choices)}."
 
 
@@ -196,14 +204,20 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
             f"{schedule.num_stages} stages are predicted, and not recommended"
         )
     if not predictions:
-        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
+        raise ScheduleError(
+            "no schedule can run with these sizes:\n" + "\n".join(notes)
+        )
     # Sort the fastest first; of equally fast ones, the one that needs less memory.
-    predictions.sort(key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0))
+    predictions.sort(
+        key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
+    )
     policy = run.settings.get("dpp_policy")
     measured = schedule.label if policy is None else f"{schedule.label} dpp {policy}"
     shared_cpus = next(iter(run.shared_cpus.values()), None)
     if shared_cpus is not None:
-        notes.append(f"{shared_cpus}: the forecast holds for ranks with a CPU or a device each")
+        notes.append(
+            f"{shared_cpus}: the forecast holds for ranks with a CPU or a device each"
+        )
     return Forecast(predictions, traced_run.step_s, measured, notes, shared_cpus)
 
 
@@ -285,7 +299,9 @@ class _TracedRun:
                     dynamic = replace(config, dynamic=self._order(policy))
                     yield Pipeline(dynamic, self.schedule.pp, num_microbatches)
 
-    def _configuration(self, name: str, variant: Mapping[str, Any], cut_: _Cut) -> PipelineConfig:
+    def _configuration(
+        self, name: str, variant: Mapping[str, Any], cut_: _Cut
+    ) -> PipelineConfig:
         """Return the configuration of a schedule with these options."""
         options = dict(variant)
         chunks = options.pop("chunks", None)
@@ -321,7 +337,9 @@ class _TracedRun:
         self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
         costs = replace(
-            self.costs, stages=cut_anew(self.costs.stages, [1] * num_stages), attention=attention
+            self.costs,
+            stages=cut_anew(self.costs.stages, [1] * num_stages),
+            attention=attention,
         )
         num_draws = _SEEDS if costs.jitter else 1
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
@@ -348,7 +366,11 @@ class _TracedRun:
                 f"run has {num_microbatches}"
             )
         is_cut_anew = num_stages != self.schedule.num_stages
-        if is_cut_anew and isinstance(self.num_layers, int) and self.num_layers % num_stages:
+        if (
+            is_cut_anew
+            and isinstance(self.num_layers, int)
+            and self.num_layers % num_stages
+        ):
             raise ScheduleError(
                 f"{pipeline.name} cuts the model into {num_stages} stages, which its "
                 f"{self.num_layers} layers do not fill evenly"
@@ -377,8 +399,12 @@ class _TracedRun:
         outside_s = self.outside_s + (copies - 1) * self.optimizer_s
         memory_bytes = None
         if self.fixed_bytes is not None:
-            peaks = [max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps]
-            memory_bytes = round(self.fixed_bytes * copies + max(peaks) * self.activation_bytes)
+            peaks = [
+                max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps
+            ]
+            memory_bytes = round(
+                self.fixed_bytes * copies + max(peaks) * self.activation_bytes
+            )
         hidden_share = None
         if self.costs.all_to_all:
             hidden_share = statistics.fmean(step.hidden for step in steps)
@@ -444,7 +470,9 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
             # than the table's.
             fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
             fixed_bytes.append(max(0, fixed))
-            activation_bytes.append(rank.activation_bytes * schedule.num_stages / schedule.pp)
+            activation_bytes.append(
+                rank.activation_bytes * schedule.num_stages / schedule.pp
+            )
     return max(fixed_bytes, default=None), max(activation_bytes)
 
 
@@ -458,13 +486,20 @@ def table(forecast: Forecast) -> str:
     for prediction in shown:
         step_ms = 1e3 * prediction.step_s
         bubble_percent = 100 * prediction.bubble_ratio
-        row = [prediction.schedule, f"{step_ms:.1f}", f"{bubble_percent:.1f}", _gib(prediction)]
+        row = [
+            prediction.schedule,
+            f"{step_ms:.1f}",
+            f"{bubble_percent:.1f}",
+            _gib(prediction),
+        ]
         if prediction.all_to_all_hidden is not None:
             row.append(f"{100 * prediction.all_to_all_hidden:.0f}")
         rows.append(row)
     traced = f"traced: {forecast.measured}, step {1e3 * forecast.measured_s:.1f} ms"
     if forecast.of_traced_schedule is not None:
-        traced += f", itself predicted as {1e3 * forecast.of_traced_schedule.step_s:.1f} ms"
+        traced += (
+            f", itself predicted as {1e3 * forecast.of_traced_schedule.step_s:.1f} ms"
+        )
     if forecast.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({forecast.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]
@@ -472,9 +507,13 @@ def table(forecast: Forecast) -> str:
     if num_hidden:
         lines.append(f"and {num_hidden} more (--json shows all)")
     if not all(prediction.bounds_memory for prediction in shown):
-        lines.append("* not bounded: ranks may keep all micro-batches if others are late")
+        lines.append(
+            "* not bounded: ranks may keep all micro-batches if others are late"
+        )
     lines.append(f"\nrecommended: {forecast.advice}")
-    with_flags = list(dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]]))
+    with_flags = list(
+        dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
+    )
     width = max((len(prediction.schedule) for prediction in with_flags), default=0)
     lines.append("\nflags (--json has those of all):")
     for prediction in with_flags:

@@ -90,7 +90,12 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
     for rank in run.surveys:
         if rank.header.tensor:
             continue  # tensor-parallel ranks repeat the work of the first one
-        for (stage, step, microbatch, slice_index), took_ns in rank.microbatch_ns.items():
+        for (
+            stage,
+            step,
+            microbatch,
+            slice_index,
+        ), took_ns in rank.microbatch_ns.items():
             tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
             if tokens:
                 # The tokens of a slice also attend to all earlier ones.
@@ -126,7 +131,9 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
             fitted_s = cost.linear + cost.quadratic * rate.pairs_per_token
             errors.append(abs(fitted_s - rate.s_per_token))
         bound = _OUTLIER * statistics.median(errors)
-        rates = [rate for rate, error in zip(rates, errors, strict=True) if error <= bound]
+        rates = [
+            rate for rate, error in zip(rates, errors, strict=True) if error <= bound
+        ]
     return cost
 
 

@@ -64,7 +64,9 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
     # Only messages that were waited for show a latency; others wait for their receiver.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
-    exchanged_ns = sum(statistics.median(sample_ns) for sample_ns in exchanges_ns.values())
+    exchanged_ns = sum(
+        statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
+    )
     return Costs(
         forward_s / schedule.pp,
         input_s / schedule.pp,
@@ -101,7 +103,9 @@ def _jitter(sample_ns: Sequence[int]) -> float | None:
 
 
 def _times_of_stage(
-    medians_ns: Mapping[tuple[str, int, int], Sequence[float]], stage: int, num_slices: int
+    medians_ns: Mapping[tuple[str, int, int], Sequence[float]],
+    stage: int,
+    num_slices: int,
 ) -> StageTimes | None:
     """Return the times of a micro-batch on a stage, all slices together.
 
@@ -111,7 +115,10 @@ def _times_of_stage(
     def seconds(name: str) -> float:
         time_ns = 0.0
         for slice_index in range(num_slices):
-            time_ns += statistics.median(medians_ns.get((name, stage, slice_index), [0.0])) / 1e9
+            time_ns += (
+                statistics.median(medians_ns.get((name, stage, slice_index), [0.0]))
+                / 1e9
+            )
         return time_ns
 
     forward_s = seconds("forward")

@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.trace.file_checks import MAX_NUMBER, check_figures, check_header, check_span
+from megatron_ext.tools.trace.file_checks import (
+    MAX_NUMBER,
+    check_figures,
+    check_header,
+    check_span,
+)
 from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
 _SEPARATORS = ",] \r\n"
 """Characters between the events of two lines, and after the last one."""
-DAMAGED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+DAMAGED = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Errors from reading content that none of our ranks wrote."""
 
 
@@ -85,7 +97,9 @@ class TraceFile:
                     if text := line.removeprefix("[").strip(_SEPARATORS):
                         yield number, text
         except OSError as error:
-            raise DataError(f"{self.path.name} cannot be read: {error.strerror}") from error
+            raise DataError(
+                f"{self.path.name} cannot be read: {error.strerror}"
+            ) from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
         """Yield all iterations in the order of the file, or only the one numbered `only`.
@@ -163,10 +177,14 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
     # Files are sorted by time, so the newest file of each rank wins.
-    by_rank = {file.header.rank: file for file in files if _is_of_run(file.header, newest)}
+    by_rank = {
+        file.header.rank: file for file in files if _is_of_run(file.header, newest)
+    }
     num_left_out = len(files) - len(by_rank)
     if num_left_out:
-        notes.append(f"{num_left_out} files are left out: copies, or of an earlier run or attempt")
+        notes.append(
+            f"{num_left_out} files are left out: copies, or of an earlier run or attempt"
+        )
     num_missing = newest.num_ranks - len(by_rank)
     if num_missing > 0:
         notes.append(f"{num_missing} of {newest.num_ranks} ranks left no trace")
@@ -219,7 +237,9 @@ def _open(path: Path) -> TraceFile:
         events = line.decode().removeprefix("[").strip(_SEPARATORS)
         fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
-        if number != FORMAT:  # before the other fields, which may differ between formats
+        if (
+            number != FORMAT
+        ):  # before the other fields, which may differ between formats
             raise DataError(
                 f"it has format {number}, this version reads {FORMAT}; read it with the version "
                 "that recorded it"

@@ -62,7 +62,10 @@ def page(run: Run) -> str:
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
-    if forecast.of_traced_schedule is not None and forecast.of_traced_schedule not in predictions:
+    if (
+        forecast.of_traced_schedule is not None
+        and forecast.of_traced_schedule not in predictions
+    ):
         predictions.append(forecast.of_traced_schedule)
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
@@ -72,7 +75,10 @@ def page(run: Run) -> str:
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     planned_figures = None
     if plan is not None:
-        planned_figures = {"makespan_s": plan.makespan, "bubble_ratio": plan.bubble_ratio}
+        planned_figures = {
+            "makespan_s": plan.makespan,
+            "bubble_ratio": plan.bubble_ratio,
+        }
     ranks = []
     for rank in shown_ranks:
         ranks.append({"label": rank.header.label, **figures([rank])._asdict()})
@@ -159,7 +165,9 @@ def _inks() -> dict[str, str]:
     return inks
 
 
-def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> list[tuple[str, str]]:
+def _verdict(
+    total: Step, forecast: Forecast, slow_items: Sequence[Slow]
+) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
@@ -177,7 +185,9 @@ def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> lis
     for activity, time_ns in times_ns.items():
         if time_ns >= 0.005 * step_ns:
             shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
-    answers = [("Where the time goes", f"Of its step, a rank spends {', '.join(shares)}.")]
+    answers = [
+        ("Where the time goes", f"Of its step, a rank spends {', '.join(shares)}.")
+    ]
     if forecast.predictions:
         answers.append(("What to run", forecast.advice))
     if forecast.shared_cpus is not None:
@@ -185,7 +195,9 @@ def _verdict(total: Step, forecast: Forecast, slow_items: Sequence[Slow]) -> lis
         answer = f"{doubt}, and links are not judged. The forecast is for ranks with a CPU each."
         answers.append(("What to mistrust", answer))
     if slow_items:
-        worst = [f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]]
+        worst = [
+            f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]
+        ]
         more_below = " and others below" if len(slow_items) > 3 else ""
         answers.append(("What is slow", f"{', '.join(worst)}{more_below}."))
     return answers
@@ -203,7 +215,9 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 def _settings(run: Run) -> list[list[str]]:
     """Return the settings that all ranks share, and those that differ with their ranks."""
-    ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank in run.surveys:
         header = rank.header
         for name, value in {**header.settings, "host": header.host}.items():
@@ -225,7 +239,9 @@ def _planned_timeline(plan: Timeline) -> dict[str, Any]:
         row: list[Any] = []
         for action, begin_s, end_s in bars_of_rank:
             length_s = end_s - begin_s
-            row.append([action.kind, 1e6 * begin_s, 1e6 * length_s, str(action.microbatch)])
+            row.append(
+                [action.kind, 1e6 * begin_s, 1e6 * length_s, str(action.microbatch)]
+            )
         rows.append(row)
     labels = [f"pipeline rank {rank}" for rank in range(len(rows))]
     return _timeline(f"planned: {plan.schedule.label}", labels, rows, plan.makespan)
@@ -255,7 +271,9 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
         rows = []
         for iteration in iterations.values():
-            rows.append(_bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns))
+            rows.append(
+                _bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
+            )
         length_s = (end_ns - begin_ns) / 1e9
         timelines.append(_timeline(f"{title} ({number})", iterations, rows, length_s))
     return timelines
@@ -280,7 +298,10 @@ def _chosen_steps(run: Run) -> dict[str, int]:
 def _timeline(
     title: str, labels: Iterable[str], rows: Sequence[list[Any]], length_s: float
 ) -> dict[str, Any]:
-    named_rows = [{"label": label, "spans": bars} for label, bars in zip(labels, rows, strict=True)]
+    named_rows = [
+        {"label": label, "spans": bars}
+        for label, bars in zip(labels, rows, strict=True)
+    ]
     return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
 
 
@@ -303,7 +324,11 @@ def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any
 def _bar_titles(span: Span) -> list[str]:
     """Return the text on a bar: the rank at the other end, or the micro-batch."""
     attributes = span.attributes
-    peers = [f"{word} rank {attributes[key]}" for key, word in _PEERS.items() if key in attributes]
+    peers = [
+        f"{word} rank {attributes[key]}"
+        for key, word in _PEERS.items()
+        if key in attributes
+    ]
     if peers:
         return peers
     title = str(attributes.get("cause", attributes.get("microbatch", span.name)))

@@ -192,14 +192,19 @@ class _Sample:
         The first iteration, failed ones and those of other sizes are not representative, so they
         are dropped first.
         """
-        self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = iteration
+        self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
+            iteration
+        )
         # The keys sort iterations that do not count behind all others.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
 
     def _is_too_large(self) -> bool:
         num_spans = sum(len(iteration.spans) for iteration in self._iterations.values())
-        return len(self._iterations) > _MAX_SAMPLED_ITERATIONS or num_spans > _MAX_SAMPLED_SPANS
+        return (
+            len(self._iterations) > _MAX_SAMPLED_ITERATIONS
+            or num_spans > _MAX_SAMPLED_SPANS
+        )
 
     @property
     def iterations(self) -> list[Iteration]:
@@ -240,7 +245,9 @@ def survey(
         if len(result.steps) < _MAX_STEPS:
             result.steps.append(step)
         is_first = result.num_iterations == 1
-        sample.add(iteration, is_measure=step.is_full and not step.failed and not is_first)
+        sample.add(
+            iteration, is_measure=step.is_full and not step.failed and not is_first
+        )
 
     # If no iteration is representative, use the others: clocks can be aligned with any messages.
     for iteration in sample.measures or sample.iterations:
@@ -251,12 +258,17 @@ def survey(
     for source, link in result.links.items():
         link.steps = result.num_sampled
         # We do not know the wires of messages in Megatron's own transport.
-        link.wire = result.wires.get(source, result.header.settings.get("transport", ""))
+        link.wire = result.wires.get(
+            source, result.header.settings.get("transport", "")
+        )
     return result
 
 
 def _step_of(
-    iteration: Iteration, stash_ratio: float, full_microbatches: int, slices: Sequence[float]
+    iteration: Iteration,
+    stash_ratio: float,
+    full_microbatches: int,
+    slices: Sequence[float],
 ) -> Step:
     """Return the times and figures of an iteration."""
     actions = [span for span in iteration.spans if span.name in _KINDS]
@@ -265,13 +277,22 @@ def _step_of(
     figures = iteration.figures
     slice_sizes = figures.get("slice_sizes", ())
     for span in actions:
-        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))  # actions of a pair overlap
+        busy_ns += max(
+            0, span.end_ns - max(span.begin_ns, covered_ns)
+        )  # actions of a pair overlap
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
         # Without the table, the sizes of slices are unknown.
-        slice_index = attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
+        slice_index = (
+            attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
+        )
         row.append(
-            Action(attributes["stage"], _KINDS[span.name], attributes["microbatch"], slice_index)
+            Action(
+                attributes["stage"],
+                _KINDS[span.name],
+                attributes["microbatch"],
+                slice_index,
+            )
         )
     first_ns = 0
     if actions:
@@ -301,7 +322,9 @@ def _step_of(
     )
 
 
-def _idle_times(spans: Iterable[Span], pipeline_ns: int) -> tuple[dict[str, float], int]:
+def _idle_times(
+    spans: Iterable[Span], pipeline_ns: int
+) -> tuple[dict[str, float], int]:
     """Return the idle nanoseconds of the pipeline by cause, and those in the optimizer."""
     idle_ns: dict[str, float] = {}
     optimizer_ns = 0
@@ -334,13 +357,17 @@ class _IterationCounter:
     def count(self) -> None:
         """Add all actions and messages."""
         number = self._iteration.number
-        for microbatch, (tokens, pairs) in self._iteration.figures.get("lengths", {}).items():
+        for microbatch, (tokens, pairs) in self._iteration.figures.get(
+            "lengths", {}
+        ).items():
             self._result.lengths[number, int(microbatch)] = tokens, pairs
         for span in self._iteration.spans:
             if span.name in _KINDS:
                 self._add_action(span)
             elif span.name == "send":
-                self._result.sends[span.message] = self._iteration.begin_ns + span.begin_ns
+                self._result.sends[span.message] = (
+                    self._iteration.begin_ns + span.begin_ns
+                )
             elif span.name == "receive":
                 self._close_action(span.begin_ns)
                 self._add_receive(span)
@@ -394,12 +421,16 @@ class _IterationCounter:
             self._awaited.add(self._message(source, span))
 
     def _link(self, source: int) -> Link:
-        return self._result.links.setdefault(source, Link(source, self._result.header.rank))
+        return self._result.links.setdefault(
+            source, Link(source, self._result.header.rank)
+        )
 
     def _message(self, source: int, span: Span) -> tuple[object, ...]:
         """Return a key that distinguishes the messages of this iteration."""
         attributes = span.attributes
-        values = [attributes.get(name) for name in ("for", "stage", "microbatch", "slice")]
+        values = [
+            attributes.get(name) for name in ("for", "stage", "microbatch", "slice")
+        ]
         return source, *values
 
     def _add_exchanges(self) -> None:

@@ -45,12 +45,19 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
         folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         parser.add_argument(
-            "--trace-dir", "--benchmark_dir", type=Path, metavar="DIR", required=True, help=folder
+            "--trace-dir",
+            "--benchmark_dir",
+            type=Path,
+            metavar="DIR",
+            required=True,
+            help=folder,
         )
         output = f"output file (default: {name} in the folder of the run)"
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output)
     aggregate.add_argument(
-        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
+        "--detect",
+        action="store_true",
+        help="also name slow ranks and links; exit code 1 if any",
     )
 
 
@@ -64,7 +71,9 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         help="predict the step of every schedule and policy from the folder of a traced run, which "
         "gives sizes and costs; with --lengths, what a length costs comes from it",
     )
-    parser.add_argument("--memory-gb", dest="memory_gib", type=_gibibytes, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--memory-gb", dest="memory_gib", type=_gibibytes, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--memory-gib",
         type=_gibibytes,
@@ -107,7 +116,11 @@ def _take_length_costs(args: argparse.Namespace) -> None:
     table = run.schedule
     if table is not None:
         num_replicas = 1 + max(rank.header.data for rank in run.surveys)
-        sizes = {"pp": table.pp, "microbatches": table.num_microbatches, "replicas": num_replicas}
+        sizes = {
+            "pp": table.pp,
+            "microbatches": table.num_microbatches,
+            "replicas": num_replicas,
+        }
         for name, size in sizes.items():
             if getattr(args, name) is None:
                 setattr(args, name, size)
@@ -158,7 +171,9 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     _write_costs(run)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
-    print(f"wrote {output} ({num_bytes / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
+    print(
+        f"wrote {output} ({num_bytes / 2**20:.1f} MiB); open it at https://ui.perfetto.dev"
+    )
     if not args.detect:
         return 0
     slow_items = aggregate.slow(run)
@@ -185,7 +200,9 @@ def _write_costs(run: Run) -> None:
         return
     try:
         costs = measured_costs(run, run.schedule)
-    except DataError:  # traces of some ranks are missing, but the Chrome trace does not need them
+    except (
+        DataError
+    ):  # traces of some ranks are missing, but the Chrome trace does not need them
         return
     # The sizes show later whether the costs belong to the model that asks for them.
     sizes = {name: run.settings[name] for name in SIZES if name in run.settings}
@@ -199,7 +216,9 @@ def _write_costs(run: Run) -> None:
     try:
         files.write_text(path, measured.as_json())
     except OSError as error:
-        line = files.cannot_write(path, error, "--pipeline-schedule auto cannot use this run")
+        line = files.cannot_write(
+            path, error, "--pipeline-schedule auto cannot use this run"
+        )
         print(line, file=sys.stderr)
         return
     print(f"wrote {path}, for --pipeline-schedule auto:{run.directory}")

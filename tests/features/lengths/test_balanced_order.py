@@ -45,7 +45,9 @@ def _forward_step(
     output = model(item.get("hidden"))
 
     def loss(output: torch.Tensor) -> Any:
-        assert len(output) == item["tokens"].shape[-1], "the labels of another micro-batch"
+        assert len(output) == item["tokens"].shape[-1], (
+            "the labels of another micro-batch"
+        )
         found = output.square().sum()
         return found, {"loss": found.item()}
 
@@ -77,7 +79,9 @@ def _train(schedule: str, pp: int, options: dict[str, Any]) -> Any:
     return gradients, [report["loss"] for report in reports]
 
 
-def _one_process(num_stages: int, order: tuple[int, ...]) -> tuple[list[torch.Tensor], list[float]]:
+def _one_process(
+    num_stages: int, order: tuple[int, ...]
+) -> tuple[list[torch.Tensor], list[float]]:
     """Sum the gradients of the same micro-batches in an order, without a pipeline."""
     model = [toy.Stage(None, stage, None) for stage in range(num_stages)]
     items = list(_items())
@@ -100,7 +104,10 @@ def _one_process(num_stages: int, order: tuple[int, ...]) -> tuple[list[torch.Te
         pytest.param("interleaved", 2, {"chunks": 2}, id="interleaved"),
         pytest.param("zb-v", 2, {}, id="zb-v"),
         pytest.param(
-            "interleaved", 2, {"chunks": 2, "dynamic": DynamicOrder()}, id="interleaved-dynamic"
+            "interleaved",
+            2,
+            {"chunks": 2, "dynamic": DynamicOrder()},
+            id="interleaved-dynamic",
         ),
     ],
 )
@@ -117,7 +124,9 @@ def test_gradients_are_the_sum_in_that_order(
     found = {stage: grad for grads, _ in by_rank for stage, grad in grads.items()}
     for stage, expected in enumerate(gradients):
         assert torch.equal(found[stage], expected), stage
-    assert any(not torch.equal(a, b) for a, b in zip(gradients, in_file_order, strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(gradients, in_file_order, strict=True)
+    )
     reported = [reports for _, reports in by_rank if reports]
     assert reported == [losses], "in the order of the file"
 
@@ -127,7 +136,9 @@ def _reports_of_two_tensor_parallel_ranks() -> dict[int, str]:
     dist.init_process_group("gloo")
     step = _step()
     if dist.get_rank() == 0:
-        taken = step.iterator(iter([{"tokens": torch.zeros(1, n)} for n in (9, 2, 1, 8)]))
+        taken = step.iterator(
+            iter([{"tokens": torch.zeros(1, n)} for n in (9, 2, 1, 8)])
+        )
         assert taken is not None
         list(taken)
         assert step.order == (2, 0, 3, 1), "small ones at both ends"
@@ -150,7 +161,9 @@ def toy_config() -> Any:
 
 def _step(m: int = 4) -> BalancedStep:
     schedule = generate("1f1b", 2, m)
-    return BalancedStep(schedule, make_pipeline("1f1b", 2, m).costs, LengthCost(1.0, 0.1))
+    return BalancedStep(
+        schedule, make_pipeline("1f1b", 2, m).costs, LengthCost(1.0, 0.1)
+    )
 
 
 def test_equal_lengths_keep_the_order_of_the_file() -> None:
@@ -170,7 +183,10 @@ def test_empty_microbatches_are_ordered_too() -> None:
 
 
 def test_nothing_is_fetched_beyond_the_step() -> None:
-    step, items = _step(), iter([{"tokens": torch.zeros(1, n)} for n in (9, 1, 9, 1, 5, 5)])
+    step, items = (
+        _step(),
+        iter([{"tokens": torch.zeros(1, n)} for n in (9, 1, 9, 1, 5, 5)]),
+    )
     taken = step.iterator(items)
     assert taken is not None
     assert len(list(taken)) == 4
@@ -188,7 +204,9 @@ class _Reader:
 
 
 def test_megatrons_own_iterator_is_read() -> None:
-    taken = _step().iterator(_Reader([{"tokens": torch.zeros(1, n)} for n in (9, 2, 1, 8)]))
+    taken = _step().iterator(
+        _Reader([{"tokens": torch.zeros(1, n)} for n in (9, 2, 1, 8)])
+    )
     assert taken is not None
     assert [item["tokens"].shape[-1] for item in taken] == [1, 9, 8, 2]
 
@@ -201,8 +219,13 @@ def test_the_cost_of_a_packed_microbatch_is_that_of_its_samples() -> None:
     cost = LengthCost(1.0, 0.5)
     packed = {"tokens": torch.zeros(1, 10), "cu_seqlens": torch.tensor([[0, 4, 10]])}
     assert item_cost(packed, cost) == 10 + 0.5 * (16 + 36)
-    assert item_cost({"cu_seqlens": torch.tensor([0, 4, 10])}, cost) == 10 + 0.5 * (16 + 36)
-    padded = {"tokens": torch.zeros(2, 10), "cu_seqlens": torch.tensor([[0, 4, 10], [0, 10, 10]])}
+    assert item_cost({"cu_seqlens": torch.tensor([0, 4, 10])}, cost) == 10 + 0.5 * (
+        16 + 36
+    )
+    padded = {
+        "tokens": torch.zeros(2, 10),
+        "cu_seqlens": torch.tensor([[0, 4, 10], [0, 10, 10]]),
+    }
     assert item_cost(padded, cost) == 20 + 0.5 * (16 + 36 + 100)
     assert item_cost({"tokens": torch.zeros(3, 10)}, cost) == 3 * (10 + 0.5 * 100)
     assert item_cost({"tokens": torch.zeros(3, 0)}, cost) == 0
@@ -211,19 +234,29 @@ def test_the_cost_of_a_packed_microbatch_is_that_of_its_samples() -> None:
 def test_the_cost_of_a_model_counts_the_experts_of_a_token() -> None:
     from megatron.core.transformer import TransformerConfig
 
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 32}
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 32,
+    }
     assert cost_of_model(TransformerConfig(**sizes)) == LengthCost.of_model(8, 32)
     moe = TransformerConfig(
         **sizes, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16,
         num_query_groups=1, gated_linear_unit=True, add_bias_linear=False,
     )  # fmt: skip
-    assert cost_of_model(moe) == LengthCost.of_model(8, 32, gated=True, query_width=8, key_width=4)
+    assert cost_of_model(moe) == LengthCost.of_model(
+        8, 32, gated=True, query_width=8, key_width=4
+    )
 
 
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        (iter([{"text": 1}] * 4), "tokens or cu_seqlens .* which is text; leave --pipeline-bal"),
+        (
+            iter([{"text": 1}] * 4),
+            "tokens or cu_seqlens .* which is text; leave --pipeline-bal",
+        ),
         (iter([1] * 4), "which is a int; leave --pipeline-balance out"),
         (iter([]), "the data ended after 0 of 4 micro-batches of a step"),
     ],
@@ -244,10 +277,18 @@ def test_data_that_cannot_be_read_ahead_is_refused() -> None:
     ("settings", "said"),
     [
         ({}, r"balance=order is for schedules of this package; add schedule=NAME"),
-        ({"disaggregation": Disaggregation()}, "disaggregation cannot run with balance=order"),
-        ({"schedule": "1f1b", "balance": "best"}, "balance 'best' must be one of off, order, pack"),
+        (
+            {"disaggregation": Disaggregation()},
+            "disaggregation cannot run with balance=order",
+        ),
+        (
+            {"schedule": "1f1b", "balance": "best"},
+            "balance 'best' must be one of off, order, pack",
+        ),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_balanced_is_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
         PipelineConfig(**{"balance": "order", **settings})

@@ -31,7 +31,9 @@ FILLS = st.sampled_from([0.0, 1.5, 7.0])
 
 
 @given(LENGTHS)
-def test_packs_hold_the_samples_in_their_order_and_within_the_limit(lengths: list[int]) -> None:
+def test_packs_hold_the_samples_in_their_order_and_within_the_limit(
+    lengths: list[int],
+) -> None:
     packs = list(packs_in_file_order(lengths, MAX_TOKENS))
     assert list(chain.from_iterable(packs)) == lengths
     assert all(sum(pack) <= MAX_TOKENS for pack in packs)
@@ -64,18 +66,24 @@ def test_replicas_share_out_all_microbatches_equally(
     assert sorted(chain.from_iterable(shares)) == list(range(len(costs)))
     assert {len(share) for share in shares} == {len(costs) // replicas}
     assert all(share == sorted(share) for share in shares)
-    in_file_order = [list(range(first, len(costs), replicas)) for first in range(replicas)]
+    in_file_order = [
+        list(range(first, len(costs), replicas)) for first in range(replicas)
+    ]
     before = _costliest(in_file_order, costs, fills)
     assert _costliest(shares, costs, fills) <= before * (1 + 1e-12)
 
 
 @given(_microbatches(), FILLS)
-def test_what_is_shared_out_already_stays(batch: tuple[list[float], int], fills: float) -> None:
+def test_what_is_shared_out_already_stays(
+    batch: tuple[list[float], int], fills: float
+) -> None:
     costs, replicas = batch
     shares = deal_out(costs, replicas, fills)
     again = [costs[number] for turn in zip(*shares, strict=True) for number in turn]
     once_more = deal_out(again, replicas, fills)
-    assert _costliest(once_more, again, fills) == pytest.approx(_costliest(shares, costs, fills))
+    assert _costliest(once_more, again, fills) == pytest.approx(
+        _costliest(shares, costs, fills)
+    )
 
 
 @given(st.lists(MICROBATCH_COSTS, min_size=6, max_size=6))
@@ -100,7 +108,9 @@ def test_few_microbatches_move() -> None:
 
 
 def test_microbatches_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="7 micro-batches cannot be shared equally by 2"):
+    with pytest.raises(
+        ScheduleError, match="7 micro-batches cannot be shared equally by 2"
+    ):
         deal_out([1.0] * 7, 2)
 
 
@@ -110,7 +120,12 @@ def test_chunks_fill_the_pipeline_faster() -> None:
 
 
 SIZES = st.sampled_from(
-    [("1f1b", 4, {}), ("interleaved", 4, {"chunks": 2}), ("zb-v", 4, {}), ("zb-h1", 3, {})]
+    [
+        ("1f1b", 4, {}),
+        ("interleaved", 4, {"chunks": 2}),
+        ("zb-v", 4, {}),
+        ("zb-h1", 3, {}),
+    ]
 )
 
 
@@ -137,7 +152,10 @@ def test_no_packing_and_no_order_beats_the_bound(
     of_samples = [cost.of_length(n) for row in packing for pack in row for n in pack]
     bound = shortest(of_samples, replicas, schedule.placement, costs)
     rows = [[cost.of_pack(pack) for pack in row] for row in packing]
-    step = max(makespan_of(schedule, row, best_order(schedule, row, costs), costs) for row in rows)
+    step = max(
+        makespan_of(schedule, row, best_order(schedule, row, costs), costs)
+        for row in rows
+    )
     assert bound <= step * (1 + 1e-9)
 
 
@@ -148,14 +166,19 @@ def test_the_bound_is_reached() -> None:
     assert makespan_of(one_rank, [1.0, 2.0, 4.0], (0, 1, 2)) == 21.0
     split = generate("zb-h1", 4, 1)
     assert shortest([2.0], 1, split.placement) == 16.0
-    assert simulate(split, Costs(microbatch_scale=(2.0,))).makespan == 18.0  # and its last W
+    assert (
+        simulate(split, Costs(microbatch_scale=(2.0,))).makespan == 18.0
+    )  # and its last W
 
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
         ([0, 5], "a sample has 0 tokens; leave out samples without any"),
-        ([101], "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample"),
+        (
+            [101],
+            "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample",
+        ),
     ],
 )
 def test_impossible_batches_are_refused(lengths: list[int], said: str) -> None:
@@ -173,7 +196,9 @@ def test_the_cost_of_a_model_is_the_published_count() -> None:
     # 24 h^2 L + 4 h L^2 (Narayanan et al.), of whose second part a causal mask leaves half.
     assert LengthCost.of_model(1024) == LengthCost(24 * 1024**2, 2 * 1024)
     # Llama 3 8B: 32 heads of 128, 8 groups of keys, three matrices of 14336.
-    llama = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
+    llama = LengthCost.of_model(
+        4096, 14336, gated=True, query_width=4096, key_width=1024
+    )
     weights_of_a_layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert llama.linear == 2 * weights_of_a_layer
     assert llama.of_length(2) == 2 * llama.linear + 4 * llama.quadratic

@@ -18,7 +18,9 @@ from tests.schedules.strategies import COSTS, schedules
 def test_an_order_is_a_permutation_and_never_slower_than_that_of_the_file(
     schedule: Schedule, costs: Costs, rnd: random.Random
 ) -> None:
-    scales = [rnd.choice([0.0, 0.25, 1.0, 7.0]) for _ in range(schedule.num_microbatches)]
+    scales = [
+        rnd.choice([0.0, 0.25, 1.0, 7.0]) for _ in range(schedule.num_microbatches)
+    ]
     order = best_order(schedule, scales, costs)
     assert sorted(order) == list(range(len(scales)))
     in_file_order = makespan_of(schedule, scales, range(len(scales)), costs)
@@ -34,7 +36,9 @@ def test_small_microbatches_fill_and_drain_the_pipeline() -> None:
     scales = [8.0, 1.0, 2.0, 8.0, 8.0, 8.0, 1.0, 2.0]
     schedule = generate("1f1b", 4, 8)
     order = best_order(schedule, scales)
-    gained = makespan_of(schedule, scales, range(8)) / makespan_of(schedule, scales, order)
+    gained = makespan_of(schedule, scales, range(8)) / makespan_of(
+        schedule, scales, order
+    )
     assert max(scales[order[0]], scales[order[-1]]) <= 2.0
     assert gained > 1.2
 
@@ -42,11 +46,15 @@ def test_small_microbatches_fill_and_drain_the_pipeline() -> None:
 @pytest.mark.parametrize("unit", [1e-6, 1e12])
 def test_the_unit_of_costs_does_not_matter(unit: float) -> None:
     schedule, scales = generate("interleaved", 2, 4, chunks=2), [3.0, 1.0, 4.0, 1.5]
-    assert best_order(schedule, [unit * scale for scale in scales]) == best_order(schedule, scales)
+    assert best_order(schedule, [unit * scale for scale in scales]) == best_order(
+        schedule, scales
+    )
 
 
 def test_a_scale_scales_all_actions_of_its_microbatch() -> None:
-    timeline = simulate(generate("zb-h1", 2, 3), Costs(1, 2, 3, microbatch_scale=(1, 10, 0)))
+    timeline = simulate(
+        generate("zb-h1", 2, 3), Costs(1, 2, 3, microbatch_scale=(1, 10, 0))
+    )
     base = {"F": 1, "I": 2, "W": 3, "B": 5}
     for row, starts, ends in zip(
         timeline.schedule.rows, timeline.starts, timeline.ends, strict=True
@@ -57,7 +65,11 @@ def test_a_scale_scales_all_actions_of_its_microbatch() -> None:
 
 def test_scales_have_to_match_the_table() -> None:
     schedule = generate("1f1b", 2, 4)
-    with pytest.raises(ScheduleError, match=r"microbatch_scale has 3 factors, .* has 4 micro"):
+    with pytest.raises(
+        ScheduleError, match=r"microbatch_scale has 3 factors, .* has 4 micro"
+    ):
         simulate(schedule, Costs(microbatch_scale=(1, 2, 3)))
-    with pytest.raises(ScheduleError, match="factors of micro-batches must be 0 or more"):
+    with pytest.raises(
+        ScheduleError, match="factors of micro-batches must be 0 or more"
+    ):
         Costs(microbatch_scale=(1, -2))

@@ -19,7 +19,8 @@ from tests.ranks import run_ranks
 from tests.runtime import toy
 
 pytestmark = pytest.mark.skipif(
-    (releases.installed_release() or (0, 0)) < (0, 20), reason="0.20 has the packing scheduler"
+    (releases.installed_release() or (0, 0)) < (0, 20),
+    reason="0.20 has the packing scheduler",
 )
 
 LENGTHS = (7, 40, 3, 25, 36, 3, 38, 2, 7, 12, 31, 1, 40, 9, 5, 30)
@@ -72,14 +73,18 @@ def _train(schedule: str, pp: int, options: dict[str, Any]) -> Any:
     config.sequence_packing_scheduler = "dp_balanced"
     read: list[list[int]] = []
 
-    def forward_step(data: Any, model: toy.Stage) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(
+        data: Any, model: toy.Stage
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch: Batch = get_batch_on_this_rank_for_sequence_packing(
             data, vpp_size=num_chunks, vp_stage=model.vp_stage
         )
         tokens, labels, _, _, _, packed, _ = batch
         read.append(packed.cu_seqlens_q.tolist())
         output = model(None if tokens is None else _hidden(tokens))
-        assert len(output) == packed.cu_seqlens_q[-1], "the bounds of another micro-batch"
+        assert len(output) == packed.cu_seqlens_q[-1], (
+            "the bounds of another micro-batch"
+        )
 
         def loss(output: torch.Tensor) -> Any:
             found = (output.sum(dim=-1).t() * labels).square().sum() / 1e6
@@ -115,7 +120,9 @@ def _packs(number: int) -> list[list[int]]:
     return [group for [group] in groups]
 
 
-def _one_process(num_stages: int, packs: list[list[int]]) -> tuple[list[Any], list[float]]:
+def _one_process(
+    num_stages: int, packs: list[list[int]]
+) -> tuple[list[Any], list[float]]:
     """Sum the gradients of packs in their order, without a pipeline."""
     model = [toy.Stage(None, stage, None) for stage in range(num_stages)]
     samples = list(_samples())
@@ -136,7 +143,9 @@ def _one_process(num_stages: int, packs: list[list[int]]) -> tuple[list[Any], li
     [
         pytest.param("1f1b", 4, {"transport": "shm"}, id="1f1b"),
         pytest.param("interleaved", 2, {"chunks": 2}, id="interleaved"),
-        pytest.param("interleaved", 2, {"chunks": 2, "dynamic": DynamicOrder()}, id="dynamic"),
+        pytest.param(
+            "interleaved", 2, {"chunks": 2, "dynamic": DynamicOrder()}, id="dynamic"
+        ),
     ],
 )
 def test_packs_run_in_the_order_of_their_costs(
@@ -149,9 +158,15 @@ def test_packs_run_in_the_order_of_their_costs(
     costs = [sum(cost.of_length(PADDED[number]) for number in pack) for pack in packs]
     order = best_order(pipeline.schedule(len(packs)), costs)
     assert order != tuple(range(len(packs))), "no test if the file's order is best"
-    unpadded = [sum(cost.of_length(LENGTHS[number]) for number in pack) for pack in packs]
-    assert order != best_order(pipeline.schedule(len(packs)), unpadded), "padding has to matter"
-    expected, losses = _one_process(pipeline.placement.num_stages, [packs[i] for i in order])
+    unpadded = [
+        sum(cost.of_length(LENGTHS[number]) for number in pack) for pack in packs
+    ]
+    assert order != best_order(pipeline.schedule(len(packs)), unpadded), (
+        "padding has to matter"
+    )
+    expected, losses = _one_process(
+        pipeline.placement.num_stages, [packs[i] for i in order]
+    )
 
     by_rank = run_ranks(pp, _train, schedule, pp, {"balance": "order", **options})
     found = {stage: grad for _, grads, _ in by_rank for stage, grad in grads.items()}
@@ -164,7 +179,11 @@ def test_packs_run_in_the_order_of_their_costs(
 @pytest.mark.parametrize(
     ("schedule", "options", "reason"),
     [
-        ("zb-v", {"balance": "order"}, "last stage on another rank.*use 1f1b, gpipe, zb-h1 or"),
+        (
+            "zb-v",
+            {"balance": "order"},
+            "last stage on another rank.*use 1f1b, gpipe, zb-h1 or",
+        ),
         ("bitpipe", {}, "last stage on another rank"),
         ("1f1b", {"balance": "pack"}, "dealt out already; use balance=order"),
     ],

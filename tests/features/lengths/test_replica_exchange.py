@@ -16,7 +16,11 @@ from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.features.lengths.balanced_step import BalancedStep
 from megatron_ext.features.lengths.length_balance import best_order, deal_out, fills_of
-from megatron_ext.features.lengths.replica_exchange import ReplicaExchange, _packed, _placed
+from megatron_ext.features.lengths.replica_exchange import (
+    ReplicaExchange,
+    _packed,
+    _placed,
+)
 from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.schedules import Placement, generate
 from megatron_ext.schedules.table.length_cost import LengthCost
@@ -81,7 +85,9 @@ def _train(schedule: str, hosted_pp: int, options: dict[str, Any]) -> Any:
     num_chunks = placement.num_stages // hosted_pp
     toy.start(hosted_pp, num_chunks if num_chunks > 1 else None)
     use(pipeline)
-    stages = list(placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()])
+    stages = list(
+        placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
+    )
     model = toy.chunks(toy.config(**SETTINGS), stages)
     ends = (0, placement.num_stages - 1)
     replica = parallel_state.get_data_parallel_rank()
@@ -106,7 +112,9 @@ def _train(schedule: str, hosted_pp: int, options: dict[str, Any]) -> Any:
     return replica, gradients, reports, evaluated
 
 
-def _one_process(num_stages: int, order: list[int]) -> tuple[list[torch.Tensor], dict[int, float]]:
+def _one_process(
+    num_stages: int, order: list[int]
+) -> tuple[list[torch.Tensor], dict[int, float]]:
     """Sum the gradients of micro-batches in an order, without a pipeline."""
     model = [toy.Stage(None, stage, None) for stage in range(num_stages)]
     losses = {}
@@ -153,33 +161,55 @@ def _runs(placement: Placement, replica: int, stage: int) -> int:
     [
         pytest.param("pack", "1f1b", {}, id="pack-1f1b"),
         pytest.param(
-            "pack", "interleaved", {"chunks": 2, "transport": "shm"}, id="pack-interleaved-shm"
+            "pack",
+            "interleaved",
+            {"chunks": 2, "transport": "shm"},
+            id="pack-interleaved-shm",
         ),
         pytest.param("pack", "zb-v", {}, id="pack-zb-v"),
         pytest.param(
-            "pack", "interleaved", {"chunks": 2, "dynamic": DynamicOrder()}, id="pack-dynamic"
+            "pack",
+            "interleaved",
+            {"chunks": 2, "dynamic": DynamicOrder()},
+            id="pack-dynamic",
         ),
         pytest.param("pack", "1f1b", {"length_costs": MEASURED}, id="pack-measured"),
         pytest.param("pack", "bitpipe", {}, id="pack-bitpipe"),
         pytest.param("pack", "dualpipe", {}, id="pack-dualpipe"),
         pytest.param("order", "bitpipe", {}, id="order-bitpipe"),
         pytest.param(
-            "order", "bitpipe", {"options": {"routing": "local"}}, id="order-bitpipe-local"
+            "order",
+            "bitpipe",
+            {"options": {"routing": "local"}},
+            id="order-bitpipe-local",
         ),
-        pytest.param("order", "bitpipe", {"options": {"order": "paper"}}, id="order-bitpipe-paper"),
-        pytest.param("order", "bitpipe", {"dynamic": DynamicOrder()}, id="order-bitpipe-dynamic"),
+        pytest.param(
+            "order",
+            "bitpipe",
+            {"options": {"order": "paper"}},
+            id="order-bitpipe-paper",
+        ),
+        pytest.param(
+            "order", "bitpipe", {"dynamic": DynamicOrder()}, id="order-bitpipe-dynamic"
+        ),
         pytest.param("order", "dualpipe", {}, id="order-dualpipe"),
     ],
 )
-def test_the_gradient_is_the_same_sum(balance: str, schedule: str, options: dict[str, Any]) -> None:
+def test_the_gradient_is_the_same_sum(
+    balance: str, schedule: str, options: dict[str, Any]
+) -> None:
     pp, ranks = 2, 2 * REPLICAS
     options = {"balance": balance, **options}
-    pipeline = make_pipeline(schedule, ranks if schedule in MIRRORED else pp, M, **options)
+    pipeline = make_pipeline(
+        schedule, ranks if schedule in MIRRORED else pp, M, **options
+    )
     placement = pipeline.placement
     orders = _orders(pipeline)
     assert orders != READ, "no test if the order of the file is best"
     if pipeline.config.length_costs is not None:
-        assert orders != _orders_by(pipeline, _cost_of_toy()), "no test if both are the same"
+        assert orders != _orders_by(pipeline, _cost_of_toy()), (
+            "no test if both are the same"
+        )
     expected = [_one_process(placement.num_stages, order) for order in orders]
     by_rank = run_ranks(ranks, _train, schedule, pp, options)
     seen = set()
@@ -191,7 +221,9 @@ def test_the_gradient_is_the_same_sum(balance: str, schedule: str, options: dict
         if reports:
             losses = expected[replica][1]
             assert reports == sorted(losses.items()), "in the order of the file"
-            assert [number for number, _ in evaluated] == READ[replica], "evaluation stays"
+            assert [number for number, _ in evaluated] == READ[replica], (
+                "evaluation stays"
+            )
     assert len(seen) == REPLICAS * placement.num_stages
     off = [_one_process(placement.num_stages, order)[0] for order in READ]
     for stage in range(placement.num_stages):
@@ -216,7 +248,9 @@ def _step_of_replicas(num_items: tuple[int, ...]) -> Any:
 
     chunks = [step.iterator(read()), step.iterator(read())]
     try:
-        taken = [[int(item["tokens"][0, 0]) for item in chunk] for chunk in chunks if chunk]
+        taken = [
+            [int(item["tokens"][0, 0]) for item in chunk] for chunk in chunks if chunk
+        ]
     except ScheduleError as error:
         return str(error)
     assert taken[0] == taken[1] == list(step.order or ())
@@ -229,7 +263,9 @@ def test_a_replica_without_data_ends_all() -> None:
         "--pipeline-balance pack: data-parallel rank 1 could not read its micro-batches of this "
         "step; its own line says why"
     )
-    assert starved.startswith(f"the data ended after 3 of {M} micro-batches of a step; train")
+    assert starved.startswith(
+        f"the data ended after 3 of {M} micro-batches of a step; train"
+    )
 
 
 def _ask_one_that_left() -> str:
@@ -259,9 +295,13 @@ def test_all_chunks_of_a_rank_read_the_same() -> None:
 
 
 def test_what_would_have_to_be_unpickled_is_not_sent() -> None:
-    plain = {0: {"tokens": torch.arange(3), "lengths": [1, 2.0, "x", None], "at": (True,)}}
+    plain = {
+        0: {"tokens": torch.arange(3), "lengths": [1, 2.0, "x", None], "at": (True,)}
+    }
     assert str(torch.load(BytesIO(_packed(plain)), weights_only=True)) == str(plain)
-    with pytest.raises(ScheduleError, match=r"a micro-batch contains fractions\.Fraction, but"):
+    with pytest.raises(
+        ScheduleError, match=r"a micro-batch contains fractions\.Fraction, but"
+    ):
         _packed({0: Fraction(1, 2)})
 
 

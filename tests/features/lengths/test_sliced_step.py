@@ -50,7 +50,10 @@ def _forward_step(
 
     def loss(output: torch.Tensor) -> Any:
         assert len(output) == item["tokens"].shape[-1], "the tokens of another slice"
-        total, count = output.square().sum(), torch.tensor(output.shape[0], dtype=torch.int)
+        total, count = (
+            output.square().sum(),
+            torch.tensor(output.shape[0], dtype=torch.int),
+        )
         return total, count, {"loss": torch.stack([total.detach(), count])}
 
     return output, loss
@@ -82,7 +85,11 @@ def _train(schedule: str, pp: int, options: dict[str, Any]) -> Any:
     [runtime] = runtimes
     assert runtime.measured.tables_s > 0
     gradients = {chunk.number: chunk.weight.grad for chunk in model}
-    return gradients, [report["loss"].tolist() for report in reports], runtime.measured.peak_live
+    return (
+        gradients,
+        [report["loss"].tolist() for report in reports],
+        runtime.measured.peak_live,
+    )
 
 
 def _one_process(num_stages: int) -> tuple[list[torch.Tensor], list[list[float]]]:
@@ -104,12 +111,18 @@ def _one_process(num_stages: int) -> tuple[list[torch.Tensor], list[list[float]]
     [
         pytest.param("zb-h1", {"balance": "order", "transport": "shm"}, id="zb-h1"),
         pytest.param("zb-v", {"balance": "order"}, id="zb-v", marks=pytest.mark.slow),
-        pytest.param("1f1b", {"dynamic": DynamicOrder()}, id="dynamic", marks=pytest.mark.slow),
+        pytest.param(
+            "1f1b", {"dynamic": DynamicOrder()}, id="dynamic", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_step_by_length_trains_the_same(schedule: str, options: dict[str, Any]) -> None:
+def test_a_step_by_length_trains_the_same(
+    schedule: str, options: dict[str, Any]
+) -> None:
     by_rank = run_ranks(2, _train, schedule, 2, options)
-    gradients, reports = _one_process(sum(len(gradients) for gradients, _, _ in by_rank))
+    gradients, reports = _one_process(
+        sum(len(gradients) for gradients, _, _ in by_rank)
+    )
     found = {stage: grad for grads, _, _ in by_rank for stage, grad in grads.items()}
     for stage, expected in enumerate(gradients):
         assert torch.allclose(found[stage], expected, rtol=1e-5, atol=1e-7), stage
@@ -131,7 +144,9 @@ def _slicer(replicas: Any, pipeline_group: Any, **settings: Any) -> LengthSlicer
     chunk.max_sequence_length = MAX_POSITIONS  # type: ignore[assignment]
     model: Any = SimpleNamespace(
         pipeline=make_pipeline("1f1b", 2, 3, slice_tokens=SLICE_TOKENS, **settings),
-        groups=SimpleNamespace(tp=single, pp=pipeline_group or single, dp=replicas or single),
+        groups=SimpleNamespace(
+            tp=single, pp=pipeline_group or single, dp=replicas or single
+        ),
         chunks=[chunk],
         config=SimpleNamespace(sequence_parallel=False, variable_seq_lengths=False),
     )
@@ -146,7 +161,9 @@ def _agree() -> Any:
     by_replica = _slicer(world, None, balance="order").step([_items(lengths)], 3)
     # The second stage reads no data.
     chunks = [_items((40, 3, 9)) if rank == 0 else None for _ in range(2)]
-    assert len(_slicer(None, world).step(chunks, 3).iterators) == 2, "one for each chunk"
+    assert len(_slicer(None, world).step(chunks, 3).iterators) == 2, (
+        "one for each chunk"
+    )
     data = [_items((40, 3, 9)) if rank == 0 else None]
     by_stage = _slicer(None, world).step(data, 3)
     failures = []
@@ -170,7 +187,9 @@ def _agree() -> Any:
 
 
 def test_ranks_agree_on_slices() -> None:
-    (first, lengths, stage_0, failed), (second, others, stage_1, also_failed) = run_ranks(2, _agree)
+    (first, lengths, stage_0, failed), (second, others, stage_1, also_failed) = (
+        run_ranks(2, _agree)
+    )
     assert lengths == [3, 9, 40]
     assert first.order == (1, 2, 0)
     assert others == [1, 5, 16]
@@ -183,7 +202,9 @@ def test_ranks_agree_on_slices() -> None:
     assert first.slice_tokens[2] == tuple(end - begin for end, begin in widths)
     assert stage_0.slice_bounds == stage_1.slice_bounds
     assert stage_0.order == stage_1.order == (0, 1, 2)
-    assert [iterator is None for iterator in (*stage_0.iterators, *stage_1.iterators)] == [
+    assert [
+        iterator is None for iterator in (*stage_0.iterators, *stage_1.iterators)
+    ] == [
         False,
         True,
     ]

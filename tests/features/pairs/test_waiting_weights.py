@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import incompatible
 from megatron_ext.config.entrances import running
-from megatron_ext.config.pipeline_config import Disaggregation, DynamicOrder, PipelineConfig
+from megatron_ext.config.pipeline_config import (
+    Disaggregation,
+    DynamicOrder,
+    PipelineConfig,
+)
 from megatron_ext.errors import ConfigurationError, ScheduleError
 from megatron_ext.features.pairs import waiting_weights
 from megatron_ext.features.pairs.pair_steps import PairSteps
@@ -38,11 +42,15 @@ _WAITING = "--pipeline-waiting-weights 3 "
     num_microbatches=st.integers(4, 9),
     num_waiting=st.integers(0, 12),
 )
-def test_only_w_move_and_only_back(name: str, num_microbatches: int, num_waiting: int) -> None:
+def test_only_w_move_and_only_back(
+    name: str, num_microbatches: int, num_waiting: int
+) -> None:
     table = generate(name, 4, 2 * num_microbatches, pairs=True)
     delayed = weights_waiting(table, num_waiting)
     validate(delayed)
-    for rank, (row, delayed_row) in enumerate(zip(table.rows, delayed.rows, strict=True)):
+    for rank, (row, delayed_row) in enumerate(
+        zip(table.rows, delayed.rows, strict=True)
+    ):
         for is_weight in (True, False):
             assert _of_kind(row, is_weight) == _of_kind(delayed_row, is_weight)
         assert _pairs(table, rank) == _pairs(delayed, rank)
@@ -50,7 +58,8 @@ def test_only_w_move_and_only_back(name: str, num_microbatches: int, num_waiting
         for stage in {action.stage for action in row}:
             # Both add to the same gradients, so their order decides the bits.
             kinds = [
-                [a for a in r if a.kind in "BW" and a.stage == stage] for r in (row, delayed_row)
+                [a for a in r if a.kind in "BW" and a.stage == stage]
+                for r in (row, delayed_row)
             ]
             assert kinds[0] == kinds[1]
 
@@ -84,9 +93,13 @@ def test_a_table_without_waiting_weights_is_the_same() -> None:
         ),
     ],
 )
-def test_settings_that_exclude_waiting_weights(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_exclude_waiting_weights(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        PipelineConfig(**{"schedule": "zb-h1", "pairs": True, "waiting_weights": 2, **settings})
+        PipelineConfig(
+            **{"schedule": "zb-h1", "pairs": True, "waiting_weights": 2, **settings}
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +109,9 @@ def test_settings_that_exclude_waiting_weights(settings: dict[str, Any], words: 
         ("1f1b", True, "1f1b pairs=True has whole backwards"),
     ],
 )
-def test_tables_in_which_no_weights_can_wait(schedule: str, pairs: bool, words: str) -> None:
+def test_tables_in_which_no_weights_can_wait(
+    schedule: str, pairs: bool, words: str
+) -> None:
     pipeline = make_pipeline(schedule, 4, 8, pairs=pairs, waiting_weights=2)
     with pytest.raises(ScheduleError, match=words):
         pipeline.schedule(8)
@@ -107,7 +122,9 @@ def test_tables_in_which_no_weights_can_wait(schedule: str, pairs: bool, words: 
 def test_a_device_needs_a_release_whose_streams_wait(
     is_host: bool, streams: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incompatible.devices, "current", lambda: SimpleNamespace(is_host=is_host))
+    monkeypatch.setattr(
+        incompatible.devices, "current", lambda: SimpleNamespace(is_host=is_host)
+    )
     monkeypatch.setattr(incompatible, "parameters", lambda _place: streams)
     pipeline = make_pipeline("zb-h1", 4, 8, pairs=True, waiting_weights=2)
     if is_host or "comp_stream" not in streams:
@@ -137,14 +154,18 @@ def test_the_weights_of_a_rank_without_pairs_stay() -> None:
 
 @pytest.mark.parametrize("records_digests", [False, True])
 def test_weights_stay_in_place_while_digests_are_recorded(
-    records_digests: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    records_digests: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Records of a W early would miss what it has added by the time of its place."""
     monkeypatch.delenv("MEGATRON_EXT_DIGESTS", raising=False)
     if records_digests:
         monkeypatch.setenv("MEGATRON_EXT_DIGESTS", "digests")
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("megatron_ext.devices.device_of", lambda _chunks: torch.device("cpu"))
+    monkeypatch.setattr(
+        "megatron_ext.devices.device_of", lambda _chunks: torch.device("cpu")
+    )
     pipeline = make_pipeline("zb-h1", 4, 8, pairs=True, waiting_weights=2)
     steps = PairSteps(SimpleNamespace(pipeline=pipeline, chunks=()))
     assert steps._fills_waits != records_digests
@@ -165,7 +186,9 @@ def test_a_stream_of_an_earlier_training_is_logged(
 ) -> None:
     kept_streams = [] if is_first else ["earlier"]
     utils = waiting_weights.utils
-    monkeypatch.setattr(utils, "set_streams", lambda comm_stream: kept_streams.append(comm_stream))
+    monkeypatch.setattr(
+        utils, "set_streams", lambda comm_stream: kept_streams.append(comm_stream)
+    )
     monkeypatch.setattr(utils, "get_comm_stream", lambda: kept_streams[0])
 
     class Stream:
@@ -182,7 +205,9 @@ def test_a_stream_of_an_earlier_training_is_logged(
 def test_the_log_counts_the_activations_of_weights_that_wait() -> None:
     peaks = []
     for num_waiting in (0, 2):
-        pipeline = make_pipeline("zb-h1", 4, 16, pairs=True, waiting_weights=num_waiting)
+        pipeline = make_pipeline(
+            "zb-h1", 4, 16, pairs=True, waiting_weights=num_waiting
+        )
         line = running(pipeline)
         peaks.append(float(line.partition(", peak ")[2].split()[0]))
         assert ("up to 2 more W of a rank wait" in line) == bool(num_waiting)
@@ -192,7 +217,9 @@ def test_the_log_counts_the_activations_of_weights_that_wait() -> None:
 class _Added(WeightGradient):
     """A weight gradient that tells when it is computed."""
 
-    def __init__(self, weight: torch.nn.Parameter, name: str, log: list[str], store: Any) -> None:
+    def __init__(
+        self, weight: torch.nn.Parameter, name: str, log: list[str], store: Any
+    ) -> None:
         self.weights = (weight,)
         self._name, self._log, self._store = name, log, store
 
@@ -212,7 +239,9 @@ def _weights_while_a_peer_is_late() -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     log: list[str] = []
     if dist.get_rank():
-        store.wait(["0.1"])  # the last gradient that rank 0 may compute before the exchange
+        store.wait(
+            ["0.1"]
+        )  # the last gradient that rank 0 may compute before the exchange
         dist.barrier()
         return log
     splits = SplitBackward()
@@ -222,7 +251,9 @@ def _weights_while_a_peer_is_late() -> list[str]:
     for action in row[:2]:
         with splits.defer(0, action.microbatch):
             for number, layer in enumerate(layers):
-                splits.record(_Added(layer, f"{action.microbatch}.{number}", log, store))
+                splits.record(
+                    _Added(layer, f"{action.microbatch}.{number}", log, store)
+                )
         weights.ended(action)
     weights.await_peers(dist.group.WORLD)
     log.append("exchange")
@@ -246,8 +277,20 @@ def test_a_host_runs_weights_until_its_peer_comes() -> None:
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
-                *("zb-h1", "v-half", "dualpipe-v", "dualpipe", "bitpipe", "csv", "gathered"),
-                *("all recomputed", "recomputed", "two layers of multi-token prediction"),
+                *(
+                    "zb-h1",
+                    "v-half",
+                    "dualpipe-v",
+                    "dualpipe",
+                    "bitpipe",
+                    "csv",
+                    "gathered",
+                ),
+                *(
+                    "all recomputed",
+                    "recomputed",
+                    "two layers of multi-token prediction",
+                ),
             )
         ),
     ],

@@ -51,7 +51,9 @@ def items(name: str, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(small_gpt.VOCABULARY, (1, length + 1), generator=generator)
+        tokens = torch.randint(
+            small_gpt.VOCABULARY, (1, length + 1), generator=generator
+        )
         item = {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
@@ -116,9 +118,13 @@ def chunk_of(config: Any, stage: int, num_stages: int, vp_stage: int | None) -> 
         vp_stage=vp_stage,
     )
     for name, parameter in chunk.named_parameters():
-        generator = torch.Generator().manual_seed(sum(whole_name(name, stage, config).encode()))
+        generator = torch.Generator().manual_seed(
+            sum(whole_name(name, stage, config).encode())
+        )
         if parameter.dim() > 1:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.data.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2
+            )
     return chunk
 
 
@@ -162,7 +168,12 @@ def train(
     kind: Any = TransformerConfig
     if settings.pop("mla", False):
         kind = MLATransformerConfig
-        settings |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "rope_type": "rope"}
+        settings |= {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "rope_type": "rope",
+        }
         settings |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 8}
     config = kind(
         num_layers=NUM_LAYERS // placement.num_stages,
@@ -246,7 +257,9 @@ def test_every_table_computes_what_one_stage_does(
 
 @pytest.mark.short_s(6)
 @pytest.mark.parametrize("slice_tokens", [1, slow(7), 8, slow(63), slow(64)])
-@pytest.mark.parametrize("name", ["grouped queries", slow("latent"), "packed", slow("recomputed")])
+@pytest.mark.parametrize(
+    "name", ["grouped queries", slow("latent"), "packed", slow("recomputed")]
+)
 def test_samples_train_as_whole_ones(name: str, slice_tokens: int) -> None:
     """Within what docs/lengths.md states; those of one slice in bits."""
     gradients, reports = one_stage(name, slice_tokens)
@@ -254,7 +267,9 @@ def test_samples_train_as_whole_ones(name: str, slice_tokens: int) -> None:
     for parameter, expected in whole.items():
         worst = (gradients[parameter] - expected).abs().max() / expected.abs().max()
         assert worst < 2e-6, parameter
-    for length, report, expected_report in zip(LENGTHS, reports, whole_reports, strict=True):
+    for length, report, expected_report in zip(
+        LENGTHS, reports, whole_reports, strict=True
+    ):
         assert report == pytest.approx(expected_report, rel=1e-6, abs=0)
         if length <= slice_tokens:
             assert report == expected_report
@@ -264,7 +279,9 @@ def test_replicas_share_experts_although_one_has_few_tokens() -> None:
     """Its empty slices exchange tokens with those of the other, and change nothing."""
     sliced = run_ranks(2, train, "experts", "1f1b", 1, {"slice_tokens": SLICE_TOKENS})
     whole = run_ranks(2, train, "experts", "1f1b", 1, {})
-    for (gradients, reports), (expected, expected_reports) in zip(sliced, whole, strict=True):
+    for (gradients, reports), (expected, expected_reports) in zip(
+        sliced, whole, strict=True
+    ):
         for parameter, gradient in expected.items():
             worst = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
             assert worst < 2e-6, parameter
@@ -275,8 +292,12 @@ def test_replicas_share_experts_although_one_has_few_tokens() -> None:
 def test_a_step_of_short_micro_batches_may_have_an_empty_one() -> None:
     """It adds nothing, as in a step in which another micro-batch has several slices."""
     options = {"slice_tokens": SLICE_TOKENS}
-    [(gradients, reports)] = run_ranks(1, train, "packed", "1f1b", 1, options, (8, 3, 0))
-    [(expected, expected_reports)] = run_ranks(1, train, "packed", "1f1b", 1, options, (8, 3))
+    [(gradients, reports)] = run_ranks(
+        1, train, "packed", "1f1b", 1, options, (8, 3, 0)
+    )
+    [(expected, expected_reports)] = run_ranks(
+        1, train, "packed", "1f1b", 1, options, (8, 3)
+    )
     for parameter, gradient in expected.items():
         # Megatron divides by the number of micro-batches.
         difference = gradients[parameter] * 3 - gradient * 2

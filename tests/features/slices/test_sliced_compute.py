@@ -30,7 +30,9 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel "
 # Large enough for a wrong balance to change the losses of later steps.
 BALANCED = MOE.replace("1e-2", "1.0") + "--moe-z-loss-coeff 0.1 "
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+FULL = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+)
 EIGHT_LAYERS = "--num-layers 8 --global-batch-size 16 "
 PER_TOKEN = "--calculate-per-token-loss "
 EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -86,13 +88,21 @@ def one_stage_here(*args: Any) -> Captured:
             give_others.runs_in_slices = True  # type: ignore[attr-defined]
             self.mtp.register_forward_pre_hook(give_others, with_kwargs=True)
         elif self.share_embeddings_and_output_weights:
-            own = [torch.nn.Parameter(embedding.word_embeddings.weight.detach().clone())]
-            copy_tensor_model_parallel_attributes(own[0], embedding.word_embeddings.weight)
+            own = [
+                torch.nn.Parameter(embedding.word_embeddings.weight.detach().clone())
+            ]
+            copy_tensor_model_parallel_attributes(
+                own[0], embedding.word_embeddings.weight
+            )
             self.output_layer.weight = own[0]
         self.both_ends = list(zip(embedding.parameters(), own, strict=False))
 
     def output_weight(self: Any) -> Any:
-        return weight_of(self) if self.output_layer.weight is None else self.output_layer.weight
+        return (
+            weight_of(self)
+            if self.output_layer.weight is None
+            else self.output_layer.weight
+        )
 
     def summed(chunks: list[Any], *args: Any) -> Any:
         for first, last in unwrap_model(chunks[0]).both_ends:
@@ -156,7 +166,9 @@ def test_every_table_computes_what_one_stage_does(
     stages = 4 if PP4 in flags and schedule not in ("bitpipe", "dualpipe") else 2
     alone = flags.replace(PP4, "").replace(PP2, "")
     assert_equal(found, one_stage(num_ranks // stages, alone + SLICES))
-    check_losses(found, stock(num_ranks, flags), 1e-3 if flags.endswith((BF16, FP16)) else 1e-6)
+    check_losses(
+        found, stock(num_ranks, flags), 1e-3 if flags.endswith((BF16, FP16)) else 1e-6
+    )
 
 
 @pytest.mark.short_s(12)
@@ -167,7 +179,10 @@ def test_every_table_computes_what_one_stage_does(
         pytest.param(LLAMA + TP_SP, id="tensor parallel"),
         pytest.param(LLAMA + BALANCED, id="experts"),
         pytest.param(MLA, id="latent, later tokens"),
-        slow(MLA.replace("mtp-num-layers 1", "mtp-num-layers 2") + TP_SP, id="two later tokens"),
+        slow(
+            MLA.replace("mtp-num-layers 1", "mtp-num-layers 2") + TP_SP,
+            id="two later tokens",
+        ),
         slow(LLAMA + BALANCED + PER_TOKEN, id="experts per token"),
         pytest.param(FULL, id="recomputed"),
         slow(LLAMA + PER_TOKEN, id="per token"),
@@ -192,9 +207,14 @@ def test_what_megatron_logs_is_that_of_whole_micro_batches() -> None:
     assert len(sliced) == len(whole) == 3
     for ours, theirs in zip(sliced, whole, strict=True):
         found, expected = (
-            dict(re.findall(r"([a-z_0-9 ]+): (\S+) \|", line)) for line in (ours, theirs)
+            dict(re.findall(r"([a-z_0-9 ]+): (\S+) \|", line))
+            for line in (ours, theirs)
         )
-        assert {" load_balancing_loss", " z_loss", " mtp_1 loss"} <= found.keys() == expected.keys()
+        assert (
+            {" load_balancing_loss", " z_loss", " mtp_1 loss"}
+            <= found.keys()
+            == expected.keys()
+        )
         for name, figure in expected.items():
             assert float(found[name]) == pytest.approx(float(figure), rel=2e-6), name
 
@@ -221,7 +241,9 @@ def test_checkpoints_are_those_of_whole_micro_batches(tmp_path: Path) -> None:
 
 @pytest.mark.tree
 @pytest.mark.usefixtures("megatron_lm_path")
-@pytest.mark.skipif(core_version().startswith("0.16"), reason="0.16 reads no packed documents")
+@pytest.mark.skipif(
+    core_version().startswith("0.16"), reason="0.16 reads no packed documents"
+)
 def test_packed_documents_of_upstreams_script(tmp_path: Path) -> None:
     packed = "--dataloader-inter-document-masking --position-embedding-type rope "
     data = f"--data-path {gpt_dataset(tmp_path / 'text')} --data-cache-path {tmp_path} "
@@ -230,13 +252,19 @@ def test_packed_documents_of_upstreams_script(tmp_path: Path) -> None:
     found = train(2, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
     check_losses(found, stock(2, flags))
     whole = stock(2, flags.replace("--dataloader-inter-document-masking ", ""))
-    assert found.losses[2] != pytest.approx(whole.losses[2], rel=1e-5), "documents are told apart"
+    assert found.losses[2] != pytest.approx(whole.losses[2], rel=1e-5), (
+        "documents are told apart"
+    )
 
 
 SEQUENCE = 24
 BOUNDS = (0, 11, 18, 24)
 DOCUMENTS = [0, 5, 6, 11, 14, 14, 23, 24]  # one ends with a slice
-PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False}
+PLAIN = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "masked_softmax_fusion": False,
+}
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
@@ -290,7 +318,9 @@ def fuse_positions() -> None:
         across = torch.cat([-second, first], -1)
         return x * cos[places].view(shape) + across * sin[places].view(shape)
 
-    def turn_queries(x: Any, cos: Any, sin: Any, plain: int, wide: int, sums: Any, *_: int) -> Any:
+    def turn_queries(
+        x: Any, cos: Any, sin: Any, plain: int, wide: int, sums: Any, *_: int
+    ) -> Any:
         rest, positions = x.split([plain, wide], -1)
         return torch.cat([rest, turned(positions, cos, sin, sums)], -1)
 
@@ -306,7 +336,9 @@ def fuse_positions() -> None:
     setattr(multi_latent_attention, "fused_apply_mla_rope_for_kv", turn_keys)  # noqa: B010
 
 
-def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) -> float:
+def worst_difference(
+    settings: dict[str, Any], taken_out: tuple[str, ...] = ()
+) -> float:
     """Return by how much a gradient of slices differs, over the largest entry of its weight's."""
     import torch
     from megatron.core import utils
@@ -334,7 +366,9 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # large enough for attention to prefer some tokens
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.data.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2
+            )
     tokens = torch.randint(
         small_gpt.VOCABULARY, (1 if is_packed else 2, SEQUENCE + 1), generator=generator
     )
@@ -343,18 +377,27 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(SEQUENCE).expand(len(tokens), -1),
         "loss_mask": (tokens[:, 1:] % 5 > 0).float(),
-        "attention_mask": torch.ones(len(tokens), 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+        "attention_mask": torch.ones(
+            len(tokens), 1, SEQUENCE, SEQUENCE, dtype=torch.bool
+        ).triu(1),
     }
     if is_packed:
-        item |= {"cu_seqlens": torch.tensor([DOCUMENTS], dtype=torch.int32), "attention_mask": None}
+        item |= {
+            "cu_seqlens": torch.tensor([DOCUMENTS], dtype=torch.int32),
+            "attention_mask": None,
+        }
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
         packed = None
         if is_packed and hasattr(utils, "flatten_batch_for_packed_sequences"):
-            part = utils.flatten_batch_for_packed_sequences(dict(part))  # as Megatron's script does
+            part = utils.flatten_batch_for_packed_sequences(
+                dict(part)
+            )  # as Megatron's script does
         if (sums := part.get("cu_seqlens")) is not None:
             longest = int(sums[0].diff().max())
-            packed = PackedSeqParams("thd", sums[0], sums[0], None, None, longest, longest)
+            packed = PackedSeqParams(
+                "thd", sums[0], sums[0], None, None, longest, longest
+            )
         mask = part.get("attention_mask")
         losses = model(
             part["tokens"],
@@ -368,7 +411,9 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
 
     loss_of(item).backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
-    counted = [b.clone() for name, b in model.named_buffers() if "tokens_per_expert" in name]
+    counted = [
+        b.clone() for name, b in model.named_buffers() if "tokens_per_expert" in name
+    ]
     model.zero_grad()
     for name, buffer in model.named_buffers():
         if "tokens_per_expert" in name:
@@ -388,8 +433,12 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
                 losses[number].backward()
     for buffer in chain.from_iterable(kept.microbatches[0, 0].attention.values()):
         assert buffer.tokens is buffer.gradient is None, "kept after backward"
-    found = [buffer for name, buffer in model.named_buffers() if "tokens_per_expert" in name]
-    assert all(map(torch.equal, found, counted)), "the bias of experts counts other tokens"
+    found = [
+        buffer for name, buffer in model.named_buffers() if "tokens_per_expert" in name
+    ]
+    assert all(map(torch.equal, found, counted)), (
+        "the bias of experts counts other tokens"
+    )
     return max(
         ((p.grad - whole[name]).abs().max() / whole[name].abs().max()).item()
         for name, p in model.named_parameters()
@@ -533,7 +582,9 @@ def cut_packed_sequences() -> None:
         begin = data.draw(st.integers(0, num_tokens - 1))
         end = data.draw(st.integers(begin + 1, num_tokens))
         sums = torch.tensor(documents, dtype=torch.int32)
-        whole = PackedSeqParams("thd", sums, sums, None, None, max(lengths), max(lengths))
+        whole = PackedSeqParams(
+            "thd", sums, sums, None, None, max(lengths), max(lengths)
+        )
         kept.clear()
         with kept.of(0, 0, 0, (begin, end, num_tokens), backward=False):
             assert kept.running is not None
@@ -546,7 +597,9 @@ def cut_packed_sequences() -> None:
                 expected.append((num_queries, min(document_end, end) - document_begin))
                 firsts.append(document_begin)
         widths = zip(
-            packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_kv.diff().tolist(), strict=True
+            packed.cu_seqlens_q.diff().tolist(),
+            packed.cu_seqlens_kv.diff().tolist(),
+            strict=True,
         )
         assert [pair for pair in widths if pair != (0, 0)] == expected
         assert first == (firsts[0] if firsts else begin)
@@ -600,8 +653,13 @@ def shared_storages() -> None:
     for number, (begin, end) in enumerate(pairwise(bounds)):
         with kept.of(0, 0, number, bounds, backward=False):
             assert kept.running is not None
-            keys, values = kept.running.with_earlier(layer, leaves[begin:end], leaves[begin:end])
-        storages |= {keys.untyped_storage().data_ptr(), values.untyped_storage().data_ptr()}
+            keys, values = kept.running.with_earlier(
+                layer, leaves[begin:end], leaves[begin:end]
+            )
+        storages |= {
+            keys.untyped_storage().data_ptr(),
+            values.untyped_storage().data_ptr(),
+        }
         assert keys._base is None
         # The product saves the keys, and the buffer is written again before its backward.
         outputs.append((keys * keys * (number + 1)).sum() + values.sum())
@@ -618,12 +676,16 @@ def shared_storages() -> None:
     one_token = torch.ones(1, 2, 3)  # which would spread over the whole slice
     with kept.of(0, 1, 0, bounds, backward=False):
         assert kept.running is not None
-        with pytest.raises(ScheduleError, match="Identity has keys of 1 and values of 5 tokens"):
+        with pytest.raises(
+            ScheduleError, match="Identity has keys of 1 and values of 5 tokens"
+        ):
             kept.running.with_earlier(layer, one_token, leaves[:5])
         kept.running.with_earlier(layer, leaves[:5], leaves[:5])[1].mul_(2)
     with kept.of(0, 1, 1, bounds, backward=False):
         assert kept.running is not None
-        with pytest.raises(ScheduleError, match="changed the keys or values of earlier slices"):
+        with pytest.raises(
+            ScheduleError, match="changed the keys or values of earlier slices"
+        ):
             kept.running.with_earlier(layer, leaves[5:6], leaves[5:6])
 
 
@@ -683,12 +745,15 @@ def test_each_patch_is_needed(patch: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patch", "model"), [("predicted_tokens", "later tokens"), ("packed_batch", "packed")]
+    ("patch", "model"),
+    [("predicted_tokens", "later tokens"), ("packed_batch", "packed")],
 )
 def test_without_its_patch_tensors_do_not_fit(patch: str, model: str) -> None:
     from megatron.core import utils
 
-    if patch == "packed_batch" and not hasattr(utils, "flatten_batch_for_packed_sequences"):
+    if patch == "packed_batch" and not hasattr(
+        utils, "flatten_batch_for_packed_sequences"
+    ):
         pytest.skip("this Megatron does not join packed sequences")
     mismatch = "must match the size of tensor|out of bounds for dimension"
     with pytest.raises(RanksFailed, match=mismatch):
@@ -724,7 +789,9 @@ def saved_bytes(num_slices: int) -> float:
         for number, (begin, end) in enumerate(pairwise(bounds)):
             with kept.of(0, 0, number, bounds, backward=False):
                 part = tokens[:, begin:end]
-                outputs.append(model(part, torch.arange(begin, end)[None], None, labels=part))
+                outputs.append(
+                    model(part, torch.arange(begin, end)[None], None, labels=part)
+                )
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
@@ -775,13 +842,17 @@ def own_model(num_slices: int, declares: bool = True) -> dict[str, Any]:
             query, key, value = self.layer(x).chunk(3, dim=-1)
             key, value, begin = with_earlier_slices(self, key, value)
             is_later = torch.arange(len(key)) > (torch.arange(len(x)) + begin)[:, None]
-            scores = torch.einsum("qbh,kbh->bqk", query, key).masked_fill(is_later, -torch.inf)
+            scores = torch.einsum("qbh,kbh->bqk", query, key).masked_fill(
+                is_later, -torch.inf
+            )
             return x + torch.einsum("bqk,kbh->qbh", scores.softmax(-1), value)
 
     def forward_step(data: Any, stage: Stage) -> tuple[torch.Tensor, Any]:
         output = stage(None if data is None else next(data)["tokens"])
 
-        def loss(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(
+            y: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             total, count = y.square().sum(), torch.tensor(y.shape[0] * y.shape[1])
             return total, count, {"loss": torch.stack([total.detach(), count])}
 
@@ -816,12 +887,16 @@ def own_model(num_slices: int, declares: bool = True) -> dict[str, Any]:
         for name, parameter in chunk.named_parameters()
     }
     # Forwards that are the first of the step, where layers may convert their weights.
-    found |= {f"firsts {n}": torch.tensor(chunk.firsts) for n, chunk in enumerate(chunks)}
+    found |= {
+        f"firsts {n}": torch.tensor(chunk.firsts) for n, chunk in enumerate(chunks)
+    }
     return found | {f"loss {n}": report["loss"] for n, report in enumerate(reports)}
 
 
 def test_a_model_of_ones_own_reads_earlier_slices() -> None:
-    for whole, sliced in zip(run_ranks(2, own_model, 1), run_ranks(2, own_model, 4), strict=True):
+    for whole, sliced in zip(
+        run_ranks(2, own_model, 1), run_ranks(2, own_model, 4), strict=True
+    ):
         assert whole.keys() == sliced.keys()
         for name, expected in whole.items():
             worst = (sliced[name] - expected).abs().max() / expected.abs().max()
@@ -847,12 +922,20 @@ def cut_batches() -> None:
     def item(number: int) -> dict[str, Any]:
         tokens = torch.arange(SEQUENCE).expand(2, -1) + 100 * number
         mask = torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-        given = {"tokens": tokens, "loss_mask": tokens * 1.0, "attention_mask": mask, "max": None}
+        given = {
+            "tokens": tokens,
+            "loss_mask": tokens * 1.0,
+            "attention_mask": mask,
+            "max": None,
+        }
         return {**given, "dataset_id": torch.tensor([1, 2])}
 
     longer = {"tokens": torch.arange(26).view(1, -1)}
     empty_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool)
-    empty = {"tokens": torch.zeros(1, 0, dtype=torch.int64), "attention_mask": empty_mask}
+    empty = {
+        "tokens": torch.zeros(1, 0, dtype=torch.int64),
+        "attention_mask": empty_mask,
+    }
     given = [item(0), item(1), longer, empty]
     several = (BOUNDS, BOUNDS, (0, 26), (0, 0, 0))
     data = SlicedData(MicrobatchData(iter(given)), several, 3)
@@ -869,14 +952,19 @@ def cut_batches() -> None:
             assert found["tokens"].tolist() == [[0]], "padding"
             assert found["attention_mask"].tolist() == [[[[False]]]]
             continue
-        assert found["tokens"].equal(torch.arange(begin, end).expand(2, -1) + 100 * microbatch)
+        assert found["tokens"].equal(
+            torch.arange(begin, end).expand(2, -1) + 100 * microbatch
+        )
         assert found["loss_mask"].is_contiguous()
         assert found["attention_mask"].shape == (2, 1, end - begin, end)
         assert found["max"] is None
         assert found["dataset_id"].tolist() == [1, 2]
     assert SlicedData(MicrobatchData(None), [BOUNDS], 3).view(0) is None
     for wrong, reason in [
-        ({"tokens": torch.zeros(2, 7)}, r"tokens \[2, 7\] of a micro-batch cannot be cut"),
+        (
+            {"tokens": torch.zeros(2, 7)},
+            r"tokens \[2, 7\] of a micro-batch cannot be cut",
+        ),
         ({"images": torch.zeros(2, SEQUENCE)}, "images"),
         ([1], "the data iterator gives a list"),
     ]:
@@ -950,7 +1038,10 @@ def wrong_layers() -> list[str]:
 def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> None:
     [(fused, later, padded)] = run_ranks(1, wrong_layers)
     assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
-    assert "not for the fused softmax in 16 bits, which takes as many queries as keys" in fused
+    assert (
+        "not for the fused softmax in 16 bits, which takes as many queries as keys"
+        in fused
+    )
     assert "not for attention to later tokens; leave the slices out" in later
 
 
@@ -1005,16 +1096,25 @@ def strange_models() -> list[str]:
         with pytest.raises(ScheduleError) as raised:
             check_model(model)
         told.append(str(raised.value))
-    layer.extra = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU(), torch.nn.LayerNorm(3))
+    layer.extra = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.GELU(), torch.nn.LayerNorm(3)
+    )
     check_model(model)
     return told
 
 
-def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_declare_slices() -> None:
+def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_declare_slices() -> (
+    None
+):
     [told] = run_ranks(1, strange_models)
     hooks, modules = told[:7], told[7:]
     for refusal in hooks:
         assert "hook on " in refusal
-        assert "set runs_in_slices = True on the hook (strange_models.<locals>.hook)" in refusal
+        assert (
+            "set runs_in_slices = True on the hook (strange_models.<locals>.hook)"
+            in refusal
+        )
     for refusal, kind in zip(modules, ("Mean", "BatchNorm1d", "Conv1d"), strict=True):
-        assert refusal.startswith(f"decoder.layers.1.extra ({kind}) runs once for each slice")
+        assert refusal.startswith(
+            f"decoder.layers.1.extra ({kind}) runs once for each slice"
+        )

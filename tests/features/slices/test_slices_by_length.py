@@ -37,7 +37,11 @@ COST = LengthCost(1.0, 1 / 64)
 
 
 def table_of(
-    name: str, pp: int, lengths: list[int], slice_tokens: int, costs: Costs | None = None
+    name: str,
+    pp: int,
+    lengths: list[int],
+    slice_tokens: int,
+    costs: Costs | None = None,
 ) -> Schedule:
     """The table of micro-batches of these lengths, in this order, in slices of so many tokens."""
     longest = max(lengths) or 1
@@ -82,7 +86,10 @@ def test_any_lengths_have_a_table(name: str, lengths: list[int], pp: int) -> Non
     uniform = generate(name, pp, len(lengths), slice_sizes=even_sizes)
     largest = max(max(sizes) for sizes in table.slice_sizes)
     share = pp / table.num_stages
-    assert max(activation_peaks(table)) <= largest * (max(activation_peaks(uniform)) + share) + 1e-9
+    assert (
+        max(activation_peaks(table))
+        <= largest * (max(activation_peaks(uniform)) + share) + 1e-9
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -91,20 +98,30 @@ def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> 
     for name in ("1f1b", "zb-h1", "gpipe"):
         by_length = generate(name, 4, count, slice_sizes=(shares,) * count)
         assert by_length.rows == generate(name, 4, count, slices=3).rows
-        assert measure(by_length) == measure(replace(by_length, slice_sizes=(), slices=shares))
+        assert measure(by_length) == measure(
+            replace(by_length, slice_sizes=(), slices=shares)
+        )
 
 
 def test_too_many_slices_name_the_flags_of_slices() -> None:
     sizes = ((1 / MAX_SLICES,) * MAX_SLICES,) * 80
-    with pytest.raises(ScheduleError, match=r"5120 slices is .*--pipeline-slice-tokens higher"):
+    with pytest.raises(
+        ScheduleError, match=r"5120 slices is .*--pipeline-slice-tokens higher"
+    ):
         generate("1f1b", 512, 80, slice_sizes=sizes)
-    with pytest.raises(ScheduleError, match=r"5120 micro-batches is .*; use fewer; beyond"):
+    with pytest.raises(
+        ScheduleError, match=r"5120 micro-batches is .*; use fewer; beyond"
+    ):
         generate("1f1b", 512, 5120)
 
 
-def test_a_dynamic_order_waits_by_the_costs_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_order_waits_by_the_costs_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulated = []
-    monkeypatch.setattr(active, "policies", lambda *_, costs, **__: simulated.append(costs))
+    monkeypatch.setattr(
+        active, "policies", lambda *_, costs, **__: simulated.append(costs)
+    )
     pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder())
     table = program.make_table_by_length(pipeline, ((8, 8), (5,)), COST, rank=0)
     pipeline.policies_of(table.schedule, table.costs)
@@ -132,10 +149,14 @@ def test_a_dynamic_order_keeps_to_the_peak_of_the_table() -> None:
     for name in ("zb-h1", "1f1b"):
         table = table_of(name, 4, lengths, 8)
         costs = Costs(attention=0.4, jitter=0.3)
-        chosen = policies("hint", table, extra_activations=0, weights_fill=False, costs=costs)
+        chosen = policies(
+            "hint", table, extra_activations=0, weights_fill=False, costs=costs
+        )
         timeline = simulate_dynamic(table, chosen, costs)
         assert timeline.peak_activations <= activation_cap(table) + 1e-9
-        assert sorted(map(sorted, timeline.schedule.rows)) == sorted(map(sorted, table.rows))
+        assert sorted(map(sorted, timeline.schedule.rows)) == sorted(
+            map(sorted, table.rows)
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,13 @@ def test_slices_cost_the_same() -> None:
 
 
 def test_numbers_of_slices() -> None:
-    assert [slices_needed(tokens, 8) for tokens in (0, 1, 8, 9, 512)] == [1, 1, 1, 2, 64]
+    assert [slices_needed(tokens, 8) for tokens in (0, 1, 8, 9, 512)] == [
+        1,
+        1,
+        1,
+        2,
+        64,
+    ]
     with pytest.raises(ScheduleError, match="use --pipeline-slice-tokens 9 or more"):
         slices_needed(513, 8)
     assert rising([3.0, 1.0, 1.0]) == (1, 2, 0)

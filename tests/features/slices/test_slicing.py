@@ -68,7 +68,9 @@ def test_one_f_one_b_has_closed_forms(num_slices: int) -> None:
 
 
 def test_keys_and_values_are_those_of_micro_batches_under_way() -> None:
-    rows = (tuple(map(Action.parse, "0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1".split())),)
+    rows = (
+        tuple(map(Action.parse, "0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1".split())),
+    )
     table = Schedule("mine", linear(1), 2, rows, slices=(0.625, 0.375))
     validate(table)
     # Both micro-batches', and gradients of the first's until its last backward.
@@ -90,7 +92,9 @@ def test_slices_of_equal_cost(num_slices: int, attention: float) -> None:
     if attention < 1:
         factors = Costs(attention=attention).slice_factors(shares)
         for kind in ("F", "B"):
-            assert factors[kind] == pytest.approx([1 / num_slices] * num_slices, abs=1e-8)
+            assert factors[kind] == pytest.approx(
+                [1 / num_slices] * num_slices, abs=1e-8
+            )
 
 
 @pytest.mark.parametrize(("attention", "bubble"), [(0.3, 15.1), (0.6, 27.6)])
@@ -139,7 +143,10 @@ def test_a_slice_has_its_own_messages() -> None:
     assert program[:4] == ["0SEND_F0", "0SEND_F0.1", "0SEND_F0.2", "0SEND_F1"]
     assert program[4] == "0RECV_B0.2"
     [gradient] = exchanges(table, 0)[4].inputs
-    assert str(gradient.message) == "the gradient that stage 0 needs for slice 2 of micro-batch 0"
+    assert (
+        str(gradient.message)
+        == "the gradient that stage 0 needs for slice 2 of micro-batch 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,19 +168,27 @@ def test_the_order_of_slices_is_checked(row: str, rule: str) -> None:
 
 
 def test_slices_of_a_file_are_not_paired(tmp_path) -> None:
-    (tmp_path / "mine.csv").write_text(table_files.csv_text(generate("zb-h1", 2, 4, slices=2)))
-    with pytest.raises(ScheduleError, match="slices cannot run as pairs; leave pairs out"):
+    (tmp_path / "mine.csv").write_text(
+        table_files.csv_text(generate("zb-h1", 2, 4, slices=2))
+    )
+    with pytest.raises(
+        ScheduleError, match="slices cannot run as pairs; leave pairs out"
+    ):
         generate(f"csv:{tmp_path}/mine.csv", pairs=True)
 
 
 def test_what_cannot_have_slices_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="on different ranks, which would both need the keys"):
+    with pytest.raises(
+        ScheduleError, match="on different ranks, which would both need the keys"
+    ):
         generate("fbd", 4, 4, slices=2)
     with pytest.raises(ScheduleError, match="slices cannot run as pairs yet"):
         generate("1f1b", 4, 8, slices=2, pairs=True)
     with pytest.raises(ScheduleError, match="a micro-batch has 1 to 64 slices, got 65"):
         generate("1f1b", 4, 8, slices=65)
-    with pytest.raises(ScheduleError, match="share of attention must be from 0 to less than 1"):
+    with pytest.raises(
+        ScheduleError, match="share of attention must be from 0 to less than 1"
+    ):
         Costs(attention=1.0)
     with pytest.raises(ScheduleError, match="use --no-gradient-accumulation-fusion"):
         check_first_gradients(generate("1f1b", 2, 2, slices=2), 0)
@@ -196,8 +211,14 @@ def test_plan_and_plot_show_slices(
     assert cli.main(["plot", "1f1b", "--pp", "2", "--microbatches", "2", "--slices", "2",
                      "-o", str(path)]) == 0  # fmt: skip
     assert cli.main(["plan", "--schedule", f"csv:{path}", "--slices", "4"]) == 2
-    assert "the file fixes the number of slices, which is 2, not 4" in capsys.readouterr().err
-    assert cli.main(["plan", "--schedule", f"csv:{path}", "--attention", "0.5", "--json"]) == 0
+    assert (
+        "the file fixes the number of slices, which is 2, not 4"
+        in capsys.readouterr().err
+    )
+    assert (
+        cli.main(["plan", "--schedule", f"csv:{path}", "--attention", "0.5", "--json"])
+        == 0
+    )
     [found] = json.loads(capsys.readouterr().out)
     assert found["slices"] == list(shares_of_equal_cost(2, 0.5))
 
@@ -220,7 +241,9 @@ def test_a_dynamic_order_keeps_the_bound_on_memory_in_slices(name: str) -> None:
     table, shorter = pipeline.full, 0
     bound = simulate(table).peak_activations
     for seed in range(3):
-        costs = Costs(attention=0.5, jitter=0.5, link_jitter=0.5, latency=0.2, seed=seed)
+        costs = Costs(
+            attention=0.5, jitter=0.5, link_jitter=0.5, latency=0.2, seed=seed
+        )
         found = simulate_dynamic(table, lambda rank: pipeline.policy(8, rank), costs)
         assert found.peak_activations <= bound
         shorter += found.makespan < simulate(table, costs).makespan

@@ -49,7 +49,9 @@ class RandomStage(torch.nn.Module):
         self.received: Any = None
         self.publishes, self.takes = names_of(seed, number, num_stages)
         boundary: routes.Boundary = "varies" if self.varies else "fixed"
-        routes.declare(self, publishes=self.publishes, takes=self.takes, boundary=boundary)
+        routes.declare(
+            self, publishes=self.publishes, takes=self.takes, boundary=boundary
+        )
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
         self.received = tensors[0]
@@ -77,10 +79,16 @@ class RandomStage(torch.nn.Module):
         pool = [*pool[:handed_on], *outputs]
         if self.number == self.num_stages - 1:
             return sum(tensor.square().mean() for tensor in pool)
-        handed = draw.sample(pool, draw.randint(0 if draw.random() < 0.2 else 1, min(4, len(pool))))
-        if self.recomputes:  # a tensor published in a recomputed layer must lead to the loss
+        handed = draw.sample(
+            pool, draw.randint(0 if draw.random() < 0.2 else 1, min(4, len(pool)))
+        )
+        if (
+            self.recomputes
+        ):  # a tensor published in a recomputed layer must lead to the loss
             handed.append(sum(tensor.mean(0, keepdim=True) for tensor in pool))
-        return _tree(draw, list({id(tensor): tensor for tensor in handed}.values()), outputs)
+        return _tree(
+            draw, list({id(tensor): tensor for tensor in handed}.values()), outputs
+        )
 
     def _layers(self, microbatch: int, *pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Apply the weights to the given and the taken tensors; publish some of the results."""
@@ -99,7 +107,9 @@ class RandomStage(torch.nn.Module):
         routed = [routes.take(name) for name in self.takes]
         return [tensor.float() for tensor in routed if tensor is not None]
 
-    def _publish(self, draw: random.Random, name: str, outputs: list[torch.Tensor]) -> None:
+    def _publish(
+        self, draw: random.Random, name: str, outputs: list[torch.Tensor]
+    ) -> None:
         index, choice = draw.randrange(len(outputs)), draw.random()
         if self.varies and choice < 0.3:
             routes.publish(name, None)
@@ -117,10 +127,16 @@ class RandomStage(torch.nn.Module):
         return random.Random(f"{self.seed}.{self.number}.{purpose}.{microbatch_key}")
 
 
-def _tree(draw: random.Random, handed: list[Any], outputs: tuple[torch.Tensor, ...]) -> Any:
+def _tree(
+    draw: random.Random, handed: list[Any], outputs: tuple[torch.Tensor, ...]
+) -> Any:
     """Return a tree of distinct tensors, some of which have no gradient."""
-    leaves: list[Any] = [tensor.double() if draw.random() < 0.2 else tensor for tensor in handed]
-    leaves += draw.sample([None, outputs[0] > 0, torch.arange(3), outputs[0].detach()], 1)
+    leaves: list[Any] = [
+        tensor.double() if draw.random() < 0.2 else tensor for tensor in handed
+    ]
+    leaves += draw.sample(
+        [None, outputs[0] > 0, torch.arange(3), outputs[0].detach()], 1
+    )
     shape = draw.randrange(4)
     if shape == 0:
         return leaves

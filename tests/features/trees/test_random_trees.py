@@ -98,17 +98,23 @@ def _forward_step(microbatches: Any, stage: RandomStage) -> Any:
     return made, lambda loss: (loss, loss.item())
 
 
-def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: str) -> int:
+def _check(
+    chunks: list[RandomStage], losses: list[float], expected: Any, what: str
+) -> int:
     checked = 0
     for chunk in chunks:
         if chunk.number == chunk.num_stages - 1:
             assert losses == expected[0], what
-        for weight, gradient in zip(chunk.weights, expected[1][chunk.number], strict=True):
+        for weight, gradient in zip(
+            chunk.weights, expected[1][chunk.number], strict=True
+        ):
             if weight.grad is None and gradient is None:
                 continue
             # What is handed on and not used gets a gradient of zeros.
             zeros = torch.zeros(weight.shape)
-            found, wanted = (zeros if g is None else g.cpu() for g in (weight.grad, gradient))
+            found, wanted = (
+                zeros if g is None else g.cpu() for g in (weight.grad, gradient)
+            )
             assert torch.equal(found, wanted), f"{what}, stage {chunk.number}"
             checked += bool(wanted.any())
     return checked
@@ -119,8 +125,14 @@ def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: 
     [
         (2, 0, 50),
         (4, 0, 50),
-        *(pytest.param(4, first, 200, marks=pytest.mark.slow) for first in range(0, 1800, 200)),
-        *(pytest.param(8, first, 50, marks=pytest.mark.slow) for first in range(0, 200, 50)),
+        *(
+            pytest.param(4, first, 200, marks=pytest.mark.slow)
+            for first in range(0, 1800, 200)
+        ),
+        *(
+            pytest.param(8, first, 50, marks=pytest.mark.slow)
+            for first in range(0, 200, 50)
+        ),
     ],
 )
 @pytest.mark.timeout(580)  # hundreds of models, beside other tests

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.features.trees.route_plan import Route, RoutePlan, connect, plan_routes
+from megatron_ext.features.trees.route_plan import (
+    Route,
+    RoutePlan,
+    connect,
+    plan_routes,
+)
 from megatron_ext.schedules import Schedule, generate
 from megatron_ext.schedules.search.greedy import forward_only
 from megatron_ext.schedules.search.queues import check_queues
@@ -28,9 +33,21 @@ def test_connect() -> None:
     [
         ([["a"], ["a"]], [[], []], "stages 0 and 1 both publish the route 'a'"),
         ([["a", "a"], []], [[], ["a"]], "stages 0 and 0 both publish the route 'a'"),
-        ([[], []], [[], ["a"]], "stage 1 takes the route 'a', which no stage publishes"),
-        ([[], ["a"]], [["a"], []], "stage 0 takes the route 'a', which stage 1 publishes"),
-        ([["a"], []], [[], []], "stage 0 publishes the route 'a', which no stage takes"),
+        (
+            [[], []],
+            [[], ["a"]],
+            "stage 1 takes the route 'a', which no stage publishes",
+        ),
+        (
+            [[], ["a"]],
+            [["a"], []],
+            "stage 0 takes the route 'a', which stage 1 publishes",
+        ),
+        (
+            [["a"], []],
+            [[], []],
+            "stage 0 publishes the route 'a', which no stage takes",
+        ),
     ],
 )
 def test_routes_that_do_not_fit(
@@ -49,14 +66,19 @@ def test_a_tensor_crosses_to_a_rank_once() -> None:
     plan = _plan("zb-v", 4, Route("a", 0, (2, 3, 4, 5, 7)))
     forwards = [(hop.stage, hop.taker, hop.names) for hop in plan.sent["P", 0]]
     assert forwards == [(0, 2, ("a",)), (0, 3, ("a",))]
-    backwards = [(h.stage, h.taker) for s in (7, 5, 4, 3, 2) for h in plan.sent.get(("G", s), ())]
+    backwards = [
+        (h.stage, h.taker) for s in (7, 5, 4, 3, 2) for h in plan.sent.get(("G", s), ())
+    ]
     assert backwards == [(7, 5), (5, 4), (3, 2), (2, 0)]  # 4 and 3 are on one rank
 
 
 def test_gradients_of_several_routes_share_a_message() -> None:
     plan = _plan("1f1b", 4, Route("a", 0, (2, 3)), Route("b", 1, (2, 3)))
     assert [hop.names for hop in plan.sent["G", 3]] == [("a", "b")]
-    assert [(hop.taker, hop.names) for hop in plan.sent["G", 2]] == [(0, ("a",)), (1, ("b",))]
+    assert [(hop.taker, hop.names) for hop in plan.sent["G", 2]] == [
+        (0, ("a",)),
+        (1, ("b",)),
+    ]
 
 
 @given(table=routed_schedules())
@@ -76,4 +98,6 @@ def test_the_digest_tells_routes_apart() -> None:
 @given(routed_schedules())
 def test_every_table_with_routes_ends_on_one_queue(schedule: Schedule) -> None:
     check_queues(schedule)
-    check_queues(replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses))
+    check_queues(
+        replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses)
+    )

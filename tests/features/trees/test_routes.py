@@ -55,15 +55,21 @@ def _gradients(run: Run, *, plain: bool = False) -> list[torch.Tensor]:
     return [weight.grad for weight in weights]  # type: ignore[misc]
 
 
-def _straight(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _straight(
+    layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     return layer(x)
 
 
-def _reentrant(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _reentrant(
+    layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     return checkpoint(layer, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-def _saved(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _saved(
+    layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
@@ -137,7 +143,9 @@ def test_evaluation() -> None:
 
 
 def test_taken_before_it_is_published() -> None:
-    with pytest.raises(ScheduleError, match="route 'later': taken before it is published"):
+    with pytest.raises(
+        ScheduleError, match="route 'later': taken before it is published"
+    ):
         routes.take("later")
 
 
@@ -150,7 +158,9 @@ def test_another_shape_in_recomputation(run: Run) -> None:
         return torch.tanh(x)
 
     made = run(layer, torch.ones(4, requires_grad=True))
-    with pytest.raises(ScheduleError, match=r"published \(2,\) .* and \(3,\) .* in recomputation"):
+    with pytest.raises(
+        ScheduleError, match=r"published \(2,\) .* and \(3,\) .* in recomputation"
+    ):
         made.sum().backward()
 
 

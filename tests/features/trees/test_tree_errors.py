@@ -69,9 +69,16 @@ def _break(mistake: str) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     toy.start(2)
-    use(make_pipeline("1f1b", 2, M, transport="shm", message_timeout_s=_MESSAGE_TIMEOUT_S))
+    use(
+        make_pipeline(
+            "1f1b", 2, M, transport="shm", message_timeout_s=_MESSAGE_TIMEOUT_S
+        )
+    )
     get_forward_backward_func()(
-        forward_step_func=lambda data, stage: (stage(next(data)), lambda x: (x, x.item())),
+        forward_step_func=lambda data, stage: (
+            stage(next(data)),
+            lambda x: (x, x.item()),
+        ),
         data_iterator=iter(range(M)),
         model=_Stage(toy.config(), dist.get_rank(), mistake),
         num_microbatches=M,
@@ -84,14 +91,26 @@ def _break(mistake: str) -> None:
     ("mistake", "says"),
     [
         ("never taken", "stage 1, micro-batch 1, route 'x': declared, but never taken"),
-        ("undeclared", "stage 1, micro-batch 1, route 'y': not declared; call routes.declare"),
-        ("not published", "stage 0, micro-batch 1, route 'x': declared, but not published"),
-        ("published twice", "stage 0, micro-batch 1, route 'x': published twice in one forward"),
+        (
+            "undeclared",
+            "stage 1, micro-batch 1, route 'y': not declared; call routes.declare",
+        ),
+        (
+            "not published",
+            "stage 0, micro-batch 1, route 'x': declared, but not published",
+        ),
+        (
+            "published twice",
+            "stage 0, micro-batch 1, route 'x': published twice in one forward",
+        ),
         (
             "recomputed otherwise",
             "route 'x': published (2, 3) of torch.float32 in forward and (1, 3) of torch.float32",
         ),
-        ("gradient lost", "stage 0, micro-batch 1, route 'x': its gradient did not reach"),
+        (
+            "gradient lost",
+            "stage 0, micro-batch 1, route 'x': its gradient did not reach",
+        ),
         (
             "another tree",
             "for micro-batch 1 is [float32 2x3, float32 2x3], but was [float32 2x3] in an earlier",
@@ -138,7 +157,10 @@ def test_a_route_to_an_earlier_stage() -> None:
     ended = start_ranks(2, _declare, _backwards, timeout_s=60)
     assert ended.exit_codes == [1, 1]
     for log in ended.logs:
-        assert "stage 0 takes the route 'x', which stage 1 publishes" in log.splitlines()[-1]
+        assert (
+            "stage 0 takes the route 'x', which stage 1 publishes"
+            in log.splitlines()[-1]
+        )
 
 
 def _two_models() -> tuple[str, str]:
@@ -160,7 +182,14 @@ def _two_models() -> tuple[str, str]:
 
 def test_a_second_model_with_other_routes_is_refused() -> None:
     found = run_ranks(3, _two_models, timeout_s=60)
-    assert [kind for kind, _ in found] == ["ScheduleError", "TransportError", "ScheduleError"]
+    assert [kind for kind, _ in found] == [
+        "ScheduleError",
+        "TransportError",
+        "ScheduleError",
+    ]
     for _, text in found:
         assert "Stage declares other trees or routes" in text
-        assert "give each model groups of its own (pg_collection and p2p_communicator)" in text
+        assert (
+            "give each model groups of its own (pg_collection and p2p_communicator)"
+            in text
+        )

@@ -24,9 +24,13 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_the_picture_in_the_docstring_is_the_table(name: str, variant: dict[str, str]) -> None:
+def test_the_picture_in_the_docstring_is_the_table(
+    name: str, variant: dict[str, str]
+) -> None:
     text = importlib.import_module(registered()[name].build.__module__).__doc__ or ""
-    num_microbatches = 8 if name.startswith("dualpipe") else 4  # below 2 pp, a part of that table
+    num_microbatches = (
+        8 if name.startswith("dualpipe") else 4
+    )  # below 2 pp, a part of that table
     timeline = simulate(generate(name, 4, num_microbatches, **variant))
     assert f"\n{render.caption(timeline)}\n{render.grid(timeline)}\n" in text
     assert "Bubble:" in text
@@ -50,10 +54,14 @@ def test_more_than_two_chunks_name_the_stage() -> None:
 
 @settings(max_examples=50)
 @given(schedules(largest=8), COSTS)
-def test_grids_of_any_cost_show_every_action_once(schedule: Schedule, costs: Costs) -> None:
+def test_grids_of_any_cost_show_every_action_once(
+    schedule: Schedule, costs: Costs
+) -> None:
     timeline = simulate(schedule, costs)
     words = render.grid(timeline, width=10**6).replace("|", "| ").split()
-    labels = [word.rstrip("-") for word in words if word != "." and not word.endswith("|")]
+    labels = [
+        word.rstrip("-") for word in words if word != "." and not word.endswith("|")
+    ]
     assert len(labels) == schedule.placement.twins * sum(map(len, schedule.rows))
 
 
@@ -73,7 +81,11 @@ def test_wide_grids_go_on_below() -> None:
 @given(schedules(largest=8), COSTS)
 def test_svg_has_a_box_for_every_action(schedule: Schedule, costs: Costs) -> None:
     root = ET.fromstring(svg.draw(simulate(schedule, costs)))
-    boxes = [e for e in root.iter() if e.get("class", "")[:1] in "FBIW" and e.get("height") == "20"]
+    boxes = [
+        e
+        for e in root.iter()
+        if e.get("class", "")[:1] in "FBIW" and e.get("height") == "20"
+    ]
     boxes = [e for e in boxes if e.get("class")]
     assert len(boxes) == schedule.placement.twins * sum(map(len, schedule.rows))
     right = max(float(e.get("x", 0)) + float(e.get("width", 0)) for e in boxes)
@@ -82,7 +94,9 @@ def test_svg_has_a_box_for_every_action(schedule: Schedule, costs: Costs) -> Non
 
 @settings(max_examples=25)
 @given(schedules(largest=8), COSTS)
-def test_svg_shows_every_number_within_its_box(schedule: Schedule, costs: Costs) -> None:
+def test_svg_shows_every_number_within_its_box(
+    schedule: Schedule, costs: Costs
+) -> None:
     root = ET.fromstring(svg.draw(simulate(schedule, costs)))
     elements = list(root.iter())
     pairs = [
@@ -99,11 +113,15 @@ def test_svg_grows_with_the_table_and_has_an_axis_of_time() -> None:
     root = ET.fromstring(svg.draw(simulate(generate("bitpipe", 8, 16))))
     words = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert float(root.get("width", 0)) > 1300
-    assert [f"rank {rank}" for rank in range(8)] == [w for w in words if w and w.startswith("rank")]
+    assert [f"rank {rank}" for rank in range(8)] == [
+        w for w in words if w and w.startswith("rank")
+    ]
     assert "time: 1 = forward of one micro-batch on 1/pp of the model" in words
     ticks = [e.text for e in root.iter() if e.get("class") == "tick quiet"]
     assert ticks == [str(time) for time in range(0, 50, 2)]
-    assert {"forward", "input gradient", "idle", "framed: second direction"} <= set(words)
+    assert {"forward", "input gradient", "idle", "framed: second direction"} <= set(
+        words
+    )
 
 
 def test_svg_has_colours_for_dark_pages() -> None:

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import UNIT, Costs, Schedule, generate, registered, simulate, validate
+from megatron_ext.schedules import (
+    UNIT,
+    Costs,
+    Schedule,
+    generate,
+    registered,
+    simulate,
+    validate,
+)
 from megatron_ext.schedules.search.queues import check_queues
 from tests.schedules import published
 from tests.schedules.reference import span
@@ -49,7 +57,13 @@ def test_noise_and_latency_never_deadlock(
     schedule: Schedule, costs: Costs, latency: float, seed: int
 ) -> None:
     noisy = Costs(
-        costs.forward, costs.input, costs.weight, latency, jitter=0.5, link_jitter=1.0, seed=seed
+        costs.forward,
+        costs.input,
+        costs.weight,
+        latency,
+        jitter=0.5,
+        link_jitter=1.0,
+        seed=seed,
     )
     timeline = simulate(schedule, noisy)
     assert timeline.makespan >= timeline.ideal > 0
@@ -57,7 +71,9 @@ def test_noise_and_latency_never_deadlock(
 
 @settings(max_examples=40)
 @given(
-    schedules("bitpipe") | schedules("v-half") | schedules("zb-v"), COSTS, st.sampled_from([0, 0.3])
+    schedules("bitpipe") | schedules("v-half") | schedules("zb-v"),
+    COSTS,
+    st.sampled_from([0, 0.3]),
 )
 def test_tables_made_for_other_costs_are_correct(
     schedule: Schedule, costs: Costs, latency: float
@@ -113,7 +129,9 @@ def test_zb_v_ranks_never_pause_once_the_pipeline_is_full() -> None:
 
 
 @pytest.mark.parametrize("pp", [3, 5, 8, 12, 16])
-def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(pp: int) -> None:
+def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(
+    pp: int,
+) -> None:
     for num_microbatches in range(pp, 2 * pp):
         schedule = generate("zb-v", pp, num_microbatches)
         validate(schedule)
@@ -121,7 +139,9 @@ def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(pp: in
         assert (timeline.bubble, timeline.peak_activations) == ((pp - 1) / 2, pp)
 
 
-@pytest.mark.parametrize("costs", [Costs(1, 1.2, 0.8), Costs(latency=0.1), Costs(1, 0.8, 1.2)])
+@pytest.mark.parametrize(
+    "costs", [Costs(1, 1.2, 0.8), Costs(latency=0.1), Costs(1, 0.8, 1.2)]
+)
 def test_short_zb_v_is_never_longer_than_the_published_order(costs: Costs) -> None:
     pp, long = 12, generate("zb-v", 12, 23)
     for m in range(pp + 1, 2 * pp - 2):
@@ -133,7 +153,9 @@ def test_short_zb_v_is_never_longer_than_the_published_order(costs: Costs) -> No
 
 @pytest.mark.short_s(4)
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 9), number=st.integers(1, 30))
-def test_every_number_of_micro_batches_has_a_table(name: str, ranks: int, number: int) -> None:
+def test_every_number_of_micro_batches_has_a_table(
+    name: str, ranks: int, number: int
+) -> None:
     """Mirrored pipelines need even numbers; nothing else is refused."""
     twins = registered()[name].twins
     schedule = generate(name, 2 * ranks if twins == 2 else ranks, number * twins)

@@ -34,7 +34,10 @@ def _runs(name: str, costs: Costs) -> tuple[Timeline, Timeline]:
 def test_short_launches_are_hidden_but_the_first() -> None:
     table = generate("1f1b", 1, 4)
     assert simulate(table, Costs(launch=0.25)).makespan == 12.25
-    assert simulate_dynamic(table, policies("hint", table), Costs(launch=0.25)).makespan == 12.25
+    assert (
+        simulate_dynamic(table, policies("hint", table), Costs(launch=0.25)).makespan
+        == 12.25
+    )
 
 
 def test_those_of_pairs_are_hidden_too() -> None:
@@ -57,7 +60,9 @@ def test_hosts_are_at_most_two_actions_ahead(name: str) -> None:
     for timeline in _runs(name, costs):
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
             assert starts[0] >= costs.launch
-            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+            assert all(
+                end <= start for end, start in zip(ends, starts[1:], strict=False)
+            )
             for before, start in zip(ends, starts[AHEAD:], strict=False):
                 assert start >= before + costs.launch - 1e-9
 
@@ -72,7 +77,9 @@ def test_without_news_of_launches_a_jump_waits_for_the_end_of_the_last_action(
     static, dynamic = _runs(name, costs)
     num_jumps = 0
     for rank, row in enumerate(dynamic.schedule.rows):
-        position = {action: index for index, action in enumerate(static.schedule.rows[rank])}
+        position = {
+            action: index for index, action in enumerate(static.schedule.rows[rank])
+        }
         places = [position[action] for action in row]
         assert sorted(places) == list(range(len(row)))
         ends, starts = dynamic.ends[rank], dynamic.starts[rank]
@@ -89,11 +96,17 @@ def test_without_news_of_launches_a_jump_waits_for_the_end_of_the_last_action(
 def test_news_of_launches_hide_the_launches_of_jumps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = policies("hint", _TABLES[name], extra_activations=1, weights_fill=name != "v-half")
+    policy = policies(
+        "hint", _TABLES[name], extra_activations=1, weights_fill=name != "v-half"
+    )
 
     def total() -> float:
-        draws = (Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(16))
-        return sum(simulate_dynamic(_TABLES[name], policy, costs).makespan for costs in draws)
+        draws = (
+            Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(16)
+        )
+        return sum(
+            simulate_dynamic(_TABLES[name], policy, costs).makespan for costs in draws
+        )
 
     heard = total()
     monkeypatch.setattr(Progress, "expects", lambda _: True)
@@ -101,7 +114,9 @@ def test_news_of_launches_hide_the_launches_of_jumps(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "bitpipe", "zb-v", "zb-h1"])
-def test_while_nothing_is_late_a_dynamic_order_takes_the_time_of_its_table(name: str) -> None:
+def test_while_nothing_is_late_a_dynamic_order_takes_the_time_of_its_table(
+    name: str,
+) -> None:
     static, dynamic = _runs(name, Costs(latency=0.02, launch=0.02))
     assert dynamic.makespan <= static.makespan / 0.99
 
@@ -111,10 +126,14 @@ def test_heads_that_follow_their_senders_hide_launches(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def total() -> float:
-        draws = (Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(8))
+        draws = (
+            Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(8)
+        )
         return sum(_runs(name, costs)[1].makespan for costs in draws)
 
-    monkeypatch.setattr(Progress, "expects", lambda _: True)  # the effect of following alone
+    monkeypatch.setattr(
+        Progress, "expects", lambda _: True
+    )  # the effect of following alone
     followed = total()
     monkeypatch.setattr(Progress, "follower", lambda *_: None)
     assert followed < 0.995 * total()
@@ -134,7 +153,9 @@ def test_jumps_that_follow_the_sender_of_the_head_hide_launches(
 
 
 @pytest.mark.parametrize("name", _TABLES)
-def test_a_head_that_is_launched_behind_its_sender_runs_when_its_input_is_there(name: str) -> None:
+def test_a_head_that_is_launched_behind_its_sender_runs_when_its_input_is_there(
+    name: str,
+) -> None:
     costs = Costs(latency=0.1, jitter=0.3, seed=2, launch=0.02)
     dynamic = _runs(name, costs)[1]
     rank_of = dynamic.schedule.placement.rank_of

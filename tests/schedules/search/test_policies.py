@@ -43,7 +43,12 @@ TABLES = [
 
 
 def run(
-    table: Schedule, costs: Costs, name: PolicyName = "hint", *, extra: int = 0, fill: bool = False
+    table: Schedule,
+    costs: Costs,
+    name: PolicyName = "hint",
+    *,
+    extra: int = 0,
+    fill: bool = False,
 ) -> Timeline:
     made = policies(name, table, extra_activations=extra, weights_fill=fill)
     return simulate_dynamic(table, made, costs)
@@ -83,17 +88,28 @@ def test_every_policy_ends_within_its_memory(
     if name == "hint":
         chunks = len(table.placement.stages_of[0])
         allowed = extra * chunks * table.pp / table.num_stages
-        assert max(report.memory.activations) <= max(measure(table).activations) + allowed + 1e-9
+        assert (
+            max(report.memory.activations)
+            <= max(measure(table).activations) + allowed + 1e-9
+        )
 
 
-@given(st.sampled_from(TABLES), st.integers(0, 2), st.booleans(), st.sampled_from([1, 4, 8]), noise)
+@given(
+    st.sampled_from(TABLES),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([1, 4, 8]),
+    noise,
+)
 def test_a_large_weight_stash_counts_as_what_it_is(
     size: tuple[str, int, int], extra: int, split: bool, ranks: int, costs: Costs
 ) -> None:
     table = generate(*size)
     table = split_backwards(table) if split else table
     ratio = stash_ratio(ranks, sequence_parallel=True, keeps_gathered=True)
-    made = policies("hint", table, extra_activations=extra, weights_fill=split, stash_ratio=ratio)
+    made = policies(
+        "hint", table, extra_activations=extra, weights_fill=split, stash_ratio=ratio
+    )
     timeline = simulate_dynamic(table, made, costs)
     allowed = extra * len(table.placement.stages_of[0]) * table.pp / table.num_stages
     kept = max(activation_peaks(timeline.schedule, ratio))
@@ -126,7 +142,9 @@ def test_gathered_operands_are_what_transformer_engine_keeps() -> None:
         recomputed = stash_ratio(
             ranks, sequence_parallel=True, keeps_gathered=True, recomputed_layers=1
         )
-        assert recomputed == kept / (2 / ranks)  # of a recomputed layer only its input is kept
+        assert recomputed == kept / (
+            2 / ranks
+        )  # of a recomputed layer only its input is kept
     assert stash_ratio(8) == stash_ratio(8, sequence_parallel=True) == 1
 
 
@@ -150,7 +168,9 @@ def test_what_an_offloaded_module_brings_back_in_i_counts_until_w(
 
 
 @given(st.sampled_from(TABLES))
-def test_w_right_after_i_leaves_a_valid_table_with_one_stash(size: tuple[str, int, int]) -> None:
+def test_w_right_after_i_leaves_a_valid_table_with_one_stash(
+    size: tuple[str, int, int],
+) -> None:
     table = weights_at_once(generate(*size))
     validate(table)
     for row in table.rows:
@@ -178,7 +198,9 @@ def test_the_hint_beats_the_static_table_on_slow_links_at_equal_memory() -> None
         table = split_backwards(generate(name, 4, 16, **options))
         seeds = [Costs(latency=0.5, link_jitter=1.0, seed=seed) for seed in range(8)]
         static = mean(simulate(table, costs).makespan for costs in seeds)
-        dynamic = mean(run(table, costs, extra=extra, fill=True).makespan for costs in seeds)
+        dynamic = mean(
+            run(table, costs, extra=extra, fill=True).makespan for costs in seeds
+        )
         assert static / dynamic > least, (name, extra)
 
 
@@ -188,14 +210,19 @@ def test_the_hint_loses_nothing_where_nothing_is_late() -> None:
         table = split_backwards(generate("interleaved", pp, 4 * pp))
         quiet = Costs(latency=0.01)
         dynamic = run(table, quiet, fill=True)
-        best = min(simulate(table, quiet).makespan, simulate(generate("zb-v", pp, 4 * pp)).makespan)
+        best = min(
+            simulate(table, quiet).makespan,
+            simulate(generate("zb-v", pp, 4 * pp)).makespan,
+        )
         assert dynamic.makespan <= best / 0.99
         assert dynamic.peak_activations == simulate(table).peak_activations
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v"])
 @pytest.mark.parametrize("pp", [4, 8])
-def test_a_table_without_room_is_left_alone_while_nothing_is_late(name: str, pp: int) -> None:
+def test_a_table_without_room_is_left_alone_while_nothing_is_late(
+    name: str, pp: int
+) -> None:
     """Ranks that jump at once are up to 6 % slower there; late messages are jumped over still."""
     table = generate(name, pp, 4 * pp)
     dynamic, static = run(table, quiet()), simulate(table, quiet())
@@ -215,7 +242,10 @@ def test_weight_gradients_leave_their_places_where_that_gains_more() -> None:
 
 def test_a_table_that_adds_gradients_in_another_order_is_refused() -> None:
     table = generate("gpipe", 2, 3)
-    backwards = [tuple(a._replace(microbatch=2 - a.microbatch) for a in row) for row in table.rows]
+    backwards = [
+        tuple(a._replace(microbatch=2 - a.microbatch) for a in row)
+        for row in table.rows
+    ]
     with pytest.raises(ScheduleError, match="not in the order of micro-batches"):
         policies("hint", replace(table, rows=tuple(backwards)))
 
@@ -224,7 +254,11 @@ def test_greedy_rules_have_no_bound_on_memory() -> None:
     table = split_backwards(generate("interleaved", 4, 16))
     costs = Costs(latency=0.5, link_jitter=1.0)
     assert run(table, costs, "breadth-first", fill=True).peak_activations == 16
-    assert run(table, costs, fill=True).peak_activations == simulate(table).peak_activations == 5.5
+    assert (
+        run(table, costs, fill=True).peak_activations
+        == simulate(table).peak_activations
+        == 5.5
+    )
 
 
 def test_splitting_keeps_memory_and_sends_sooner() -> None:
@@ -236,7 +270,9 @@ def test_splitting_keeps_memory_and_sends_sooner() -> None:
 
 
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=40), st.data())
-def test_the_curve_is_the_highest_running_sum(changes: list[int], data: st.DataObject) -> None:
+def test_the_curve_is_the_highest_running_sum(
+    changes: list[int], data: st.DataObject
+) -> None:
     curve = Curve(changes)
     for _ in range(5):
         position = data.draw(st.integers(0, len(changes) - 1))
@@ -249,7 +285,9 @@ def test_the_curve_is_the_highest_running_sum(changes: list[int], data: st.DataO
 @pytest.mark.parametrize("launch", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["hint", "breadth-first"])
 @pytest.mark.parametrize("table", ["interleaved", "zb-v"])
-def test_no_step_leaves_anything_to_the_next(table: str, name: PolicyName, launch: float) -> None:
+def test_no_step_leaves_anything_to_the_next(
+    table: str, name: PolicyName, launch: float
+) -> None:
     schedule = generate(table, 4, 8)
     factory = policies(name, schedule, extra_activations=1)
     costs = Costs(jitter=0.5, seed=1, launch=launch)
@@ -280,18 +318,24 @@ def test_ranks_pair_what_is_ready(name: str, jitter: float, launch: float) -> No
 def test_a_pair_holds_both_of_its_micro_batches(name: str, extra: int) -> None:
     """Of a pair with a whole backward, the forward runs before anything is freed."""
     schedule = generate(name, 4, 16, pairs=True)
-    made = policies("hint", schedule, extra_activations=extra, costs=Costs(all_to_all=0.5))
+    made = policies(
+        "hint", schedule, extra_activations=extra, costs=Costs(all_to_all=0.5)
+    )
     costs = Costs(all_to_all=0.5, latency=0.05, jitter=1.0)
     found = simulate_dynamic(schedule, made, costs)
     assert any(found.schedule.pairs)
-    allowed = extra * len(schedule.placement.stages_of[0]) * schedule.pp / schedule.num_stages
+    allowed = (
+        extra * len(schedule.placement.stages_of[0]) * schedule.pp / schedule.num_stages
+    )
     kept = max(activation_peaks(found.schedule))
     assert kept <= max(activation_peaks(schedule)) + allowed
 
 
 def test_a_greedy_rule_pairs_what_is_ready() -> None:
     split = split_backwards(generate("interleaved", 4, 16, pairs=True))
-    found = simulate_dynamic(split, policies("depth-first", split), Costs(all_to_all=0.5))
+    found = simulate_dynamic(
+        split, policies("depth-first", split), Costs(all_to_all=0.5)
+    )
     validate(found.schedule)
     assert found.hidden > 0.3
 

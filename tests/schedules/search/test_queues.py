@@ -32,7 +32,9 @@ def test_every_table_ends_on_one_queue(schedule: Schedule) -> None:
 @given(bypassed_schedules())
 def test_every_table_with_bypasses_ends_on_one_queue(schedule: Schedule) -> None:
     check_queues(schedule)
-    check_queues(replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses))
+    check_queues(
+        replace(forward_only(schedule.placement, 5), bypasses=schedule.bypasses)
+    )
 
 
 @given(schedules(largest=12), st.integers(1, 12))
@@ -78,7 +80,9 @@ def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
 def test_a_receive_is_started_for_each_message(schedule: Schedule) -> None:
     order = MessageOrder(schedule)
     for rank, exchanges in enumerate(order.exchanges):
-        needed = [t for exchange in exchanges for t in exchange.inputs if t.verb == "RECV"]
+        needed = [
+            t for exchange in exchanges for t in exchange.inputs if t.verb == "RECV"
+        ]
         assert {p.transfer for p in order.posts(rank)} == set(needed)
         assert len(order.posts(rank)) == len(needed)
 
@@ -86,7 +90,9 @@ def test_a_receive_is_started_for_each_message(schedule: Schedule) -> None:
 def test_receives_stand_between_the_sends_of_1f1b() -> None:
     """In the steady state both neighbours send at one time: one receives first."""
     upper, lower = programs(generate("1f1b", 2, 3)).values()
-    assert [(m.source[1], m.message.kind + str(m.message.microbatch)) for m in upper] == [
+    assert [
+        (m.source[1], m.message.kind + str(m.message.microbatch)) for m in upper
+    ] == [
         (0, "F0"),
         (0, "F1"),
         (1, "B0"),
@@ -104,19 +110,26 @@ def test_only_the_next_receive_stands_before_a_computation() -> None:
         posts = order.posts(rank)
         for index, exchange in enumerate(exchanges):
             used = sum(len(before.inputs) for before in exchanges[: index + 1])
-            started = sum((p.before, p.is_behind_inputs) <= (index, True) for p in posts)
+            started = sum(
+                (p.before, p.is_behind_inputs) <= (index, True) for p in posts
+            )
             assert started - used <= 2, exchange
 
 
 def test_twins_do_not_send_to_each_other_at_once() -> None:
     by_place = programs(generate("bitpipe", 4, 4))
     leading, other = (
-        [m for m in by_place[twin, 1] if m.source[0] != m.target[0]] for twin in range(2)
+        [m for m in by_place[twin, 1] if m.source[0] != m.target[0]]
+        for twin in range(2)
     )
     assert leading == other
     assert leading
     for mine, theirs in zip(leading[::2], leading[1::2], strict=True):
-        assert (mine.message, mine.source[0], theirs.source[0]) == (theirs.message, 0, 1)
+        assert (mine.message, mine.source[0], theirs.source[0]) == (
+            theirs.message,
+            0,
+            1,
+        )
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
@@ -127,7 +140,9 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
     check_meetings("both", {(0, 0): [down, up], (0, 1): [down, up]})
     with pytest.raises(ScheduleError) as raised:
         check_meetings("crossed", {(0, 0): [down, up], (0, 1): [up, down]})
-    assert "crossed blocks where messages are matched by their order" in str(raised.value)
+    assert "crossed blocks where messages are matched by their order" in str(
+        raised.value
+    )
     assert "rank 0 sends" in str(raised.value)
     assert "use --pipeline-transport auto" in str(raised.value)
     with pytest.raises(ScheduleError, match="one end"):

@@ -32,9 +32,13 @@ def test_no_timing_needs_more_slots(table: Schedule, draw: random.Random) -> Non
     under_way: Counter[tuple[int, int, str]] = Counter()
     arrived: set[object] = set()
     left = list(range(len(rows)))
-    order = draw.sample(left, len(left))  # one rank runs as far as it can, then the next
+    order = draw.sample(
+        left, len(left)
+    )  # one rank runs as far as it can, then the next
     while left:
-        runnable = [r for r in order if r in left and _can_run(rows[r], position, r, arrived)]
+        runnable = [
+            r for r in order if r in left and _can_run(rows[r], position, r, arrived)
+        ]
         assert runnable, "bypasses add no cycle"
         rank = runnable[0] if draw.random() < 0.7 else draw.choice(runnable)
         exchange = rows[rank][position[rank]]
@@ -52,4 +56,6 @@ def test_no_timing_needs_more_slots(table: Schedule, draw: random.Random) -> Non
 
 
 def _can_run(row: Any, position: list[int], rank: int, arrived: set[object]) -> bool:
-    return all((rank, needed.message) in arrived for needed in row[position[rank]].inputs)
+    return all(
+        (rank, needed.message) in arrived for needed in row[position[rank]].inputs
+    )

@@ -18,7 +18,9 @@ from tests.schedules.strategies import schedules
 
 
 def _text(name: str, pp: int, num_microbatches: int) -> list[str]:
-    return [" ".join(map(text, row)) for row in lower(generate(name, pp, num_microbatches))]
+    return [
+        " ".join(map(text, row)) for row in lower(generate(name, pp, num_microbatches))
+    ]
 
 
 def test_the_program_of_1f1b() -> None:
@@ -38,7 +40,9 @@ def test_the_turn_of_a_v_is_local() -> None:
 
 def test_inner_folds_of_twins_are_messages_to_the_twin() -> None:
     inner = lower(generate("bitpipe", 4, 2))[1]
-    to_twin = [text(step) for step in inner if isinstance(step, Transfer) and step.to_twin]
+    to_twin = [
+        text(step) for step in inner if isinstance(step, Transfer) and step.to_twin
+    ]
     assert to_twin[:4] == ["1SEND_F0", "2RECV_F0", "5SEND_F0", "6RECV_F0"]
     local = lower(generate("bitpipe", 4, 2, routing="local"))[1]
     assert not any(isinstance(step, Transfer) and step.to_twin for step in local)
@@ -89,12 +93,17 @@ def test_stages_are_reduced_as_they_are_completed(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.rows):
         order = reduction_order(row)
         assert set(order) == set(schedule.placement.stages_of[rank])
-        ends = [max(i for i, a in enumerate(row) if a.stage == stage) for stage in order]
+        ends = [
+            max(i for i, a in enumerate(row) if a.stage == stage) for stage in order
+        ]
         assert ends == sorted(ends)
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 9), st.integers(1, 4), st.sampled_from(["recompute", "ship"])
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(["recompute", "ship"]),
 )
 def test_each_credit_is_granted_once_and_early_enough(
     num_stages: int, num_microbatches: int, window: int, mode: str

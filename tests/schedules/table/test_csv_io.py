@@ -34,7 +34,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("this torch has fewer schedules than are compared")
     folder = tmp_path_factory.mktemp("tables")
     for stem, (name, pairs) in OURS.items():
-        schedule = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=pairs)
+        schedule = generate(
+            name, torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=pairs
+        )
         (folder / f"{stem}.csv").write_text(table_files.csv_text(schedule), newline="")
     command = [sys.executable, torch_tables.__file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -44,7 +46,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", torch_tables.MADE)
 def test_tables_of_torch_load(tables: Path, name: str) -> None:
-    schedule = generate(f"csv:{tables / name}.csv", torch_tables.PP, torch_tables.NUM_MICROBATCHES)
+    schedule = generate(
+        f"csv:{tables / name}.csv", torch_tables.PP, torch_tables.NUM_MICROBATCHES
+    )
     expected = "v" if torch_tables.MADE[name] == torch_tables.V else "loop"
     assert schedule.placement.name == expected
     validate(schedule)
@@ -66,19 +70,25 @@ def test_tables_of_torch_take_as_long_as_ours(tables: Path) -> None:
 
 def test_pairs_of_torch_are_ours(tables: Path) -> None:
     theirs = table_files.load_csv(str(tables / "DualPipeV.csv"))
-    ours = generate("dualpipe-v", torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=True)
+    ours = generate(
+        "dualpipe-v", torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=True
+    )
     assert theirs.rows == ours.rows
     assert sum(map(len, theirs.pairs)) > 20
     for rank, pairs in enumerate(theirs.pairs):
         assert pairs <= ours.pairs[rank]  # ours has some more in the transitions
-    assert "(3F5;4B1)OVERLAP_F_B" in (tables / "DualPipeV.csv").read_text(encoding="utf-8")
+    assert "(3F5;4B1)OVERLAP_F_B" in (tables / "DualPipeV.csv").read_text(
+        encoding="utf-8"
+    )
     assert set(theirs.cells(3)) - {"3F4", "4B0"} < set(ours.cells(3))
 
 
 @pytest.mark.parametrize("stem", OURS)
 def test_torch_loads_our_tables(tables: Path, stem: str) -> None:
     back = stem.replace("ours-", "back-")
-    assert (tables / f"{back}.csv").read_bytes() == (tables / f"{stem}.csv").read_bytes()
+    assert (tables / f"{back}.csv").read_bytes() == (
+        tables / f"{stem}.csv"
+    ).read_bytes()
 
 
 @given(schedules())

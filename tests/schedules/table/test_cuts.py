@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table import placement as place
-from megatron_ext.schedules.table.cuts import cut, layout_of, loads, parse_layout, spread
+from megatron_ext.schedules.table.cuts import (
+    cut,
+    layout_of,
+    loads,
+    parse_layout,
+    spread,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
@@ -20,7 +26,11 @@ WORK = st.sampled_from([0.5, 1.0, 1.5, 3.0])
 
 
 def shortest(
-    layers: list[float], first: float, last: float, placement: Placement, least_last: int
+    layers: list[float],
+    first: float,
+    last: float,
+    placement: Placement,
+    least_last: int,
 ) -> float:
     """The longest work of a rank under the best of all cuts."""
     stages, found = placement.num_stages, float("inf")
@@ -31,7 +41,13 @@ def shortest(
 
 
 @settings(max_examples=60)
-@given(st.lists(WORK, min_size=5, max_size=10), WORK, WORK, st.integers(2, 5), st.integers(0, 1))
+@given(
+    st.lists(WORK, min_size=5, max_size=10),
+    WORK,
+    WORK,
+    st.integers(2, 5),
+    st.integers(0, 1),
+)
 @example([0.5, 0.5, 0.5, 0.5, 1.0], 0.5, 1.0, 5, 1)  # no stage can have fewer layers
 def test_a_cut_for_one_stage_on_each_rank_is_the_best(
     layers: list[float], first: float, last: float, ranks: int, least_last: int
@@ -45,13 +61,17 @@ def test_a_cut_for_one_stage_on_each_rank_is_the_best(
 
 
 @settings(max_examples=40)
-@given(st.integers(8, 14), WORK, WORK, st.sampled_from(["loop", "v"]), st.integers(0, 3))
+@given(
+    st.integers(8, 14), WORK, WORK, st.sampled_from(["loop", "v"]), st.integers(0, 3)
+)
 def test_a_cut_for_several_stages_is_within_one_layer_of_the_best(
     count: int, first: float, last: float, name: str, dense: int
 ) -> None:
     placement = place.v(4) if name == "v" else place.loop(2, 3)
     layers = [0.5] * dense + [1.0] * (count - dense)
-    found = max(loads(cut(layers, first, last, placement), layers, first, last, placement))
+    found = max(
+        loads(cut(layers, first, last, placement), layers, first, last, placement)
+    )
     best = shortest(layers, first, last, placement, 1)
     assert best - 1e-9 <= found <= best + 1.0
 
@@ -61,12 +81,17 @@ def test_stages_or_ranks_are_even() -> None:
     by_rank = cut(layers, 0.0, last, placement)
     by_stage = cut(layers, 0.0, last, placement, by_stage=True)
     longest = [max(*counts[:3], counts[3] + last) for counts in (by_rank, by_stage)]
-    busiest = [max(loads(counts, layers, 0.0, last, placement)) for counts in (by_rank, by_stage)]
+    busiest = [
+        max(loads(counts, layers, 0.0, last, placement))
+        for counts in (by_rank, by_stage)
+    ]
     assert longest[1] == 3 <= longest[0]
     assert busiest[0] == 6 <= busiest[1]
 
 
-@given(num_layers=st.integers(1, 100), ranks=st.integers(2, 16), chunks=st.integers(1, 4))
+@given(
+    num_layers=st.integers(1, 100), ranks=st.integers(2, 16), chunks=st.integers(1, 4)
+)
 def test_layers_that_do_not_divide_are_spread_over_ranks(
     num_layers: int, ranks: int, chunks: int
 ) -> None:
@@ -125,7 +150,9 @@ def test_a_cut_is_never_worse_than_by_hand(
 ) -> None:
     theirs = [stage.count("t") for stage in parse_layout(layout)]
     stages = len(theirs)
-    placement = place.linear(ranks) if stages == ranks else place.loop(ranks, stages // ranks)
+    placement = (
+        place.linear(ranks) if stages == ranks else place.loop(ranks, stages // ranks)
+    )
     layers = [0.6] * dense + [1.0] * (sum(theirs) - dense)
     ends = (0.05, loss + 1.5 * mtp)
     least = min(1, theirs[-1])

@@ -26,13 +26,17 @@ def test_all_registered_tables_begin_with_one_micro_batch(table: Schedule) -> No
 def test_another_order_is_refused(name: str, kind: str, first: int) -> None:
     """Two micro-batches change places in one kind of action."""
     table = generate(name, 2, 3)
-    swapped = {Action(0, kind, 0): Action(0, kind, 1), Action(0, kind, 1): Action(0, kind, 0)}
+    swapped = {
+        Action(0, kind, 0): Action(0, kind, 1),
+        Action(0, kind, 1): Action(0, kind, 0),
+    }
     row = tuple(swapped.get(action, action) for action in table.rows[0])
     other = replace(table, rows=(row, table.rows[1]))
     with pytest.raises(ScheduleError) as raised:
         check_first_gradients(other, 0)
-    assert f"those of micro-batch {1 - first}, its first forward is that of {first}" in str(
-        raised.value
+    assert (
+        f"those of micro-batch {1 - first}, its first forward is that of {first}"
+        in str(raised.value)
     )
     assert "--no-gradient-accumulation-fusion" in str(raised.value)
     check_first_gradients(other, 1)

@@ -33,7 +33,9 @@ def any_placement(draw: st.DrawFn) -> Placement:
 
 
 @given(any_placement(), st.integers(1, 20))
-def test_every_forward_runs_once_in_order_and_all_ranks_end(where: Placement, m: int) -> None:
+def test_every_forward_runs_once_in_order_and_all_ranks_end(
+    where: Placement, m: int
+) -> None:
     schedule = forward_only(where, m)
     assert sorted(action for row in schedule.rows for action in row) == [
         Action(stage, "F", i) for stage in range(where.num_stages) for i in range(m)

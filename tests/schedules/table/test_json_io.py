@@ -32,7 +32,9 @@ def test_times_are_added() -> None:
     assert table_files.from_json(json.dumps(content)) == schedule
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"placement": {"name": "v"}}', '"1f1b"'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"placement": {"name": "v"}}', '"1f1b"']
+)
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not a schedule"):
         table_files.from_json(text)

@@ -29,7 +29,12 @@ def test_twins_exchange_at_the_inner_folds_only() -> None:
 
 
 def test_placements_are_recognised() -> None:
-    for known in (placement.linear(4), placement.loop(4, 3), placement.v(4), placement.w(4)):
+    for known in (
+        placement.linear(4),
+        placement.loop(4, 3),
+        placement.v(4),
+        placement.w(4),
+    ):
         assert placement.recognised(known.rank_of, 4) == known
     assert placement.recognised((1, 0), 2).name == "custom"
     assert placement.recognised((0, 1, 1), 2).name == "custom"

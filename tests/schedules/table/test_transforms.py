@@ -37,7 +37,9 @@ def test_rank_and_twin_mirror_each_other(schedule: Schedule) -> None:
     rows, half = literal_rows(schedule), schedule.num_microbatches
     assert len(rows) == schedule.pp
     for row, mirrored in zip(rows, rows[::-1], strict=True):
-        swapped = tuple(a._replace(microbatch=(a.microbatch + half) % (2 * half)) for a in row)
+        swapped = tuple(
+            a._replace(microbatch=(a.microbatch + half) % (2 * half)) for a in row
+        )
         assert swapped == mirrored
     everything = Counter(action for row in rows for action in row)
     assert set(everything.values()) == {1}
@@ -45,7 +47,9 @@ def test_rank_and_twin_mirror_each_other(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("name", "stages"), [("bitpipe", (0, 7)), ("dualpipe", (0,))])
-def test_a_direction_goes_straight_through_all_ranks(name: str, stages: tuple[int, ...]) -> None:
+def test_a_direction_goes_straight_through_all_ranks(
+    name: str, stages: tuple[int, ...]
+) -> None:
     rows = literal_rows(generate(name, 4, 8))
     down = {
         action.stage: rank

@@ -42,12 +42,18 @@ def test_a_dropped_action_is_missed(place: tuple[Schedule, int, int]) -> None:
     row = list(schedule.rows[rank])
     dropped = row.pop(index)
     message = _message(_with_row(schedule, rank, row))
-    assert str(dropped) in message or f"{dropped.stage}{dropped.kind}" in message or ">>" in message
+    assert (
+        str(dropped) in message
+        or f"{dropped.stage}{dropped.kind}" in message
+        or ">>" in message
+    )
     assert f"rank {rank}" in message
 
 
 @given(places(), st.data())
-def test_a_duplicate_is_found(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+def test_a_duplicate_is_found(
+    place: tuple[Schedule, int, int], data: st.DataObject
+) -> None:
     schedule, rank, index = place
     row = list(schedule.rows[rank])
     row.insert(data.draw(st.integers(0, len(row))), row[index])
@@ -63,7 +69,9 @@ def test_an_action_on_another_rank_is_found(
     assume(len(schedule.rows) > 1)
     row = list(schedule.rows[rank])
     moved = row.pop(index)
-    other = data.draw(st.sampled_from([r for r in range(len(schedule.rows)) if r != rank]))
+    other = data.draw(
+        st.sampled_from([r for r in range(len(schedule.rows)) if r != rank])
+    )
     target = list(schedule.rows[other])
     target.insert(data.draw(st.integers(0, len(target))), moved)
     message = _message(_with_row(_with_row(schedule, rank, row), other, target))

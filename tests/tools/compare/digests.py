@@ -37,7 +37,9 @@ def step_records() -> list[Record]:
         numbers = range(NUM_MICROBATCHES)
         if kind in ("reduced gradient", "weights"):
             numbers = range(NO_MICROBATCH, 0)
-        records += [record(kind, m, layer) for m in numbers for layer in range(NUM_LAYERS)]
+        records += [
+            record(kind, m, layer) for m in numbers for layer in range(NUM_LAYERS)
+        ]
     return records
 
 

@@ -26,7 +26,13 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(num_ranks):
         lines: list[dict[str, Any]] = [
-            {"rank": rank, "world_size": num_ranks, "host": "a", "device": "cpu", "seq_length": 32}
+            {
+                "rank": rank,
+                "world_size": num_ranks,
+                "host": "a",
+                "device": "cpu",
+                "seq_length": 32,
+            }
         ]
         for number, loss in enumerate(losses, start=1):
             is_last = rank == num_ranks - 1

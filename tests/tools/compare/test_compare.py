@@ -53,7 +53,11 @@ def test_a_comparison_has_a_value_for_every_setting_that_launches_read() -> None
     of_launch = vars(parser.parse_args(["launch"]))
     of_compare = vars(parser.parse_args(["compare"]))
     # Restarts and what is shown belong to the runs, which are jobs of `launch`.
-    assert set(of_launch) - set(of_compare) == {"max_restarts", "restart_window", "show"}
+    assert set(of_launch) - set(of_compare) == {
+        "max_restarts",
+        "restart_window",
+        "show",
+    }
 
 
 @pytest.mark.slow
@@ -129,7 +133,9 @@ class Launches:
         if "--save" in words:
             Path(words[words.index("--save") + 1]).mkdir()
         if folder := environment.get(FOLDER):
-            losses = next((self.losses[word] for word in words if word in self.losses), LOSSES)
+            losses = next(
+                (self.losses[word] for word in words if word in self.losses), LOSSES
+            )
             if ROUNDING in environment:
                 losses = self.rounded_losses
             if len(self.words) == self.changing_run:
@@ -151,7 +157,9 @@ def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_a_dry_run_says_what_would_run_and_starts_nothing(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = [*RECIPE.split(), "--save", "mine", "--pipeline-schedule", "zb-h1"]
     words = ["--dry-run", "--with", "zb-v", "-o", "out", "--", *recipe]
@@ -160,23 +168,36 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
     assert "saves weights to start from, then trains 6 runs of 20 steps:" in lines
     assert "Megatron's own: the reference" in lines
     assert "zb-h1: all numbers bit-equal" in lines
-    assert any(line.startswith("zb-v: losses within 0.0001 and gradient") for line in lines)
+    assert any(
+        line.startswith("zb-v: losses within 0.0001 and gradient") for line in lines
+    )
     assert "  --pipeline-schedule zb-v" in lines
     assert launches.words == []
     assert not Path("out").exists()
 
 
 def test_a_dry_run_refuses_what_a_run_would(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert compare(monkeypatch, "--dry-run", "--with", "zb-z", "--", *RECIPE.split()) == 2
+    assert (
+        compare(monkeypatch, "--dry-run", "--with", "zb-z", "--", *RECIPE.split()) == 2
+    )
     assert "zb-z" in capsys.readouterr().err
     assert launches.words == []
 
 
 def test_a_dry_run_does_without_torch() -> None:
     """Its import would take most of the time."""
-    words = ["compare", "--dry-run", "--", *RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    words = [
+        "compare",
+        "--dry-run",
+        "--",
+        *RECIPE.split(),
+        "--pipeline-schedule",
+        "zb-h1",
+    ]
     program = (
         "import sys; from megatron_ext import cli; "
         f"sys.argv = ['megatron-ext', *{words}]; assert cli.main({words}) == 0; "
@@ -186,7 +207,9 @@ def test_a_dry_run_does_without_torch() -> None:
 
 
 def test_rounds_run_to_and_fro_from_the_same_weights(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     words = ["--with", "gpipe", "-o", "out", "--nproc", "2", "--", *recipe]
@@ -195,7 +218,9 @@ def test_rounds_run_to_and_fro_from_the_same_weights(
     for launched in launches.words:
         assert launched[:3] == ["--nproc", "2", "--"]
         is_ours = "--pipeline-schedule" in launched
-        schedules.append(launched[launched.index("--pipeline-schedule") + 1] if is_ours else "own")
+        schedules.append(
+            launched[launched.index("--pipeline-schedule") + 1] if is_ours else "own"
+        )
     assert schedules == ["own", "own", "zb-h1", "gpipe", "gpipe", "zb-h1", "own"]
     weights = str(Path("out/weights").absolute())
     first, *others = launches.words
@@ -208,7 +233,9 @@ def test_rounds_run_to_and_fro_from_the_same_weights(
 
 
 def test_other_numbers_end_with_exit_code_3(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.losses["zb-h1"] = (*LOSSES[:-1], LOSSES[-1] + 1e-9)
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
@@ -264,7 +291,9 @@ def test_a_run_that_fails_is_named_in_one_line_and_the_others_are_kept(
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "--with", "gpipe", "-o", "out", "--", *recipe) == code
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(message)] == [f"{message}{OUT_OF_MEMORY}"]
+    assert [line for line in lines if line.startswith(message)] == [
+        f"{message}{OUT_OF_MEMORY}"
+    ]
     if any(rounds_kept):
         answer = json.loads(Path("out/results.json").read_text())
         assert [len(row["rounds"]) for row in answer["runs"]] == rounds_kept
@@ -272,7 +301,9 @@ def test_a_run_that_fails_is_named_in_one_line_and_the_others_are_kept(
 
 
 def test_a_run_with_fewer_steps_is_named(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.losses["zb-h1"] = LOSSES[:-1]
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
@@ -284,18 +315,25 @@ def test_a_run_with_fewer_steps_is_named(
 
 
 def test_a_script_that_is_not_deterministic_is_named(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.changing_run = 2  # the first round of the reference
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "-o", "out", "--", *recipe) == 0
     shown = capsys.readouterr().out
-    assert "\nMegatron's own: two runs with the same flags differ; see compare --self\n" in shown
+    assert (
+        "\nMegatron's own: two runs with the same flags differ; see compare --self\n"
+        in shown
+    )
     assert "\nzb-h1: the recipe does not repeat itself" in shown
 
 
 def test_ctrl_c_keeps_what_was_measured_and_removes_the_weights(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.stops_after = 4  # in the second round
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
@@ -321,7 +359,9 @@ def test_speed_only_and_load_make_no_weights(
 
 
 def test_a_recipe_against_itself(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "--self", "-o", "out", "--", *recipe) == 0
@@ -331,7 +371,9 @@ def test_a_recipe_against_itself(
 
 
 def test_a_recipe_that_does_not_repeat_itself(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.changing_run = 3
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
@@ -368,14 +410,20 @@ def test_what_differs_is_located_by_short_runs(
     launches.losses["zb-h1"] = (*LOSSES[:2], *(2 * loss for loss in LOSSES[2:]))
     folders: list[tuple[Path, Path, Path | None]] = []
 
-    def compare_digests(reference: Path, candidate: Path, rounded: Path | None) -> Comparison:
+    def compare_digests(
+        reference: Path, candidate: Path, rounded: Path | None
+    ) -> Comparison:
         folders.append((reference, candidate, rounded))
         return Comparison(FORWARD_OF_LAYER_2, 3, 99, "none, all bits must be equal", ())
 
-    def first_operator(reference: Path, candidate: Path, tolerance: float) -> OperatorComparison:
+    def first_operator(
+        reference: Path, candidate: Path, tolerance: float
+    ) -> OperatorComparison:
         operator_folders.append((reference, candidate))
         assert tolerance == 0
-        return OperatorComparison("first operator that differs in it: aten.mm", are_equal=False)
+        return OperatorComparison(
+            "first operator that differs in it: aten.mm", are_equal=False
+        )
 
     operator_folders: list[tuple[Path, Path]] = []
     monkeypatch.setattr(rounds, "compare_digests", compare_digests)
@@ -385,10 +433,15 @@ def test_what_differs_is_located_by_short_runs(
     words = ["--with", "gpipe", "--locate", "--rounds", "1", "-o", "out", "--", *recipe]
     assert compare(monkeypatch, *words) == 3
     own, candidate = launches.environments[4:6]
-    assert own[LIMIT] == candidate[LIMIT] == "3", "digests are recorded up to the difference"
+    assert own[LIMIT] == candidate[LIMIT] == "3", (
+        "digests are recorded up to the difference"
+    )
     assert folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]), None)]
     shown = capsys.readouterr().out
-    assert "zb-h1: first difference: iteration 3, micro-batch 1: the output of layer 2" in shown
+    assert (
+        "zb-h1: first difference: iteration 3, micro-batch 1: the output of layer 2"
+        in shown
+    )
     if unavailable:
         assert len(launches.words) == 6, "gpipe is equal, so nothing of it is located"
         assert f"zb-h1: no operator was located: {OLD_TORCH}" in shown
@@ -419,7 +472,17 @@ def test_a_rounded_run_of_the_reference_gives_the_tolerance(
     """Both differences are within what is stated for all models."""
     launches.losses["--pipeline-slices"] = _slightly_other(by)
     launches.rounded_losses = _slightly_other(1e-5)
-    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out", "--", *RECIPE.split()]
+    words = [
+        "--calibrate",
+        "--rounds",
+        "1",
+        "--with",
+        SLICES,
+        "-o",
+        "out",
+        "--",
+        *RECIPE.split(),
+    ]
     assert compare(monkeypatch, *words) == code
     assert launches.environments[-1][ROUNDING] == "1"
     assert "--pipeline-slices" not in launches.words[-1]
@@ -430,21 +493,47 @@ def test_a_rounded_run_of_the_reference_gives_the_tolerance(
 
 
 def test_a_rounded_run_that_fails_leaves_what_was_measured(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launches.losses["--pipeline-slices"] = _slightly_other(1e-5)
     launches.failing_environment = ROUNDING
-    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out", "--", *RECIPE.split()]
+    words = [
+        "--calibrate",
+        "--rounds",
+        "1",
+        "--with",
+        SLICES,
+        "-o",
+        "out",
+        "--",
+        *RECIPE.split(),
+    ]
     assert compare(monkeypatch, *words) == 0
     shown = capsys.readouterr().out
-    assert "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
+    assert (
+        "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
+    )
     assert "0.0001 of a loss and 0.001 of a norm, stated for all models" in shown
 
 
 def test_bits_need_no_tolerance(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--calibrate", "--rounds", "1", "--with", "zb-h1", "-o", "out", "--", *RECIPE.split()]
+    words = [
+        "--calibrate",
+        "--rounds",
+        "1",
+        "--with",
+        "zb-h1",
+        "-o",
+        "out",
+        "--",
+        *RECIPE.split(),
+    ]
     assert compare(monkeypatch, *words) == 0
     assert len(launches.words) == 3
     assert "--calibrate has nothing to learn" in capsys.readouterr().err
@@ -496,7 +585,9 @@ def test_a_mistake_ends_in_one_line_before_anything_runs(
 
 
 def test_dropout_draws_the_same_masks_in_all_runs(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = RECIPE.replace("--hidden-dropout 0 --attention-dropout 0 ", "").split()
     words = ["-o", "out", "--", *recipe, "--pipeline-schedule", "zb-h1"]
@@ -516,11 +607,23 @@ def test_flags_of_the_environment_are_the_recipes_too(
 def test_the_best_of_the_planner_are_compared(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--best", "2", "--rounds", "1", "--speed-only", "-o", "out", "--", *RECIPE.split()]
+    words = [
+        "--best",
+        "2",
+        "--rounds",
+        "1",
+        "--speed-only",
+        "-o",
+        "out",
+        "--",
+        *RECIPE.split(),
+    ]
     assert compare(monkeypatch, *words) == 0
     own, first, second = launches.words
     assert "--pipeline-schedule" not in own
-    schedules = {words[words.index("--pipeline-schedule") + 1] for words in (first, second)}
+    schedules = {
+        words[words.index("--pipeline-schedule") + 1] for words in (first, second)
+    }
     assert len(schedules) == 2
     assert "1f1b" not in schedules, "which Megatron's own schedule is"
 
@@ -549,7 +652,9 @@ time.sleep(100)
 """
 
 
-def test_a_signal_ends_the_run_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_run_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that starts the run gets it, not the whole foreground: each signal comes once."""
     started = tmp_path / "started"
     popen = subprocess.Popen

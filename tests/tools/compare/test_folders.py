@@ -69,8 +69,14 @@ def test_a_third_folder_gives_the_tolerances(
     [
         (["--folders", "a"], "--folders got 1; name the reference's folder"),
         (["--folders", "a", "b", "--self"], "leave --self out"),
-        (["--folders", "a", "b", "--", "pretrain_gpt.py"], "leave the command after -- out"),
-        (["--folders", "a", "b"], "a has no digests; run the training with MEGATRON_EXT_DIGESTS=a"),
+        (
+            ["--folders", "a", "b", "--", "pretrain_gpt.py"],
+            "leave the command after -- out",
+        ),
+        (
+            ["--folders", "a", "b"],
+            "a has no digests; run the training with MEGATRON_EXT_DIGESTS=a",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -96,7 +102,9 @@ def test_a_program_with_its_own_loop_is_compared(
     text = PROGRAM.read_text()
     loss = "losses.mean(), losses.mean().item()"
     assert loss in text
-    broken.write_text(text.replace(loss, loss.replace("losses.mean(),", "losses.mean() * 1.0001,")))
+    broken.write_text(
+        text.replace(loss, loss.replace("losses.mean(),", "losses.mean() * 1.0001,"))
+    )
     for name, words, program in (
         ("own", (), PROGRAM), ("zb-v", ("zb-v",), PROGRAM), ("broken", ("zb-v",), broken),
     ):  # fmt: skip
@@ -106,4 +114,7 @@ def test_a_program_with_its_own_loop_is_compared(
     assert compare(monkeypatch, "--folders", *folders[:2]) == 0
     assert "of 4 steps" in capsys.readouterr().out
     assert compare(monkeypatch, "--folders", folders[0], folders[2]) == 3
-    assert "the gradient of the output of model differs by 0.0001" in capsys.readouterr().out
+    assert (
+        "the gradient of the output of model differs by 0.0001"
+        in capsys.readouterr().out
+    )

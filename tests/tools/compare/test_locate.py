@@ -53,7 +53,11 @@ def test_it_says_all_that_the_issue_asks_for(tmp_path: Path) -> None:
 
 
 def test_all_micro_batches_that_differ_at_the_place_are_named(tmp_path: Path) -> None:
-    places: list[tuple[Kind, int, int]] = [("forward", 0, 3), ("forward", 0, 1), ("forward", 1, 1)]
+    places: list[tuple[Kind, int, int]] = [
+        ("forward", 0, 3),
+        ("forward", 0, 1),
+        ("forward", 1, 1),
+    ]
     difference = compared(tmp_path, changed(step_records(), *places))
     assert difference is not None
     assert (difference.layer, difference.microbatches) == (1, (0, 1))
@@ -83,7 +87,9 @@ def test_the_first_is_what_a_step_computes_first(
     assert difference is not None
     kind, _, layer = min(places, key=order)
     assert (difference.kind, difference.layer) == (kind, layer)
-    assert set(difference.microbatches) == {m for k, m, at in places if (k, at) == (kind, layer)}
+    assert set(difference.microbatches) == {
+        m for k, m, at in places if (k, at) == (kind, layer)
+    }
 
 
 def test_an_earlier_step_comes_before_an_earlier_layer(tmp_path: Path) -> None:
@@ -106,7 +112,11 @@ def test_a_micro_batch_that_only_one_run_computed_is_a_difference(
     whole, part = write(tmp_path / "whole", records), write(tmp_path / "part", lacking)
     difference = locate(whole, part) if is_reference else locate(part, whole)
     assert difference is not None
-    assert (difference.kind, difference.microbatches, difference.layer) == ("forward", (1,), 0)
+    assert (difference.kind, difference.microbatches, difference.layer) == (
+        "forward",
+        (1,),
+        0,
+    )
     assert "never computed" in difference.sentence()
 
 
@@ -161,14 +171,20 @@ def _with_larger_gradients(factor: float) -> list[Record]:
     for item in step_records():
         if item.kind in ("backward", "weight gradient") and factor != 1.0:
             projections = [factor * projection for projection in item.projections]
-            item = item._replace(bits="3" * 32, norm=factor * item.norm, projections=projections)
+            item = item._replace(
+                bits="3" * 32, norm=factor * item.norm, projections=projections
+            )
         records.append(item)
     return records
 
 
 @pytest.mark.parametrize(
     ("kind", "by", "is_allowed"),
-    [("reduced gradient", 1e-6, True), ("reduced gradient", 1e-2, False), ("forward", 1e-6, False)],
+    [
+        ("reduced gradient", 1e-6, True),
+        ("reduced gradient", 1e-2, False),
+        ("forward", 1e-6, False),
+    ],
 )
 def test_other_numbers_of_replicas_may_differ_where_they_add_up(
     tmp_path: Path, kind: Kind, by: float, is_allowed: bool
@@ -200,7 +216,9 @@ def test_gradients_of_ranks_that_average_over_more_are_larger(
     header = Header(0, **sizes)  # type: ignore[arg-type]
     alone = replace(header, data_size=1, context_size=1)
     first = write(tmp_path / "reference", step_records(), header=alone)
-    second = write(tmp_path / "candidate", _with_larger_gradients(factor), header=header)
+    second = write(
+        tmp_path / "candidate", _with_larger_gradients(factor), header=header
+    )
     difference = locate(first, second)
     assert (difference is None) == is_allowed
     if difference is not None:
@@ -252,7 +270,9 @@ def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
     assert locate(first, second) is None
     comparison = compare(first, second, learned_from)
     assert (comparison.difference is None) == is_allowed
-    assert comparison.tolerance.startswith("4 times what each module's tensors differ by in")
+    assert comparison.tolerance.startswith(
+        "4 times what each module's tensors differ by in"
+    )
     assert comparison.tolerance.endswith(
         "at most 2e-05 of a norm, because the runs have 1 and 2 slices"
     )
@@ -278,7 +298,10 @@ def test_only_steps_with_learned_tolerances_are_compared(tmp_path: Path) -> None
     assert comparison.difference is None
     assert comparison.num_steps == 1
     [note] = comparison.notes
-    assert note == "the run to learn tolerances from lacks 1 steps, which were not compared"
+    assert (
+        note
+        == "the run to learn tolerances from lacks 1 steps, which were not compared"
+    )
 
 
 def test_steps_of_one_run_alone_are_said(tmp_path: Path) -> None:
@@ -286,7 +309,10 @@ def test_steps_of_one_run_alone_are_said(tmp_path: Path) -> None:
     first = write(tmp_path / "reference", records, records, records)
     second = write(tmp_path / "candidate", records)
     [note] = compare(first, second).notes
-    assert note == "the runs have 3 and 1 steps, and only the 1 that both have were compared"
+    assert (
+        note
+        == "the runs have 3 and 1 steps, and only the 1 that both have were compared"
+    )
 
 
 def test_runs_without_a_common_tensor_are_refused(tmp_path: Path) -> None:
@@ -296,17 +322,23 @@ def test_runs_without_a_common_tensor_are_refused(tmp_path: Path) -> None:
         compare(first, second)
 
 
-def test_a_learned_tolerance_allows_nothing_where_bits_are_promised(tmp_path: Path) -> None:
+def test_a_learned_tolerance_allows_nothing_where_bits_are_promised(
+    tmp_path: Path,
+) -> None:
     records = step_records()
     first = write(tmp_path / "reference", records)
-    learned_from = write(tmp_path / "rounded", slightly(records, "forward", 1e-2), header=ROUNDED)
+    learned_from = write(
+        tmp_path / "rounded", slightly(records, "forward", 1e-2), header=ROUNDED
+    )
     second = write(tmp_path / "candidate", slightly(records, "forward", 1e-6))
     comparison = compare(first, second, learned_from)
     assert comparison.difference is not None
     assert comparison.tolerance == "none, all bits must be equal"
 
 
-def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(tmp_path: Path) -> None:
+def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(
+    tmp_path: Path,
+) -> None:
     """The gradient of a loss is a constant, which no rounding changes; other numbers of replicas
     scale it."""
     records = [*step_records(), record("backward", 0, 0, module="model")]
@@ -316,7 +348,9 @@ def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(tmp_pat
     for item in records:
         if item.kind == "backward":
             projections = [2 * projection for projection in item.projections]
-            item = item._replace(bits="3" * 32, norm=2 * item.norm, projections=projections)
+            item = item._replace(
+                bits="3" * 32, norm=2 * item.norm, projections=projections
+            )
         doubled.append(item)
     second = write(tmp_path / "candidate", doubled, header=Header(0, data_size=2))
     assert compare(first, second, learned_from).difference is None
@@ -337,7 +371,9 @@ def test_a_folder_of_the_wrong_kind_of_run_is_refused(
     tmp_path: Path, headers: tuple[Header, Header, Header], message: str
 ) -> None:
     folders = []
-    for name, header in zip(("reference", "candidate", "rounded"), headers, strict=True):
+    for name, header in zip(
+        ("reference", "candidate", "rounded"), headers, strict=True
+    ):
         folders.append(write(tmp_path / name, step_records(), header=header))
     with pytest.raises(DataError, match=message):
         compare(*folders)

@@ -39,7 +39,9 @@ LAYER = [operator("mm"), operator("gelu"), operator("mm"), operator("add")]
 
 
 def test_equal_operators_are_counted(tmp_path: Path) -> None:
-    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", LAYER))
+    comparison = first_operator(
+        recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", LAYER)
+    )
     assert comparison.are_equal
     assert comparison.sentence == (
         "none of the 4 operators that both runs have in the forward of decoder.layers.2 differs"
@@ -48,7 +50,9 @@ def test_equal_operators_are_counted(tmp_path: Path) -> None:
 
 def test_the_first_that_differs_is_named(tmp_path: Path) -> None:
     wrong = [*LAYER[:2], operator("mm", "1", 2.0), operator("add", "1", 2.0)]
-    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong))
+    comparison = first_operator(
+        recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong)
+    )
     assert not comparison.are_equal
     assert comparison.sentence == (
         "first operator that differs in the forward of decoder.layers.2: aten.mm -> [4, 8], number "
@@ -56,9 +60,13 @@ def test_the_first_that_differs_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_an_operator_of_one_run_alone_is_named_with_what_it_changes(tmp_path: Path) -> None:
+def test_an_operator_of_one_run_alone_is_named_with_what_it_changes(
+    tmp_path: Path,
+) -> None:
     wrong = [*LAYER[:3], operator("mul", "1"), operator("add", "1", 2.0)]
-    comparison = first_operator(recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong))
+    comparison = first_operator(
+        recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", wrong)
+    )
     assert comparison.sentence.endswith(
         "aten.add -> [4, 8], number 4 of 4, differs by 0.5 of its norm; before it, only the "
         "candidate ran aten.mul -> [4, 8]"
@@ -67,9 +75,16 @@ def test_an_operator_of_one_run_alone_is_named_with_what_it_changes(tmp_path: Pa
 
 def test_a_split_backward_runs_fewer_operators(tmp_path: Path) -> None:
     place = replace(PLACE, direction="backward")
-    whole = [operator("mm"), Operator("aten.mm", [[8, 8]], "5", 1.0, [1.0] * 4), operator("add")]
+    whole = [
+        operator("mm"),
+        Operator("aten.mm", [[8, 8]], "5", 1.0, [1.0] * 4),
+        operator("add"),
+    ]
     inputs_only = [operator("mm"), operator("add")]
-    folders = recorded(tmp_path / "a", whole, place), recorded(tmp_path / "b", inputs_only, place)
+    folders = (
+        recorded(tmp_path / "a", whole, place),
+        recorded(tmp_path / "b", inputs_only, place),
+    )
     assert first_operator(*folders).are_equal
 
 
@@ -80,7 +95,9 @@ def test_a_tolerance_allows_other_bits(tmp_path: Path) -> None:
     assert first_operator(*folders, 1e-3).are_equal
 
 
-@pytest.mark.parametrize(("run", "is_candidate"), [("candidate", True), ("reference", False)])
+@pytest.mark.parametrize(
+    ("run", "is_candidate"), [("candidate", True), ("reference", False)]
+)
 def test_operators_that_follow_the_last_pair_are_a_difference(
     tmp_path: Path, run: str, is_candidate: bool
 ) -> None:
@@ -121,14 +138,19 @@ def test_operators_of_another_version_are_refused(tmp_path: Path) -> None:
 
 def test_operators_of_different_places_are_refused(tmp_path: Path) -> None:
     other_place = replace(PLACE, microbatch=1)
-    folders = recorded(tmp_path / "a", LAYER), recorded(tmp_path / "b", LAYER, other_place)
+    folders = (
+        recorded(tmp_path / "a", LAYER),
+        recorded(tmp_path / "b", LAYER, other_place),
+    )
     with pytest.raises(DataError, match="record both for the same one"):
         first_operator(*folders)
 
 
 def test_a_folder_without_operators_is_refused(tmp_path: Path) -> None:
     first = recorded(tmp_path / "a", LAYER)
-    with pytest.raises(DataError, match="has no operators: the module did not run as a whole"):
+    with pytest.raises(
+        DataError, match="has no operators: the module did not run as a whole"
+    ):
         first_operator(first, tmp_path)
 
 
@@ -143,19 +165,28 @@ IN_LAYER = Difference(
     ("changes", "place"),
     [
         ({}, Place(3, 1, "forward", "decoder.layers.2")),
-        ({"kind": "backward", "name": "embedding"}, Place(3, 1, "backward", "embedding")),
+        (
+            {"kind": "backward", "name": "embedding"},
+            Place(3, 1, "backward", "embedding"),
+        ),
         ({"kind": "weight gradient"}, None),
         ({"name": "model"}, None),
         ({"candidate": None}, None),
     ],
 )
-def test_the_whole_layer_is_searched(changes: dict[str, object], place: Place | None) -> None:
+def test_the_whole_layer_is_searched(
+    changes: dict[str, object], place: Place | None
+) -> None:
     """What precedes a part of a layer, such as a norm, has no digests."""
     assert place_of(replace(IN_LAYER, **changes)) == place  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["1:0:forward", "one:0:forward:x", "1:0:sideways:x", "1:0"])
-def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["1:0:forward", "one:0:forward:x", "1:0:sideways:x", "1:0"]
+)
+def test_a_place_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv(operator_files.VARIABLE, text)
     with pytest.raises(
         DataError, match="write iteration, micro-batch, forward or backward, and module"
@@ -168,14 +199,18 @@ def test_a_place_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_asked_for() == PLACE
 
 
-@pytest.mark.parametrize(("installed", "is_refused"), [("2.9.1+cpu", True), ("2.10.0", False)])
+@pytest.mark.parametrize(
+    ("installed", "is_refused"), [("2.9.1+cpu", True), ("2.10.0", False)]
+)
 def test_an_old_torch_is_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str, is_refused: bool
 ) -> None:
     monkeypatch.setattr(operator_files, "version", lambda _name: installed)
     monkeypatch.setenv(operator_files.VARIABLE, str(PLACE))
     if is_refused:
-        with pytest.raises(DataError, match=r"torch 2.10 and later, and torch is 2.9.1\+cpu"):
+        with pytest.raises(
+            DataError, match=r"torch 2.10 and later, and torch is 2.9.1\+cpu"
+        ):
             place_asked_for()
     else:
         assert place_asked_for() == PLACE

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.tools.compare.outcome import DIFFERENT, EQUAL, FAILED, Contender, as_json, judge
+from megatron_ext.tools.compare.outcome import (
+    DIFFERENT,
+    EQUAL,
+    FAILED,
+    Contender,
+    as_json,
+    judge,
+)
 from megatron_ext.tools.compare.recipe import REFERENCE, Candidate
 from megatron_ext.tools.compare.run_records import read
 from megatron_ext.tools.compare.text import answer_text
@@ -57,7 +64,8 @@ def test_a_faster_candidate_with_the_same_bits_is_kept(tmp_path: Path) -> None:
 def test_a_steady_drift_cancels(tmp_path: Path) -> None:
     """Each run takes a step of 10 ms longer than the one before it: own, zb-v, zb-v, own."""
     answer = judge(
-        [own(tmp_path, (0.10, 0.13)), contender(tmp_path, rounds=(0.11, 0.12))], speed_only=False
+        [own(tmp_path, (0.10, 0.13)), contender(tmp_path, rounds=(0.11, 0.12))],
+        speed_only=False,
     )
     assert answer.rows[1].speed == pytest.approx(1.0)
     assert answer.keep == [] or "as fast as each other" in answer.verdict
@@ -82,15 +90,20 @@ def test_numbers_are_held_to_what_the_pair_promises(
     assert answer.code == code
     assert (answer.keep == []) == (judgement == "different")
     if judgement == "different":
-        assert answer.verdict.startswith("zb-v trained other numbers than Megatron's own")
+        assert answer.verdict.startswith(
+            "zb-v trained other numbers than Megatron's own"
+        )
     [difference] = [
-        run["loss_difference"] for run in as_json(answer, [own(tmp_path), other])["runs"][1:]
+        run["loss_difference"]
+        for run in as_json(answer, [own(tmp_path), other])["runs"][1:]
     ]
     assert difference["relative"] == pytest.approx(change, rel=1e-2)
     assert difference["iteration"] == 5
 
 
-def test_a_recipe_that_does_not_repeat_itself_is_no_difference_and_is_said(tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_repeat_itself_is_no_difference_and_is_said(
+    tmp_path: Path,
+) -> None:
     reference = own(tmp_path)
     noisy = (*LOSSES[:-1], LOSSES[-1] * 1.001)
     reference.records[1] = read(write(tmp_path / "noisy", noisy))
@@ -110,7 +123,9 @@ def test_json_has_no_number_that_json_does_not_know(tmp_path: Path) -> None:
 
 
 def test_a_run_with_fewer_steps_is_different(tmp_path: Path) -> None:
-    answer = judge([own(tmp_path), contender(tmp_path, losses=LOSSES[:-1])], speed_only=False)
+    answer = judge(
+        [own(tmp_path), contender(tmp_path, losses=LOSSES[:-1])], speed_only=False
+    )
     assert answer.code == DIFFERENT
     assert answer.rows[1].reason == "it trained 4 steps, and the reference 5"
 
@@ -124,14 +139,18 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     assert answer.code == FAILED
     assert answer.rows[2].step_s == pytest.approx(0.1)
     assert answer.keep == ["--pipeline-schedule", "zb-v"]
-    assert "bitpipe: round 2: localhost: rank 1 was ended by SIGKILL" in answer_text(answer)
+    assert "bitpipe: round 2: localhost: rank 1 was ended by SIGKILL" in answer_text(
+        answer
+    )
 
 
 def test_without_the_reference_there_is_nothing_to_compare_with() -> None:
     reference = Contender(Candidate(REFERENCE, ()), BITS, failure="out of memory")
     answer = judge([reference, Contender(ZB_V, BITS)], speed_only=False)
     assert answer.code == FAILED
-    assert answer.verdict.startswith("Megatron's own failed, so there is nothing to compare with")
+    assert answer.verdict.startswith(
+        "Megatron's own failed, so there is nothing to compare with"
+    )
     assert answer_text(answer)
 
 

@@ -39,12 +39,18 @@ def written(folder: Path) -> Path:
     for label, scale in (("Megatron's own", 1.0), ("<b>zb-v", 1.01)):
         losses = [scale * loss for loss in LOSSES]
         records = [read(write(folder / label.strip("<>"), losses))]
-        candidate = Candidate(label, () if scale == 1 else ("--pipeline-schedule", "zb-v"))
-        contender = Contender(candidate, Promise(1e-1, 1e-1, "another order"), records=records)
+        candidate = Candidate(
+            label, () if scale == 1 else ("--pipeline-schedule", "zb-v")
+        )
+        contender = Contender(
+            candidate, Promise(1e-1, 1e-1, "another order"), records=records
+        )
         contender.timeline = TIMELINE
         contenders.append(contender)
     path = folder / "compare.html"
-    path.write_text(page(judge(contenders, speed_only=False), contenders), encoding="utf-8")
+    path.write_text(
+        page(judge(contenders, speed_only=False), contenders), encoding="utf-8"
+    )
     return path
 
 

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates, label_of
+from megatron_ext.tools.compare.recipe import (
+    REFERENCE,
+    Candidate,
+    Recipe,
+    candidates,
+    label_of,
+)
 
 OURS = (
     ["--pipeline-schedule", "zb-v"], ["--use-dpp"], ["--node-ips", "a", "b"],
@@ -23,15 +29,24 @@ MEGATRONS = (
 
 
 @given(st.permutations(OURS + MEGATRONS))
-def test_flags_of_ours_leave_the_recipe_whatever_their_order(groups: list[list[str]]) -> None:
-    recipe = Recipe.of(["pretrain_gpt.py", *(word for group in groups for word in group)])
-    assert recipe.flags == tuple(w for group in groups if group in MEGATRONS for w in group)
-    assert recipe.pipeline == tuple(w for group in groups if group in OURS for w in group)
+def test_flags_of_ours_leave_the_recipe_whatever_their_order(
+    groups: list[list[str]],
+) -> None:
+    recipe = Recipe.of(
+        ["pretrain_gpt.py", *(word for group in groups for word in group)]
+    )
+    assert recipe.flags == tuple(
+        w for group in groups if group in MEGATRONS for w in group
+    )
+    assert recipe.pipeline == tuple(
+        w for group in groups if group in OURS for w in group
+    )
 
 
 def test_no_run_saves_logs_or_ends_as_the_recipe_says() -> None:
     words = (
-        "--save out --save-interval 5 --tensorboard-dir t --exit-interval 3 --trace-dir x --bf16"
+        "--save out --save-interval 5 --tensorboard-dir t --exit-interval 3 "
+        "--trace-dir x --bf16"
     )
     recipe = Recipe.of(["--", "pretrain_gpt.py", *words.split()])
     assert recipe.flags == ("--bf16",)
@@ -54,7 +69,9 @@ def test_the_last_value_of_a_flag_counts() -> None:
 
 def test_a_checkpoint_that_is_there_starts_all_runs(tmp_path: Path) -> None:
     recipe = Recipe.of(["pretrain_gpt.py", "--load", str(tmp_path)])
-    assert not recipe.loads, "a recipe that resumes from its own --save has none at first"
+    assert not recipe.loads, (
+        "a recipe that resumes from its own --save has none at first"
+    )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert recipe.loads
 

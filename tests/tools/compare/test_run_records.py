@@ -24,7 +24,9 @@ def test_the_ranks_of_a_run_are_joined(tmp_path: Path) -> None:
     assert record.notes == []
 
 
-def test_a_line_that_was_cut_off_and_a_rank_without_steps_do_not_count(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_and_a_rank_without_steps_do_not_count(
+    tmp_path: Path,
+) -> None:
     write(tmp_path)
     record = tmp_path / "rank-0.jsonl"
     record.write_text(record.read_text()[:-5])
@@ -36,7 +38,9 @@ def test_a_line_that_was_cut_off_and_a_rank_without_steps_do_not_count(tmp_path:
 
 def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     write(tmp_path, changes={1: {"gradient_norm": 7.0}})
-    with pytest.raises(DataError, match="ranks disagree about the gradient norm of iteration 5"):
+    with pytest.raises(
+        DataError, match="ranks disagree about the gradient norm of iteration 5"
+    ):
         read(tmp_path)
 
 
@@ -51,7 +55,9 @@ def test_a_script_without_megatrons_loop_says_so(tmp_path: Path) -> None:
 
 
 def _record(losses: list[float]) -> RunRecord:
-    steps = [Step(i, {"lm loss": loss}, 1.0, False, 0.1) for i, loss in enumerate(losses)]
+    steps = [
+        Step(i, {"lm loss": loss}, 1.0, False, 0.1) for i, loss in enumerate(losses)
+    ]
     return RunRecord(steps)
 
 
@@ -74,6 +80,8 @@ def test_a_changed_number_is_seen_and_nothing_else(
 
 def test_an_iteration_that_only_one_run_skips_is_a_difference() -> None:
     skipping = RunRecord([Step(1, {"lm loss": 2.0}, 1.0, True, 0.1)])
-    difference = deviations(RunRecord([Step(1, {"lm loss": 2.0}, 1.0, False, 0.1)]), skipping)
+    difference = deviations(
+        RunRecord([Step(1, {"lm loss": 2.0}, 1.0, False, 0.1)]), skipping
+    )
     assert difference.skipped == 1
     assert not difference.are_none

@@ -20,7 +20,9 @@ SINGLE = Promise(*TOLERANCES["single"])
 BITS = Promise(0.0, 0.0)
 
 
-def promised(recipe: str, reference: str, candidate: str, *, same_flags: bool = True) -> Promise:
+def promised(
+    recipe: str, reference: str, candidate: str, *, same_flags: bool = True
+) -> Promise:
     answers = []
     for flags in (reference, candidate):
         answer = preflight((recipe + flags).split(), device="cpu")
@@ -38,10 +40,16 @@ def promised(recipe: str, reference: str, candidate: str, *, same_flags: bool = 
         ("--pipeline-transport shm", None),
         ("--pipeline-schedule zb-v", "clip"),
         ("--pipeline-schedule v-half --clip-grad 0", None),
-        ("--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2", "clip"),
+        (
+            "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+            "clip",
+        ),
         ("--enable-bitpipe-schedule", "twins"),
         ("--pipeline-schedule dualpipe --clip-grad 0", "twins"),
-        ("--pipeline-schedule zb-h1 --pipeline-slices 2 --transformer-impl local", "slices"),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-slices 2 --transformer-impl local",
+            "slices",
+        ),
         ("--pipeline-schedule zb-h1 --pipeline-balance order", "lengths"),
     ],
 )
@@ -82,7 +90,9 @@ def test_dropout_is_judged_where_the_masks_are_the_same(
 
 
 def test_other_flags_of_megatrons_promise_no_bits() -> None:
-    answer = promised(RECIPE + NO_DROPOUT, "", "--pipeline-schedule zb-h1", same_flags=False)
+    answer = promised(
+        RECIPE + NO_DROPOUT, "", "--pipeline-schedule zb-h1", same_flags=False
+    )
     assert answer.reason == REASONS["flags"]
 
 
@@ -96,5 +106,7 @@ def test_the_page_states_the_same() -> None:
         for precision, (loss, norm) in TOLERANCES.items():
             rows.append(f"| {reason} | {precision} | {loss:g} | {norm:g} |")
     page = (Path(__file__).parents[3] / "docs/compare.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- equality: begin -->")[2].partition("<!-- equality: end -->")[0]
+    table = page.partition("<!-- equality: begin -->")[2].partition(
+        "<!-- equality: end -->"
+    )[0]
     assert table.strip().splitlines()[2:] == rows

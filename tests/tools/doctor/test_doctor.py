@@ -64,7 +64,8 @@ def test_flags_of_a_training_are_checked() -> None:
     done = run_package("doctor", "--", *flags.split(), "--use-megatron-fsdp")
     assert done.returncode == 1
     assert (
-        "FAIL training: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stdout
+        "FAIL training: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp"
+        in done.stdout
     )
 
 
@@ -73,7 +74,9 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
         folder = tmp_path / f"{name}-0.9.0.dist-info"
         folder.mkdir()
         title = name.replace("_", "-")
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.9.0\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.9.0\n"
+        )
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
@@ -82,15 +85,23 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
     assert done.returncode == 1, done.stderr
     assert "FAIL torch: 0.9.0; install torch >= 2.7" in done.stdout
     assert (
-        "FAIL megatron-core: expected a version >=0.16.0,<0.21, found version 0.9.0" in done.stdout
+        "FAIL megatron-core: expected a version >=0.16.0,<0.21, found version 0.9.0"
+        in done.stdout
     )
-    assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
-        done.stdout
+    assert (
+        "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree"
+        in (done.stdout)
     )
 
 
-def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, version in (("transformers", "5.0.1"), ("wrapt", "2.4.0rc1"), ("rich", "12.0")):
+def test_packages_that_do_not_go_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (
+        ("transformers", "5.0.1"),
+        ("wrapt", "2.4.0rc1"),
+        ("rich", "12.0"),
+    ):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(
@@ -113,7 +124,9 @@ def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> N
     gone = {finding.check: finding for finding in checks.check_requirements()}
     assert {"wrapt", "rich", "numpy"} <= set(gone)
     assert "transformers" not in gone
-    assert str(gone["numpy"]).startswith("FAIL numpy: not installed, megatron-core needs it; pip")
+    assert str(gone["numpy"]).startswith(
+        "FAIL numpy: not installed, megatron-core needs it; pip"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +134,10 @@ def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> N
     [((3, 11), False, "FAIL"), ((3, 11), True, "OK"), ((3, 12), True, "OK")],
 )
 def test_a_release_for_a_later_python(
-    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], filled_in: bool, level: str
+    monkeypatch: pytest.MonkeyPatch,
+    python: tuple[int, int],
+    filled_in: bool,
+    level: str,
 ) -> None:
     # `typing.override` is what the wheels for 3.11 lack, and later Pythons have.
     if filled_in:
@@ -134,10 +150,14 @@ def test_a_release_for_a_later_python(
     assert line.level == level
     if level == "FAIL":
         assert line.finding == "0.19.2, which needs Python 3.12 or later"
-        assert line.remedy == "use Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
+        assert (
+            line.remedy == "use Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
+        )
 
 
-def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_of_another_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = tmp_path / "megatron" / "core"
     training = tmp_path / "megatron" / "training"
     for folder in (core, training):
@@ -149,7 +169,10 @@ def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [found] = checks.check_tree()
     assert found.level == "FAIL"
     installed = ".".join(map(str, releases.installed_release() or ()))
-    assert f"expected version {installed}, as of the installed megatron-core" in found.finding
+    assert (
+        f"expected version {installed}, as of the installed megatron-core"
+        in found.finding
+    )
     assert "found version 0.15.3" in found.finding
     assert "megatron-ext upstream fetch" in found.remedy
     assert "\n" not in str(found)
@@ -170,10 +193,14 @@ print(*check_device(), sep="\\n")
 
 
 def test_a_cuda_build_of_torch_without_a_driver() -> None:
-    done = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="auto", CUDA_VISIBLE_DEVICES="")
+    done = run_python(
+        "-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="auto", CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
-    assert line.startswith("WARN device: cpu, with a CUDA build of torch: Found no NVIDIA driver")
+    assert line.startswith(
+        "WARN device: cpu, with a CUDA build of torch: Found no NVIDIA driver"
+    )
     assert "MEGATRON_EXT_DEVICE=cpu says so" in line
     assert "nvidia-smi" in line
     asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
@@ -185,10 +212,15 @@ def test_kernels_that_megatron_expects_on_cuda(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks.devices, "current", CudaDevice)
-    monkeypatch.setattr(checks, "find_spec", lambda module: object() if installed else None)
+    monkeypatch.setattr(
+        checks, "find_spec", lambda module: object() if installed else None
+    )
     device_line, *kernels = map(str, checks.check_device())
     assert device_line.startswith("OK   device: cuda, collectives by nccl")
-    wanted = ["--transformer-impl local --no-persist", "--no-gradient-accumulation-fusion"]
+    wanted = [
+        "--transformer-impl local --no-persist",
+        "--no-gradient-accumulation-fusion",
+    ]
     for line, flags in zip(kernels, [] if installed else wanted, strict=True):
         assert line.startswith("WARN")
         assert flags in line
@@ -203,14 +235,22 @@ def hosts_found(*names: str) -> dict[str, Diagnosis]:
     return {finding.check: finding for finding in check_hosts(plan, 30)}
 
 
-def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_asked_as_a_launch_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = tmp_path / "site" / "torch-1.0.0.dist-info"
     site.mkdir(parents=True)
-    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    (site / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n"
+    )
     monkeypatch.setenv("OLD_SITE", str(site.parent))
     monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
     found = hosts_found("a", "b", "old")
-    assert [found[f"host {name}"].level for name in ("a", "b", "old")] == ["OK", "OK", "FAIL"]
+    assert [found[f"host {name}"].level for name in ("a", "b", "old")] == [
+        "OK",
+        "OK",
+        "FAIL",
+    ]
     assert "torch 1.0.0, but a has" in found["host old"].finding
     refused = hosts_found("a", "password")
     assert refused["host password"].level == "FAIL"
@@ -218,8 +258,12 @@ def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    warning = "64 MiB are free in /dev/shm, and data loaders and NCCL take more; give it more"
+def test_each_warning_of_a_host_is_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warning = (
+        "64 MiB are free in /dev/shm, and data loaders and NCCL take more; give it more"
+    )
     hello = {
         "same": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "free_bytes": 1 << 40,
         "ahead_s": 60.0, "problems": [], "warnings": [warning],
@@ -247,7 +291,9 @@ def only(findings: object) -> Diagnosis:
 
 def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
     assert only(checks.check_shared_memory(tmp_path / "gone")).level == "FAIL"
-    assert only(checks.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
+    assert (
+        only(checks.check_shared_memory(Path("/proc"))).level == "WARN"
+    )  # no room at all
 
 
 @pytest.mark.parametrize(
@@ -280,11 +326,15 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
 @pytest.mark.parametrize("extra_activations", [None, 3])
-def test_arenas_are_as_large_as_a_run_opens(schedule: str, extra_activations: int | None) -> None:
+def test_arenas_are_as_large_as_a_run_opens(
+    schedule: str, extra_activations: int | None
+) -> None:
     from megatron_ext.runtime.connect import slots_of
 
     dynamic = (
-        None if extra_activations is None else DynamicOrder(extra_activations=extra_activations)
+        None
+        if extra_activations is None
+        else DynamicOrder(extra_activations=extra_activations)
     )
     pipeline = make_pipeline(schedule, 4, 16, dynamic=dynamic)
     message = 128 * 2 * 64 * 2
@@ -295,9 +345,17 @@ def test_arenas_are_as_large_as_a_run_opens(schedule: str, extra_activations: in
 @pytest.mark.parametrize(("samples", "level"), [(2, "OK"), (10**6, "FAIL")])
 def test_the_memory_that_messages_take(samples: int, level: str) -> None:
     sizes = "--num-layers 4 --hidden-size 64 --seq-length 128 --micro-batch-size"
-    flags = [*sizes.split(), f"{samples}", "--global-batch-size", f"{8 * samples}", "--bf16"]
+    flags = [
+        *sizes.split(),
+        f"{samples}",
+        "--global-batch-size",
+        f"{8 * samples}",
+        "--bf16",
+    ]
     flags += ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", "zb-h1"]
-    found = {f.check: f for f in check_training([*flags, "--pipeline-transport", "shm"])}
+    found = {
+        f.check: f for f in check_training([*flags, "--pipeline-transport", "shm"])
+    }
     assert found["training"].level == "OK"
     assert found["transport arenas"].level == level
     assert found["transport arenas"].remedy or level == "OK"

@@ -24,7 +24,9 @@ SIZES = (
 GPT = SIZES + "--vocab-size 32000 "
 
 
-def flight(flags: str, devices: str = "8xh100", sizes: str = GPT) -> dict[str, Diagnosis]:
+def flight(
+    flags: str, devices: str = "8xh100", sizes: str = GPT
+) -> dict[str, Diagnosis]:
     words = f"{sizes}{flags}".split()
     found = list(check_training(["pretrain_gpt.py", *words], *parse_devices(devices)))
     for finding in found:
@@ -39,7 +41,9 @@ def may_have(flag: str) -> bool:
     return not flags or any(flag in known.names for known in flags)
 
 
-LISTED = pytest.mark.skipif(not megatron_flags(), reason="no training loop is installed here")
+LISTED = pytest.mark.skipif(
+    not megatron_flags(), reason="no training loop is installed here"
+)
 ONE = "--micro-batch-size 1 --global-batch-size {} "
 PP = "--pipeline-model-parallel-size {} "
 DEVICE = ONE.format(64) + PP.format(2)
@@ -167,7 +171,10 @@ def test_ctrl_c_within_a_search_ends_them_all(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_experts_and_reductions_on_many_devices() -> None:
-    flags = ONE.format(256) + "--num-experts 8 --expert-model-parallel-size 8 --overlap-grad-reduce"
+    flags = (
+        ONE.format(256)
+        + "--num-experts 8 --expert-model-parallel-size 8 --overlap-grad-reduce"
+    )
     assert "5749" in flight(flags, "64xh100")["known hang"].finding
     assert "known hang" not in flight(flags, "32xh100")
 
@@ -195,7 +202,9 @@ def test_flags_of_another_script_may_be_its_own(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("parser.add_argument('--own', type=int)\n")
     words = f"{script} {GPT}{ONE.format(64)}--own 3 --num-layrs 4 --zzz 1".split()
-    found = [str(finding) for finding in check_training(words, *parse_devices("8xh100"))]
+    found = [
+        str(finding) for finding in check_training(words, *parse_devices("8xh100"))
+    ]
     unknown = "is unknown to the Megatron that is installed here"
     assert found[:2] == [
         f"WARN unknown flag: --num-layrs {unknown}; did you mean --num-layers?",
@@ -210,21 +219,32 @@ def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # the standard library is enough
     flags = DEVICE + "--pipeline-schedule zb-h1 --pipeline-transport shm"
-    assert flight(flags)["transport arenas"].finding.endswith("MiB for a pipeline on one machine")
+    assert flight(flags)["transport arenas"].finding.endswith(
+        "MiB for a pipeline on one machine"
+    )
 
 
-@pytest.mark.parametrize("ours", ["--pipeline-schedule zb-h1", "--pipeline-transport shm"])
+@pytest.mark.parametrize(
+    "ours", ["--pipeline-schedule zb-h1", "--pipeline-transport shm"]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_messages_of_ours_do_not_hang(ours: str, ranks: int) -> None:
-    flags = ONE.format(64) + PP.format(ranks) + "--num-virtual-stages-per-pipeline-rank 2 "
+    flags = (
+        ONE.format(64) + PP.format(ranks) + "--num-virtual-stages-per-pipeline-rank 2 "
+    )
     flags += "--variable-seq-lengths --moe-token-dispatcher-type alltoall "
     assert "known hang" in flight(flags)
     assert "known hang" not in flight(flags + ours)
 
 
 def test_a_vocabulary_of_the_tokenizer() -> None:
-    found = flight(ONE.format(64) + "--tokenizer-type HuggingFaceTokenizer", sizes=SIZES)["layout"]
-    assert (found.level, found.remedy) == ("OK", "add --padded-vocab-size with its size")
+    found = flight(
+        ONE.format(64) + "--tokenizer-type HuggingFaceTokenizer", sizes=SIZES
+    )["layout"]
+    assert (found.level, found.remedy) == (
+        "OK",
+        "add --padded-vocab-size with its size",
+    )
 
 
 def test_flags_that_others_replace_are_named() -> None:

@@ -47,7 +47,9 @@ def _sshd() -> str | None:
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=check, timeout=60
+    )
 
 
 def commands_in(namespace: str, *without: str) -> list[str]:
@@ -82,14 +84,20 @@ class Cluster:
         """The environment of commands, with plans and logs under the directory."""
         env = {**os.environ, "MEGATRON_EXT_DEVICE": "cpu", "PYTHONPATH": str(_ROOT)}
         env.pop("MEGATRON_LM_PATH", None)
-        return {**env, "MEGATRON_EXT_RUNS": str(self.directory / "runs"), "OMP_NUM_THREADS": "1"}
+        return {
+            **env,
+            "MEGATRON_EXT_RUNS": str(self.directory / "runs"),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def command(self, *arguments: str) -> list[str]:
         """`megatron-ext ARGUMENTS` in the third namespace."""
         inside = ["ip", "netns", "exec", self.namespaces[2]]
         return [*inside, sys.executable, "-m", "megatron_ext", *arguments]
 
-    def run(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         """Run a subcommand and wait for it."""
         return subprocess.run(
             self.command(*arguments),
@@ -129,9 +137,13 @@ def cluster(directory: Path) -> Iterator[Cluster]:
     try:
         make_network(namespaces)
         config = _make_keys(directory)
-        servers = [_start_sshd(directory, namespaces[i], ADDRESSES[i]) for i in range(2)]
+        servers = [
+            _start_sshd(directory, namespaces[i], ADDRESSES[i]) for i in range(2)
+        ]
         running_cluster = Cluster(directory, namespaces, f"ssh -F {config}")
-        wait_until(lambda: all(_answers(running_cluster, address) for address in ADDRESSES), 20)
+        wait_until(
+            lambda: all(_answers(running_cluster, address) for address in ADDRESSES), 20
+        )
         yield running_cluster
     finally:
         remove_network(namespaces)
@@ -198,8 +210,12 @@ def _make_keys(directory: Path) -> Path:
     return config
 
 
-def _start_sshd(directory: Path, namespace: str, address: str) -> subprocess.Popen[bytes]:
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # for sshd's privilege separation
+def _start_sshd(
+    directory: Path, namespace: str, address: str
+) -> subprocess.Popen[bytes]:
+    Path("/run/sshd").mkdir(
+        mode=0o755, exist_ok=True
+    )  # for sshd's privilege separation
     config = directory / f"sshd_config_{address}"
     config.write_text(
         f"Port {_PORT}\nListenAddress {address}\nHostKey {directory}/host_key\n"
@@ -220,7 +236,13 @@ def _start_sshd(directory: Path, namespace: str, address: str) -> subprocess.Pop
 
 
 def _answers(running_cluster: Cluster, address: str) -> bool:
-    ssh = ["ip", "netns", "exec", running_cluster.namespaces[2], *running_cluster.ssh.split()]
+    ssh = [
+        "ip",
+        "netns",
+        "exec",
+        running_cluster.namespaces[2],
+        *running_cluster.ssh.split(),
+    ]
     done = _run(*ssh, "-o", "ConnectTimeout=2", address, "true", check=False)
     return done.returncode == 0
 

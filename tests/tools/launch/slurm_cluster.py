@@ -20,7 +20,16 @@ from tests.tools.launch import cluster
 _ROOT = Path(__file__).resolve().parents[3]
 _CONTROLLER = "10.213.77.1"
 NODES = ("n1", "n2")
-_NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "squeue", "scancel")
+_NEEDED = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "salloc",
+    "squeue",
+    "scancel",
+)
 _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 _CONFIGURATION = """\
 ClusterName=test
@@ -120,7 +129,9 @@ class Slurm:
 @contextmanager
 def slurm(directory: Path) -> Iterator[Slurm]:
     """Start Slurm in a directory, and end it with everything that runs in it."""
-    directory.chmod(0o755)  # munge requires a path to its socket that others can traverse
+    directory.chmod(
+        0o755
+    )  # munge requires a path to its socket that others can traverse
     prefix = f"megatron-ext-slurm-{os.getpid()}-{directory.name}"
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
     running_slurm = Slurm(directory, namespaces, {})
@@ -134,9 +145,27 @@ def slurm(directory: Path) -> Iterator[Slurm]:
                f"--seed-file={directory}/munge.seed")  # fmt: skip
         cluster.wait_until((directory / "munge.socket").exists, 20)
         configuration = str(directory / "slurm.conf")
-        _serve(running_slurm, "slurmctld", namespaces[2], "slurmctld", "-D", "-f", configuration)
+        _serve(
+            running_slurm,
+            "slurmctld",
+            namespaces[2],
+            "slurmctld",
+            "-D",
+            "-f",
+            configuration,
+        )
         for name, namespace in zip(NODES, namespaces, strict=False):
-            _serve(running_slurm, name, namespace, "slurmd", "-D", "-f", configuration, "-N", name)
+            _serve(
+                running_slurm,
+                name,
+                namespace,
+                "slurmd",
+                "-D",
+                "-f",
+                configuration,
+                "-N",
+                name,
+            )
         cluster.wait_until(lambda: _idle(running_slurm), 60)
         yield running_slurm
 
@@ -147,13 +176,19 @@ def _configure(directory: Path) -> None:
     (directory / "state").mkdir()
     nodes = "\n".join(
         f"NodeName={name} NodeHostname=localhost NodeAddr={address} Port={17000 + index} CPUs=2"
-        for index, (name, address) in enumerate(zip(NODES, cluster.ADDRESSES, strict=True))
+        for index, (name, address) in enumerate(
+            zip(NODES, cluster.ADDRESSES, strict=True)
+        )
     )
-    text = _CONFIGURATION.format(directory=directory, controller=_CONTROLLER, nodes=nodes)
+    text = _CONFIGURATION.format(
+        directory=directory, controller=_CONTROLLER, nodes=nodes
+    )
     (directory / "slurm.conf").write_text(text)
 
 
-def _serve(running_slurm: Slurm, name: str, namespace: str, program: str, *flags: str) -> None:
+def _serve(
+    running_slurm: Slurm, name: str, namespace: str, program: str, *flags: str
+) -> None:
     path = shutil.which(program, path=_SEARCH)
     assert path is not None
     with (running_slurm.directory / f"{name}.output").open("wb") as log:
@@ -167,7 +202,9 @@ def _serve(running_slurm: Slurm, name: str, namespace: str, program: str, *flags
 
 
 def _idle(running_slurm: Slurm) -> bool:
-    code, output = running_slurm.run("sinfo", "--noheader", "--format=%T %D", timeout_s=60)
+    code, output = running_slurm.run(
+        "sinfo", "--noheader", "--format=%T %D", timeout_s=60
+    )
     return code == 0 and output.split() == ["idle", str(len(NODES))]
 
 
@@ -177,6 +214,8 @@ def _end(running_slurm: Slurm) -> None:
     for server in running_slurm.servers.values():
         with suppress(subprocess.TimeoutExpired):
             server.wait(10)
-    cluster.remove_network(running_slurm.namespaces)  # and processes that ignored signals
+    cluster.remove_network(
+        running_slurm.namespaces
+    )  # and processes that ignored signals
     for server in running_slurm.servers.values():
         server.wait(10)

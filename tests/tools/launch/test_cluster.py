@@ -15,7 +15,14 @@ import pytest
 
 from megatron_ext.tools.launch.runs import marked
 from tests.ranks import losses, require_training
-from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
+from tests.tools.launch.cluster import (
+    ADDRESSES,
+    Cluster,
+    cluster,
+    commands_in,
+    wait_until,
+    why_not,
+)
 
 # Llama 3, small, as the example trains it.
 LLAMA = (
@@ -86,18 +93,32 @@ def test_llama3_trains_on_two_hosts(hosts: Cluster) -> None:
     require_training()
     tree = os.environ.get("MEGATRON_LM_PATH")
     words = ["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []
-    words += ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *LLAMA.split()]
+    words += [
+        "--raw",
+        "--num-microbatches",
+        "2",
+        "--",
+        "pretrain_gpt.py",
+        *LLAMA.split(),
+    ]
     words += ["--use-dpp", "--pipeline-transport", "tcp"]
-    done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
+    done = hosts.run(
+        *hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
+    assert (
+        "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
+    )
     found = losses(done.stdout)
     assert len(found) == 3
     assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank logs the loss
     [run_id] = re.findall(r"run ([\w-]+):", done.stderr)
     status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh)
     assert status.stdout.startswith("succeeded (exit code 0)\n")
-    assert all(f"{address}: ended with 0, no processes" in status.stdout for address in ADDRESSES)
+    assert all(
+        f"{address}: ended with 0, no processes" in status.stdout
+        for address in ADDRESSES
+    )
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
 
 
@@ -106,8 +127,17 @@ def test_upstreams_script_trains_on_two_hosts_and_ends_when_a_rank_is_killed(
     hosts: Cluster, megatron_lm_path: Path
 ) -> None:
     more = "--eval-interval 10 --split 98,1,1 --no-create-attention-mask-in-dataloader"
-    flags = [*LLAMA.replace("--train-iters 3", "--train-iters 1000").split(), *more.split()]
-    tree = ["--env", f"MEGATRON_LM_PATH={megatron_lm_path}", "--num-microbatches", "2", "--raw"]
+    flags = [
+        *LLAMA.replace("--train-iters 3", "--train-iters 1000").split(),
+        *more.split(),
+    ]
+    tree = [
+        "--env",
+        f"MEGATRON_LM_PATH={megatron_lm_path}",
+        "--num-microbatches",
+        "2",
+        "--raw",
+    ]
     job = hosts.start(hosts.hostfile(slots=1), *tree, "--", "pretrain_gpt.py", *flags)
     lines: list[str] = []
     try:
@@ -148,7 +178,14 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
     hosts: Cluster, victim: str, slots: int
 ) -> None:
     hostfile = hosts.hostfile(slots=slots)
-    neighbour_words = ["--per-node", "--run-id", f"neighbour-{victim}", "--", "sleep", "200"]
+    neighbour_words = [
+        "--per-node",
+        "--run-id",
+        f"neighbour-{victim}",
+        "--",
+        "sleep",
+        "200",
+    ]
     neighbour = hosts.start(hostfile, *neighbour_words)
     lines: list[str] = []
     stubborn = ["--stubborn"] * (victim == "rank")
@@ -159,19 +196,33 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
         directory = hosts.directory / "logs" / run_id / f"001-{ADDRESSES[1]}"
         agent = json.loads((directory / "agent.json").read_text())["pid"]
         [rank] = [
-            int(pid) for pid in re.findall(rf"\[{ADDRESSES[1]}:{last}\] pid (\d+)", "".join(lines))
+            int(pid)
+            for pid in re.findall(
+                rf"\[{ADDRESSES[1]}:{last}\] pid (\d+)", "".join(lines)
+            )
         ]
-        torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-        launcher = int(
-            json.loads((hosts.directory / "runs" / run_id / "launcher.json").read_text())["pid"]
+        torchrun = int(
+            Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
         )
-        pids = {"launcher": launcher, "agent": agent, "torchrun": torchrun, "rank": rank}
+        launcher = int(
+            json.loads(
+                (hosts.directory / "runs" / run_id / "launcher.json").read_text()
+            )["pid"]
+        )
+        pids = {
+            "launcher": launcher,
+            "agent": agent,
+            "torchrun": torchrun,
+            "rank": rank,
+        }
         watch = Stopwatch()
         os.kill(pids[victim], signal.SIGKILL)
         wait_until(lambda: not marked(run_id, 0) | marked(run_id, 1), watch.left_s())
         text = "".join(lines) + job.communicate(timeout=watch.left_s())[0]
         watch.tell(victim)
-        assert "waitForInput" not in text, "warnings of torch's store, while the ranks start"
+        assert "waitForInput" not in text, (
+            "warnings of torch's store, while the ranks start"
+        )
         died = {
             "agent": f"failed first: {ADDRESSES[1]}: the connection to the agent",
             "torchrun": f"failed first: {ADDRESSES[1]}: torchrun was ended by SIGKILL",
@@ -183,7 +234,9 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
             assert status.count("(the launcher exited)") == 2, status
         else:
             assert died[victim] in text
-            assert job.returncode == {"agent": 255, "torchrun": 137, "rank": 137}[victim]
+            assert (
+                job.returncode == {"agent": 255, "torchrun": 137, "rank": 137}[victim]
+            )
         if victim == "agent":
             assert f"the agent (pid {agent}) died" in text
         assert neighbour.poll() is None
@@ -205,9 +258,13 @@ def test_hosts_that_refuse_or_do_not_answer(hosts: Cluster) -> None:
     start = ["launch", "--hostfile", str(hostfile), "--log-dir", logs, "--ssh-cmd"]
     done = hosts.run(*start, hosts.ssh, "--", "waiting.py")
     assert done.returncode == 2
-    assert "error: 10.213.77.9: it cannot be reached; check that it is up" in done.stderr
+    assert (
+        "error: 10.213.77.9: it cannot be reached; check that it is up" in done.stderr
+    )
     no_key = hosts.ssh.replace("ssh_config", "no_key_config")
-    config = (hosts.directory / "ssh_config").read_text().replace("user_key", "host_key")
+    config = (
+        (hosts.directory / "ssh_config").read_text().replace("user_key", "host_key")
+    )
     (hosts.directory / "no_key_config").write_text(config)
     refused = hosts.run(*start, no_key, "--include", ADDRESSES[0], "--", "waiting.py")
     assert refused.returncode == 2
@@ -220,5 +277,8 @@ def test_a_port_that_is_taken_on_the_first_host(hosts: Cluster) -> None:
     words = ["--master-port", str(taken), "--", "waiting.py"]
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=1), *words))
     assert done.returncode == 2
-    assert f"{ADDRESSES[0]}: port {taken} cannot be used for the ranks to meet" in done.stderr
+    assert (
+        f"{ADDRESSES[0]}: port {taken} cannot be used for the ranks to meet"
+        in done.stderr
+    )
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)

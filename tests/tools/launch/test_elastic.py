@@ -38,7 +38,9 @@ def test_deaf_ranks_are_killed_after_the_grace_and_the_first_failure_is_reported
         "local_rank": 1,
         "exit_code": 7,
     }
-    assert 0 < done.stdout.count("beats") < 20, "torchrun alone lets it live for 30 seconds"
+    assert 0 < done.stdout.count("beats") < 20, (
+        "torchrun alone lets it live for 30 seconds"
+    )
 
 
 def test_torchrun_gives_a_rank_that_saves_the_whole_grace(tmp_path: Path) -> None:
@@ -49,6 +51,10 @@ def test_torchrun_gives_a_rank_that_saves_the_whole_grace(tmp_path: Path) -> Non
         f"import {config.__module__} as api\nprint(api.LaunchConfig(1, 1, 1).shutdown_timeout)"
     )
     done = run_python(
-        "-m", "megatron_ext.tools.launch.elastic", "report", "99.5", str(tmp_path / "rank.py")
+        "-m",
+        "megatron_ext.tools.launch.elastic",
+        "report",
+        "99.5",
+        str(tmp_path / "rank.py"),
     )
     assert done.stdout == "100\n", done.stderr

@@ -29,7 +29,8 @@ def test_line_ends_of_any_system_and_none_at_the_end(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["node:4", "node slots=4", "node\tslots=4 max_slots=8", "node:4 max_slots=4"]
+    "line",
+    ["node:4", "node slots=4", "node\tslots=4 max_slots=8", "node:4 max_slots=4"],
 )
 def test_the_formats_of_others_are_understood(line: str) -> None:
     assert parse(line) == (Host("node", slots=4),)
@@ -68,7 +69,10 @@ def test_every_key() -> None:
         ("a slot=3", "unknown key 'slot'; keys are slots, addr"),
         ("a 4", "expected key=value after the host, found '4'"),
         ("a env.=1", "names no environment variable"),
-        ("fe80::1", "is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"),
+        (
+            "fe80::1",
+            "is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets",
+        ),
         ("[10.0.0]", "the address in brackets is '10.0.0'"),
     ],
 )
@@ -136,7 +140,9 @@ def test_hosts_are_chosen_as_in_deepspeed(
         ("a", "b", "both given"),
     ],
 )
-def test_filters_that_fit_no_host(include: str | None, exclude: str | None, message: str) -> None:
+def test_filters_that_fit_no_host(
+    include: str | None, exclude: str | None, message: str
+) -> None:
     with pytest.raises(LaunchError, match=message):
         select(HOSTS, include, exclude)
 
@@ -145,7 +151,10 @@ def test_the_hostfiles_that_come_with_the_repository() -> None:
     assert read(HOSTFILES / "localhost") == (Host("localhost", 4),)
     assert names(read(HOSTFILES / "two-nodes.example")) == ["10.0.0.1", "10.0.0.2"]
     mixed = read(HOSTFILES / "mixed-slots.example")
-    assert [(host.slots, host.address) for host in mixed] == [(8, "10.0.0.1"), (4, "10.0.0.2")]
+    assert [(host.slots, host.address) for host in mixed] == [
+        (8, "10.0.0.1"),
+        (4, "10.0.0.2"),
+    ]
     assert mixed[1].env == (("NCCL_DEBUG", "WARN"),)
 
 

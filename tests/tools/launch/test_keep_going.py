@@ -22,7 +22,9 @@ from tests.tools.launch.test_cluster import LLAMA
 if TYPE_CHECKING:
     import psutil
 
-pytest.importorskip("nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]")
+pytest.importorskip(
+    "nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]"
+)
 
 _STEP = re.compile(r"iteration +(\d+)/")
 
@@ -73,8 +75,24 @@ def launched(folder: Path, *options: str, flags: str) -> Iterator[Job]:
     """Launch a job on this machine whose output shows all ranks."""
     folder.mkdir()
     saved = f"--save {folder}/saved --load {folder}/saved --save-interval 100000"
-    words = [sys.executable, "-m", "megatron_ext", "launch", "--raw", "--show", "all", *options]
-    words += ["--num-microbatches", "4", "--", "pretrain_gpt.py", *flags.split(), *saved.split()]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "launch",
+        "--raw",
+        "--show",
+        "all",
+        *options,
+    ]
+    words += [
+        "--num-microbatches",
+        "4",
+        "--",
+        "pretrain_gpt.py",
+        *flags.split(),
+        *saved.split(),
+    ]
     environment = {
         **os.environ,
         "MEGATRON_EXT_RUNS": str(folder / "runs"),
@@ -82,7 +100,11 @@ def launched(folder: Path, *options: str, flags: str) -> Iterator[Job]:
         "OMP_NUM_THREADS": "1",
     }
     launcher = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield Job(launcher)

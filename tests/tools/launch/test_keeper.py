@@ -67,8 +67,9 @@ def keep(tmp_path: Path, reserve: int, *endings: str) -> tuple[Any, Path]:
 def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
     done, folder = keep(tmp_path, 1, "goes on", "killed", "goes on")
     assert done.returncode == 0, done.stderr
-    assert "\x1e1 megatron_ext: rank 1 was lost (SIGKILL): 0 of 1 ranks in reserve are left" in (
-        done.stdout
+    assert (
+        "\x1e1 megatron_ext: rank 1 was lost (SIGKILL): 0 of 1 ranks in reserve are left"
+        in (done.stdout)
     )
     assert "\x1e0  iteration        4/" in done.stdout
     assert "of rank 2" not in done.stdout  # not shown, and in its file
@@ -83,7 +84,9 @@ def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
     assert not (folder / "failure.json").exists()
 
 
-def test_more_losses_than_reserves_end_the_job_with_the_first_cause(tmp_path: Path) -> None:
+def test_more_losses_than_reserves_end_the_job_with_the_first_cause(
+    tmp_path: Path,
+) -> None:
     done, folder = keep(tmp_path, 1, "deaf", "exits7", "killed")
     losses = json.loads((folder / "losses.json").read_text())
     assert {loss["rank"] for loss in losses[:2]} == {1, 2}
@@ -100,7 +103,9 @@ def test_a_loss_before_all_ranks_have_met_ends_the_job_at_once(tmp_path: Path) -
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
 
 
-def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(tmp_path: Path) -> None:
+def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(
+    tmp_path: Path,
+) -> None:
     done, _ = keep(tmp_path, 2, "deaf", "exits2", "deaf")
     assert done.returncode == 2
     assert "so would its stand-in" in done.stdout
@@ -114,7 +119,12 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
         "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run", "--log-dir",
         str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", runs.RUN_ID: "kept", runs.NODE: "7"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        runs.RUN_ID: "kept",
+        runs.NODE: "7",
+    }
     with subprocess.Popen(words, env=env) as keeper:
         try:
             for _ in range(600):
@@ -125,13 +135,17 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
             keeper.send_signal(signal.SIGTERM)
             assert keeper.wait(60) == 128 + signal.SIGTERM
             assert runs.marked("kept", 7) == set()
-            assert not (tmp_path / "losses.json").exists(), "ranks that it ended are not lost"
+            assert not (tmp_path / "losses.json").exists(), (
+                "ranks that it ended are not lost"
+            )
         finally:
             keeper.kill()
             runs.end(runs.marked("kept", 7))
 
 
-def test_only_steps_after_a_restart_count_and_later_losses_are_kept(tmp_path: Path) -> None:
+def test_only_steps_after_a_restart_count_and_later_losses_are_kept(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o700)
     said: list[str] = []
     losses = Losses(tmp_path, 3, lambda rank, text: said.append(text))
@@ -145,7 +159,11 @@ def test_only_steps_after_a_restart_count_and_later_losses_are_kept(tmp_path: Pa
     losses.note_step()
     losses.add(Loss(0, 1, 200.0))
     records = json.loads((tmp_path / "losses.json").read_text())
-    assert [record["back_after_s"] is None for record in records] == [False, False, True]
+    assert [record["back_after_s"] is None for record in records] == [
+        False,
+        False,
+        True,
+    ]
     assert "exit code 64" in said[0]
     assert "(signal 64)" in said[1] or "SIGRTMAX" in said[1]
     assert losses.fatal is None
@@ -162,7 +180,9 @@ def test_a_rank_that_ends_after_the_others_have_restarted_counts_as_recovered(
     losses.add(Loss(1, 1, time.time()))
     losses.note_step()
     assert losses.items[0].back_after_s is not None
-    losses.add(Loss(3, -9, time.time()))  # in reserve: the others go on until they restart
+    losses.add(
+        Loss(3, -9, time.time())
+    )  # in reserve: the others go on until they restart
     losses.note_step()
     losses.note_step()
     assert losses.items[1].back_after_s is None

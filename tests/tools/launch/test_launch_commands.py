@@ -39,7 +39,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     site = tmp_path / "site" / "torch-1.0.0.dist-info"
     site.mkdir(parents=True)
-    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    (site / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n"
+    )
     monkeypatch.setenv("OLD_SITE", str(site.parent))
     (tmp_path / "job.py").write_text("print('trains')\n")
     monkeypatch.chdir(tmp_path)
@@ -63,7 +65,9 @@ def left_running(place: Path) -> list[str]:
 
 def launch(hosts: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     Path("hosts").write_text(hosts)
-    return run_package("launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, *words, **env)
+    return run_package(
+        "launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, *words, **env
+    )
 
 
 def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -147,10 +151,16 @@ def test_values_of_flags(
     assert f"{flag}: {message}" in line
 
 
-def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
+def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(
+    tmp_path: Path,
+) -> None:
     lines = in_other_words(
         launch(
-            "good:1\npassword:1\ngone:1\nhang:1\ndies:1", "--preflight-timeout", "6", "--", "job.py"
+            "good:1\npassword:1\ngone:1\nhang:1\ndies:1",
+            "--preflight-timeout",
+            "6",
+            "--",
+            "job.py",
         )
     )
     assert lines[0].startswith("password: ssh needs a password or a key")
@@ -173,9 +183,12 @@ def test_a_script_that_is_not_there() -> None:
     lines = in_other_words(launch(TWO, "--", "gone/pretrain_gpt.py"))
     assert [line.partition(":")[0] for line in lines] == ["a", "b"]
     assert all(
-        "there is no gone/pretrain_gpt.py" in line and "with rsync" in line for line in lines
+        "there is no gone/pretrain_gpt.py" in line and "with rsync" in line
+        for line in lines
     )
-    [line] = in_other_words(launch("a:1", "--", "x" * 300 + ".py"))  # longer than a name may be
+    [line] = in_other_words(
+        launch("a:1", "--", "x" * 300 + ".py")
+    )  # longer than a name may be
     assert line.startswith("a: ")
     assert line.endswith("with rsync")
     [line] = in_other_words(launch("a:1", "--per-node", "--", "no-such-command"))
@@ -183,7 +196,9 @@ def test_a_script_that_is_not_there() -> None:
 
 
 def test_a_python_that_is_not_there() -> None:
-    [line] = in_other_words(launch("a:1", "--python", "/nowhere/python", "--", "job.py"))
+    [line] = in_other_words(
+        launch("a:1", "--python", "/nowhere/python", "--", "job.py")
+    )
     assert line.startswith("a: the Python of this machine is not there")
     assert "--python PATH" in line
 
@@ -192,10 +207,14 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         [line] = in_other_words(launch(TWO, "--master-port", port, "--", "job.py"))
-    assert line.startswith(f"a: port {port} cannot be used for the ranks to meet: it is in use")
+    assert line.startswith(
+        f"a: port {port} cannot be used for the ranks to meet: it is in use"
+    )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="a small file system is mounted, which needs root"
+)
 def test_a_full_disk(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -212,7 +231,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(logs)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="a small file system is mounted, which needs root"
+)
 def test_a_launcher_whose_disk_is_full_keeps_the_exit_code(tmp_path: Path) -> None:
     own = tmp_path / "runs"
     own.mkdir()
@@ -226,7 +247,9 @@ def test_a_launcher_whose_disk_is_full_keeps_the_exit_code(tmp_path: Path) -> No
         )  # fmt: skip
         assert done.returncode == 3, done.stderr
         assert done.stdout.splitlines()[-1] == "[localhost] 30000"
-        assert "failed first: localhost: the command ended with exit code 3" in done.stderr
+        assert (
+            "failed first: localhost: the command ended with exit code 3" in done.stderr
+        )
     finally:
         subprocess.run(["umount", str(own)], check=True)
 
@@ -249,7 +272,9 @@ def test_hosts_that_are_this_machine() -> None:
 
 
 def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
-    done = launch("gone:1 addr=127.0.0.1", "--dry-run", "--master-port", "29765", "--", "job.py")
+    done = launch(
+        "gone:1 addr=127.0.0.1", "--dry-run", "--master-port", "29765", "--", "job.py"
+    )
     assert done.returncode == 0, done.stderr
     head, command = done.stdout.splitlines()
     assert head == "# gone"
@@ -261,11 +286,16 @@ def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_checks_the_flags_of_the_training() -> None:
-    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
+    flags = (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
+    )
     done = launch("gone:2 addr=127.0.0.1", "--dry-run", "--", "job.py", *flags.split())
     assert done.returncode == 2
     assert done.stdout.startswith("# gone")
-    assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
+    assert (
+        "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp"
+        in done.stderr
+    )
 
 
 @pytest.mark.short_s(4)
@@ -305,10 +335,18 @@ def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"error: {plan.absolute()} " in capsys.readouterr().err
 
 
-def test_a_launcher_on_another_machine_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_on_another_machine_has_not_ended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("runs/r0").mkdir(parents=True)
-    plan = JobPlan("r0", (Host("localhost", 1, local=True),), ("a.py",), "/", sys.executable)
-    launcher = {"pid": 1, "start": 1, "machine": "node7"}  # as in Slurm, with a shared file system
+    plan = JobPlan(
+        "r0", (Host("localhost", 1, local=True),), ("a.py",), "/", sys.executable
+    )
+    launcher = {
+        "pid": 1,
+        "start": 1,
+        "machine": "node7",
+    }  # as in Slurm, with a shared file system
     for name, record in {"plan": plan.record(), "launcher": launcher}.items():
         Path(f"runs/r0/{name}.json").write_text(json.dumps(record))
     assert cli.main(["status", "r0"]) == 0
@@ -345,13 +383,20 @@ def test_damaged_records_of_a_run_are_one_line(
         assert len(told) < 1000
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="a small file system is mounted, which needs root"
+)
 def test_a_container_with_little_shared_memory_is_told_what_to_ask_for() -> None:
     Path("hosts").write_text("localhost slots=1\n")
-    launch = f"{sys.executable} -m megatron_ext launch --hostfile hosts --per-node -- true"
+    launch = (
+        f"{sys.executable} -m megatron_ext launch --hostfile hosts --per-node -- true"
+    )
     script = f"mount -t tmpfs -o size=64m none /dev/shm || exit 99; exec {launch}"
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False
+        ["unshare", "--mount", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode == 99 or "unshare" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr}")
@@ -396,7 +441,10 @@ def test_a_rank_that_was_not_shown_has_its_traceback_shown() -> None:
         r"--rank 1 \(\w+:/.*/r5/001-\w+/ranks/.*/0\)$",
         last_line,
     ), last_line
-    assert "in deep" in run_package("logs", "r5", "--ssh-cmd", FAKE_SSH, "--rank", "1").stdout
+    assert (
+        "in deep"
+        in run_package("logs", "r5", "--ssh-cmd", FAKE_SSH, "--rank", "1").stdout
+    )
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "stop"])
@@ -406,7 +454,16 @@ def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
         "while :; do sleep 0.1; done"
     )
     Path("hosts").write_text("a\nb\n")
-    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--run-id", "r3", "--per-node"]
+    words = [
+        "launch",
+        "--hostfile",
+        "hosts",
+        "--ssh-cmd",
+        FAKE_SSH,
+        "--run-id",
+        "r3",
+        "--per-node",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext", *words, "--", "bash", "-c", script],
@@ -476,9 +533,19 @@ def test_stop_on_another_machine_ends_a_job_that_would_start_again() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_the_start_leaves_no_connection(tmp_path: Path, number: int) -> None:
+def test_a_signal_before_the_start_leaves_no_connection(
+    tmp_path: Path, number: int
+) -> None:
     Path("hosts").write_text("a\nhang\n")
-    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--preflight-timeout", "100"]
+    words = [
+        "launch",
+        "--hostfile",
+        "hosts",
+        "--ssh-cmd",
+        FAKE_SSH,
+        "--preflight-timeout",
+        "100",
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext", *words, "--per-node", "--", "true"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -491,7 +558,16 @@ def test_a_signal_before_the_start_leaves_no_connection(tmp_path: Path, number: 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
     Path("hosts").write_text("a\n")
-    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--grace", "60", "--per-node"]
+    words = [
+        "launch",
+        "--hostfile",
+        "hosts",
+        "--ssh-cmd",
+        FAKE_SSH,
+        "--grace",
+        "60",
+        "--per-node",
+    ]
     deaf = "trap '' TERM; echo started; while :; do sleep 0.1; done"
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext", *words, "--", "bash", "-c", deaf],

@@ -24,7 +24,9 @@ def forwarded(*pieces: bytes, every_line: bool = False) -> tuple[list[str], byte
         seen.set()
 
     with os.fdopen(reading, "rb") as output:
-        thread = threading.Thread(target=agent._forward, args=(output, log, send, every_line))
+        thread = threading.Thread(
+            target=agent._forward, args=(output, log, send, every_line)
+        )
         thread.start()
         for piece in pieces:
             seen.clear()
@@ -62,7 +64,9 @@ def test_last_lines_of_a_file_that_may_be_large_or_missing(tmp_path: Path) -> No
 def test_lines_are_shown_with_host_and_rank() -> None:
     output, log = io.BytesIO(), io.BytesIO()
     display = Display(output, log)
-    display.show("a", b"\x1e3 one\n\x1e0 iteration 7/ 9 | loss\x1e0  1.5 |\nof a command\n")
+    display.show(
+        "a", b"\x1e3 one\n\x1e0 iteration 7/ 9 | loss\x1e0  1.5 |\nof a command\n"
+    )
     display.close()
     assert output.getvalue().decode().splitlines() == [
         "[a:3] one", "[a:0] iteration 7/ 9 | loss 1.5 |", "[a] of a command",
@@ -72,10 +76,15 @@ def test_lines_are_shown_with_host_and_rank() -> None:
 
 
 def test_a_view_shows_a_traceback_whose_end_it_does_not_know() -> None:
-    output, ended = io.BytesIO(), b"Traceback (most recent call last):\n  in next\nStopIteration\n"
+    output, ended = (
+        io.BytesIO(),
+        b"Traceback (most recent call last):\n  in next\nStopIteration\n",
+    )
     display = Display(output, io.BytesIO(), PersonView())
     for rank in b"0", b"1":
-        display.show("a", b"".join(b"\x1e%s %s\n" % (rank, line) for line in ended.splitlines()))
+        display.show(
+            "a", b"".join(b"\x1e%s %s\n" % (rank, line) for line in ended.splitlines())
+        )
     display.close()
     assert output.getvalue() == ended
 
@@ -94,7 +103,9 @@ def test_a_terminal_that_takes_nothing_loses_lines_but_holds_nobody_up() -> None
         display = Display(output, io.BytesIO())
         flooding = threading.Thread(target=flood, args=(display,))
         flooding.start()
-        flooding.join(2.0)  # longer than its patience; it must have left lines out by now
+        flooding.join(
+            2.0
+        )  # longer than its patience; it must have left lines out by now
         assert display.left_out > 0
         patience_s, put = [], display._chunks.put
 

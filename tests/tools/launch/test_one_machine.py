@@ -39,7 +39,12 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_hostfile_one_replica_trains_here_in_a_few_lines() -> None:
     require_training()
-    flags = [*LLAMA.split(), "--global-batch-size", "8", "--no-create-attention-mask-in-dataloader"]
+    flags = [
+        *LLAMA.split(),
+        "--global-batch-size",
+        "8",
+        "--no-create-attention-mask-in-dataloader",
+    ]
     done = run_package("launch", "--", "pretrain_gpt.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 host, 2 ranks: TP 1, PP 2, CP 1, DP 1; 8 samples in a step" in done.stderr
@@ -48,7 +53,12 @@ def test_without_a_hostfile_one_replica_trains_here_in_a_few_lines() -> None:
     assert len(done.stdout.splitlines()) < 25, done.stdout
     [log] = re.findall(r"everything the ranks print: (\S+)", done.stderr)
     assert (
-        len(re.findall(r"^\[localhost:1\] .*iteration +[123]/", Path(log).read_text(), re.M)) == 3
+        len(
+            re.findall(
+                r"^\[localhost:1\] .*iteration +[123]/", Path(log).read_text(), re.M
+            )
+        )
+        == 3
     )
 
 
@@ -65,7 +75,9 @@ def test_a_failure_ends_in_its_reason_and_the_path_of_the_log() -> None:
     log = Path(end.rpartition("everything: ")[2])
     assert "the data ends here" in log.read_text()
     said = run_package("status", log.parent.name).stdout
-    assert said.startswith("failed (exit code 1): " + end.partition("failed first: ")[2]), said
+    assert said.startswith(
+        "failed (exit code 1): " + end.partition("failed first: ")[2]
+    ), said
     assert "iteration    3/1000  loss 4.8550" in done.stdout
     # Ranks on the CPU are not counted by the devices of the machine.
     raw = run_package(
@@ -107,11 +119,14 @@ raise TransportTimeout("2F0 did not come from rank 1: waited 1.0 s")
 
 def test_a_stopped_rank_is_named_and_not_one_that_waited_for_it() -> None:
     Path("pretrain_stopped.py").write_text(STOPPED)
-    done = run_package("launch", "--nproc", "2", "--grace", "1", "--", "pretrain_stopped.py")
+    done = run_package(
+        "launch", "--nproc", "2", "--grace", "1", "--", "pretrain_stopped.py"
+    )
     assert done.returncode == 1
     end = done.stderr.splitlines()[-1]
     assert re.search(
-        r"failed first: localhost: rank 1 stands still: its process \d+ is stopped, by SIGSTOP", end
+        r"failed first: localhost: rank 1 stands still: its process \d+ is stopped, by SIGSTOP",
+        end,
     ), done.stderr
 
 
@@ -132,7 +147,12 @@ def test_a_job_that_is_killed_leaves_no_sockets_of_its_workers(tmp_path: Path) -
     Path("pretrain_workers.py").write_text(SOCKETS)
     (tmp_path / "temporary").mkdir()
     done = run_package(
-        "launch", "--nproc", "1", "--", "pretrain_workers.py", TMPDIR=str(tmp_path / "temporary")
+        "launch",
+        "--nproc",
+        "1",
+        "--",
+        "pretrain_workers.py",
+        TMPDIR=str(tmp_path / "temporary"),
     )
     assert "failed first: localhost: rank 0 was ended by SIGKILL; " in done.stderr
     assert list((tmp_path / "temporary").iterdir()) == []
@@ -141,9 +161,24 @@ def test_a_job_that_is_killed_leaves_no_sockets_of_its_workers(tmp_path: Path) -
 def test_ctrl_c_names_the_iteration_and_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
-    flags = ["--pipeline-model-parallel-size", "2", "--save", "saved", "--load", "saved"]
+    flags = [
+        "--pipeline-model-parallel-size",
+        "2",
+        "--save",
+        "saved",
+        "--load",
+        "saved",
+    ]
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_ext", "launch", "--", "pretrain_long.py", *flags],
+        [
+            sys.executable,
+            "-m",
+            "megatron_ext",
+            "launch",
+            "--",
+            "pretrain_long.py",
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,7 +19,9 @@ PP4_BITPIPE = "--pipeline-model-parallel-size 4 --enable-bitpipe-schedule"
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
 
-def plan_of(text: str, command: str = "train.py", nproc: int = 0, **options: object) -> JobPlan:
+def plan_of(
+    text: str, command: str = "train.py", nproc: int = 0, **options: object
+) -> JobPlan:
     hosts = tuple(replace(host, slots=host.slots or nproc) for host in parse(text))
     plan = JobPlan("run", hosts, tuple(command.split()), "/work dir", "/bin/python")
     return replace(plan, **options)
@@ -32,7 +34,9 @@ def test_the_commands_of_two_hosts_are_these() -> None:
         env={"OMP_NUM_THREADS": "1"},
         num_microbatches=4,
     )
-    common = "--nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500 --max-restarts 0"
+    common = (
+        "--nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500 --max-restarts 0"
+    )
     script = (
         "-m megatron_ext pretrain_gpt.py --pipeline-model-parallel-size 2 --moe-layer-freq "
         "'([0]*1+[1]*3)' --global-batch-size 8"
@@ -45,7 +49,12 @@ def test_the_commands_of_two_hosts_are_these() -> None:
 
 
 def test_a_dry_run_shows_no_secrets_and_takes_them_from_the_shell() -> None:
-    secrets = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w2", "MINE": "m3", "NCCL_DEBUG": "INFO"}
+    secrets = {
+        "HF_TOKEN": "hf_1",
+        "WANDB_API_KEY": "w2",
+        "MINE": "m3",
+        "NCCL_DEBUG": "INFO",
+    }
     plan = replace(plan_of("a env.OF_HOST=h4", per_node=True, workdir="/"), env=secrets)
     plan = replace(plan, command=("env",))
     _, command = plan.dry_run().splitlines()
@@ -53,12 +62,20 @@ def test_a_dry_run_shows_no_secrets_and_takes_them_from_the_shell() -> None:
     assert "NCCL_DEBUG=INFO" in command
     environment = {"PATH": os.environ["PATH"], **secrets, "OF_HOST": "h4"}
     done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, env=environment
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert {"HF_TOKEN=hf_1", "MINE=m3", "OF_HOST=h4"} <= set(done.stdout.splitlines())
     del environment["MINE"]
     done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, env=environment
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert done.returncode != 0
     assert "MINE: " in done.stderr
@@ -66,7 +83,9 @@ def test_a_dry_run_shows_no_secrets_and_takes_them_from_the_shell() -> None:
 
 @pytest.mark.parametrize("word", ["caf\udce9 1", "a\u00a0b", "\x1b[2J'\\\n"])
 def test_bash_reads_words_that_cannot_be_printed_in_any_locale(word: str) -> None:
-    plan = replace(plan_of("a", per_node=True, workdir="/"), command=("printf", "%s", word))
+    plan = replace(
+        plan_of("a", per_node=True, workdir="/"), command=("printf", "%s", word)
+    )
     _, command = plan.dry_run().splitlines()
     assert command.isprintable()
     printed = subprocess.run(
@@ -88,7 +107,8 @@ def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
     assert "--node-rank 1" in text
     assert "--master-addr a --master-port 1234" in text
     assert (
-        "--local-addr 10.0.0.2 --rdzv-id run --log-dir /logs/ranks --redirects 3 --tee 0:3" in text
+        "--local-addr 10.0.0.2 --rdzv-id run --log-dir /logs/ranks --redirects 3 --tee 0:3"
+        in text
     )
 
 
@@ -99,7 +119,10 @@ def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3", 6),
         ("--context-parallel-size 2 --pipeline-model-parallel-size 3", 6),
         (f"{TP2_PP3} --forward-backward-disaggregating", 12),
-        (f"{TP2_PP3} --forward-backward-disaggregating --ignore-forward-tensor-parallel", 9),
+        (
+            f"{TP2_PP3} --forward-backward-disaggregating --ignore-forward-tensor-parallel",
+            9,
+        ),
     ],
 )
 def test_the_ranks_of_a_replica(flags: str, replica: int) -> None:
@@ -121,11 +144,15 @@ def test_the_batch_follows_from_the_plan() -> None:
 
 
 def test_flags_of_the_environment_count() -> None:
-    env = {"MEGATRON_EXT_FLAGS": "--forward-backward-disaggregating --pipeline-transport tcp"}
+    env = {
+        "MEGATRON_EXT_FLAGS": "--forward-backward-disaggregating --pipeline-transport tcp"
+    }
     flags = "train.py --micro-batch-size 1 --pipeline-model-parallel-size 2"
     text = "a:2 addr=10.0.0.1\nb:2 addr=10.0.0.2"
     plan = plan_of(text, flags, env=env, num_microbatches=8).completed()
-    assert flag_value(plan.command, "--global-batch-size") == "8", "half of the ranks only forward"
+    assert flag_value(plan.command, "--global-batch-size") == "8", (
+        "half of the ranks only forward"
+    )
     assert plan.command[-3:] == ("--node-ips", "10.0.0.1", "10.0.0.2")
     assert "DP 1, forward and backward apart" in plan.summary()
 
@@ -136,7 +163,10 @@ def test_flags_of_the_environment_count() -> None:
         ("--expert-model-parallel-size 2", 2),
         ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 4", 8),
         (f"{TP2_PP3} --expert-model-parallel-size 2", 12),
-        (f"{TP2_PP3} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 6),
+        (
+            f"{TP2_PP3} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            6,
+        ),
         (f"{PP4_BITPIPE} --expert-model-parallel-size 2", 4),
         ("--forward-backward-disaggregating --expert-model-parallel-size 2", 4),
     ],
@@ -195,7 +225,9 @@ def test_no_addresses_are_added_where_nobody_asked(text: str, flags: str) -> Non
 def test_uneven_hosts_have_to_be_allowed() -> None:
     hosts = read(HOSTFILES / "mixed-slots.example")
     plan = replace(plan_of("a"), hosts=hosts)
-    with pytest.raises(LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"):
+    with pytest.raises(
+        LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"
+    ):
         plan.check()
     replace(plan, allow_uneven=True).check()
     assert (plan.world_size, plan.first_rank(1)) == (12, 8)
@@ -205,7 +237,9 @@ def test_uneven_hosts_have_to_be_allowed() -> None:
 
 def test_numbers_of_devices_are_filled_in() -> None:
     hosts = read(HOSTFILES / "two-nodes.example")
-    plan = replace(plan_of("a"), hosts=tuple(replace(host, slots=None) for host in hosts))
+    plan = replace(
+        plan_of("a"), hosts=tuple(replace(host, slots=None) for host in hosts)
+    )
     assert [host.slots for host in plan.completed([8, 8]).hosts] == [8, 8]
     with pytest.raises(LaunchError, match=r"10\.0\.0\.2: no devices were found there"):
         plan.completed([8, 0])
@@ -225,7 +259,9 @@ def test_values_of_variables_are_not_written_down() -> None:
     assert JobPlan.of_record(json.loads(json.dumps(plan.record()))).world_size == 1
 
 
-def test_a_job_that_keeps_going_starts_its_reserve_and_restarts_in_its_processes() -> None:
+def test_a_job_that_keeps_going_starts_its_reserve_and_restarts_in_its_processes() -> (
+    None
+):
     plan = plan_of(
         "localhost:2",
         "pretrain_gpt.py --pipeline-model-parallel-size 2 --inprocess-last-call-wait 3",
@@ -238,7 +274,10 @@ def test_a_job_that_keeps_going_starts_its_reserve_and_restarts_in_its_processes
     assert flag_value(flags, "--inprocess-active-world-size") == "2"
     assert flag_value(flags, "--inprocess-granularity") == "rank"
     assert flag_value(flags, "--inprocess-last-call-wait") == "3"  # the user's stays
-    assert flag_value(flags, "--non-persistent-local-ckpt-dir") == "/logs/run/000-localhost/local"
+    assert (
+        flag_value(flags, "--non-persistent-local-ckpt-dir")
+        == "/logs/run/000-localhost/local"
+    )
     assert "2 ranks and 1 in reserve" in plan.summary()
     argv = plan.agent_argv(0, {"log_dir": "/logs/run/000-localhost"}, 1234, [0, 2])
     assert argv[1:6] == [

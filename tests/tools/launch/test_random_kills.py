@@ -101,7 +101,8 @@ def _until_saving(directory: Path, iteration: int) -> None:
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("moment", "iteration"), [("step", 4), ("step", 8), ("saving", 6), ("evaluation", 8)]
+    ("moment", "iteration"),
+    [("step", 4), ("step", 8), ("saving", 6), ("evaluation", 8)],
 )
 def test_losses_after_a_kill_are_those_of_an_undisturbed_job(
     tmp_path: Path, undisturbed: dict[str, str], moment: str, iteration: int, rank: int
@@ -121,4 +122,6 @@ def test_losses_after_a_kill_are_those_of_an_undisturbed_job(
     told = _told(text)
     shared = told.keys() & undisturbed.keys()
     assert len(shared) >= len(undisturbed) - 1, text
-    assert {key: told[key] for key in shared} == {key: undisturbed[key] for key in shared}, text
+    assert {key: told[key] for key in shared} == {
+        key: undisturbed[key] for key in shared
+    }, text

@@ -18,7 +18,13 @@ from megatron_ext.tools.launch import attempts, runs
 from megatron_ext.tools.launch.failures import Failure, Outcome
 from tests.commands import run_package
 from tests.ranks import require_training
-from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
+from tests.tools.launch.cluster import (
+    ADDRESSES,
+    Cluster,
+    cluster,
+    remove_processes,
+    why_not,
+)
 from tests.tools.launch.test_cluster import LLAMA
 
 if TYPE_CHECKING:
@@ -47,8 +53,9 @@ def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
     script = [str(tmp_path / "flaky.py"), str(tmp_path / "count"), "1"]
     done = launched(tmp_path, "--max-restarts", "2", "--", *script)
     assert done.returncode == 0, done.stderr
-    assert "restart 1 of 2 in 1 s, because of localhost: rank 0 ended with exit code 7" in (
-        done.stderr
+    assert (
+        "restart 1 of 2 in 1 s, because of localhost: rank 0 ended with exit code 7"
+        in (done.stderr)
     )
     assert "run flaky-r1 succeeded" in done.stderr
     assert (tmp_path / "count").read_text() == "xx"
@@ -84,11 +91,21 @@ def restarted(hosts: str, *words: str) -> list[JobPlan]:
     def attempt(plan: JobPlan, _args: object) -> tuple[Outcome, JobPlan]:
         plans.append(plan)
         failure = Failure("localhost", "rank 0", 7, 0.0) if len(plans) == 1 else None
-        return Outcome(7 if failure else 0, failure), plan.completed([1] * len(plan.hosts))
+        return Outcome(7 if failure else 0, failure), plan.completed(
+            [1] * len(plan.hosts)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempts, "_attempt", attempt)
-        launch = ["launch", "--hostfile", "hosts", "--run-id", "again", "--max-restarts", "1"]
+        launch = [
+            "launch",
+            "--hostfile",
+            "hosts",
+            "--run-id",
+            "again",
+            "--max-restarts",
+            "1",
+        ]
         assert cli.main([*launch, *words]) == (0 if len(plans) == 2 else 2)
     return plans
 
@@ -99,7 +116,9 @@ def test_what_a_host_still_runs_ends_before_it_takes_part_again(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
     marks = {**os.environ, runs.RUN_ID: "again", runs.NODE: "0"}
-    with subprocess.Popen(["sleep", "100"], env=marks) as left:  # its host was out of reach
+    with subprocess.Popen(
+        ["sleep", "100"], env=marks
+    ) as left:  # its host was out of reach
         first, second = restarted("localhost", "--per-node", "--", "true")
         assert left.wait(10) == -signal.SIGKILL
     assert (first.run_id, second.run_id) == ("again", "again-r1")
@@ -112,7 +131,9 @@ def test_a_job_does_not_shrink(
     monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
     Path("job.py").touch()
     hosts = "127.0.0.2 slots=2\n127.0.0.3 slots=1"
-    Path("runs/again-r1/000-127.0.0.2").mkdir(parents=True)  # the first host cannot take part again
+    Path("runs/again-r1/000-127.0.0.2").mkdir(
+        parents=True
+    )  # the first host cannot take part again
     assert len(restarted(hosts, "--spares", "1", "--allow-uneven", "--", "job.py")) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "127.0.0.2: logs cannot be written" in lines[-2]
@@ -129,7 +150,9 @@ def test_a_spare_takes_the_place_of_a_host_that_answers_and_cannot_take_part(
     first, second = restarted("127.0.0.2\n127.0.0.3\n", "--spares", "1", "--", "job.py")
     assert [host.name for host in first.hosts] == ["127.0.0.2"]
     # As many ranks as the other one had, whatever devices it has.
-    assert [(host.name, host.number, host.slots) for host in second.hosts] == [("127.0.0.3", 1, 1)]
+    assert [(host.name, host.number, host.slots) for host in second.hosts] == [
+        ("127.0.0.3", 1, 1)
+    ]
 
 
 def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:
@@ -154,14 +177,24 @@ def training(checkpoints: Path) -> list[str]:
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
     tree = os.environ.get("MEGATRON_LM_PATH")  # the hosts' logins do not have it
     words = ["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []
-    words += ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
+    words += [
+        "--raw",
+        "--num-microbatches",
+        "2",
+        "--",
+        "pretrain_gpt.py",
+        *flags.split(),
+    ]
     return [*words, "--use-dpp", "--microbatch-rng"]
 
 
 def losses_of(text: str) -> dict[int, str]:
     """Iteration -> loss, of the last attempt that a launcher shows."""
     last = re.split(r"restart \d+ of", text)[-1]
-    return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", last)}
+    return {
+        int(n): loss
+        for n, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", last)
+    }
 
 
 def checkpoint_of(checkpoints: Path, iteration: int, alone: Path) -> Path:

@@ -21,7 +21,12 @@ from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.run_folder import RunFolder
 
 _PLAN = JobPlan(
-    "r0", (Host("localhost", 1, local=True),), ("a.py",), "/", sys.executable, per_node=True
+    "r0",
+    (Host("localhost", 1, local=True),),
+    ("a.py",),
+    "/",
+    sys.executable,
+    per_node=True,
 )
 
 
@@ -58,7 +63,8 @@ def test_only_the_owner_can_read_what_a_run_writes(root: Path) -> None:
         assert folder.read_json("agent.json") == {"pid": 1}
         assert folder.read_json("failure.json") is None
     modes = {
-        path.name: stat.S_IMODE(path.stat().st_mode) for path in sorted((root / "r0").rglob("*"))
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in sorted((root / "r0").rglob("*"))
     }
     assert modes == {"000-a": 0o700, "agent.json": 0o600, "output.log": 0o600}
     assert stat.S_IMODE((root / "r0").stat().st_mode) == 0o700
@@ -86,7 +92,10 @@ def test_the_run_of_another_user_is_refused(
     path = record(root)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert cli.main(["status", "r0"]) == 2
-    assert f"{path} belongs to user {os.getuid()}, and this is user" in capsys.readouterr().err
+    assert (
+        f"{path} belongs to user {os.getuid()}, and this is user"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop"])
@@ -167,7 +176,9 @@ def test_the_terminal_does_not_obey_a_result(
 ) -> None:
     record(root)
     with RunFolder.open(root, "r0") as folder:
-        folder.write_json("result.json", {"exit_code": 1, "failure": "\x1b]0;title\x07\x1b[2J"})
+        folder.write_json(
+            "result.json", {"exit_code": 1, "failure": "\x1b]0;title\x07\x1b[2J"}
+        )
     cli.main(["status", "r0"])
     printed = capsys.readouterr().out
     assert r"failed (exit code 1): \x1b]0;title\x07\x1b[2J" in printed

@@ -66,7 +66,9 @@ def log_of(cluster: Slurm, job: str) -> str:
 
 
 @pytest.mark.slow
-def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: Slurm) -> None:
+def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(
+    cluster: Slurm,
+) -> None:
     require_training()
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
     words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
@@ -92,7 +94,9 @@ def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
     words = ["--nproc", "1", "--", "waiting.py"]
     job = submitted(cluster, "--nodes 2", *words)
     wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
-    assert f"inside of Slurm's job {job}: --slurm submits no other" in log_of(cluster, job)
+    assert f"inside of Slurm's job {job}: --slurm submits no other" in log_of(
+        cluster, job
+    )
     code, status = cluster.run(*cluster.ours("status", job))
     assert (code, status.count(": running, 2 processes")) == (0, 2), status
     code, logs = cluster.run(*cluster.ours("logs", job, "--rank", "1"))
@@ -106,7 +110,9 @@ def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
 
 
 def test_scancel_leaves_nothing_behind(cluster: Slurm) -> None:
-    job = submitted(cluster, "--nodes 2", "--nproc", "1", "--", "waiting.py", "--stubborn")
+    job = submitted(
+        cluster, "--nodes 2", "--nproc", "1", "--", "waiting.py", "--stubborn"
+    )
     wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
     cluster.ask("scancel", job)
     wait_until(lambda: is_gone(cluster, job), 60)
@@ -114,7 +120,15 @@ def test_scancel_leaves_nothing_behind(cluster: Slurm) -> None:
 
 def test_the_first_failure_is_the_exit_code_of_the_job(cluster: Slurm) -> None:
     code, output = allocated(
-        cluster, "--nodes 2", "launch", "--nproc", "1", "--show", "all", "--", "failing.py"
+        cluster,
+        "--nodes 2",
+        "launch",
+        "--nproc",
+        "1",
+        "--show",
+        "all",
+        "--",
+        "failing.py",
     )
     assert code == 1, output
     assert "this rank gives up" in output
@@ -139,7 +153,11 @@ def test_a_job_that_waits_has_started_nothing(cluster: Slurm) -> None:
             (),
             "sbatch failed (exit code 1): sbatch: error: Batch job submission failed: Invalid part",
         ),
-        ("--comment 'x", (), '--slurm is "--comment \'x": No closing quotation; close the quot'),
+        (
+            "--comment 'x",
+            (),
+            '--slurm is "--comment \'x": No closing quotation; close the quot',
+        ),
         ("--nodes 2", ("--hostfile", "hosts"), "--slurm and --hostfile are both given"),
     ],
 )
@@ -166,7 +184,9 @@ def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(580)  # three starts of a training job, and Slurm takes its time to notice
+@pytest.mark.timeout(
+    580
+)  # three starts of a training job, and Slurm takes its time to notice
 def test_a_lost_node_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
     reason = why_not()
     if reason is not None:
@@ -183,18 +203,27 @@ def test_a_lost_node_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
         lines = []
         for line in launcher.stdout:
             lines.append(line)
-            if re.search(r"iteration +12/", line) and len(losses_of("".join(lines))) == 12:
-                remove_processes(cluster.namespaces[0])  # slurmd of n1 and all that it started
+            if (
+                re.search(r"iteration +12/", line)
+                and len(losses_of("".join(lines))) == 12
+            ):
+                remove_processes(
+                    cluster.namespaces[0]
+                )  # slurmd of n1 and all that it started
         assert launcher.wait(60) == 0, "".join(lines)
         text = "".join(lines)
-        assert "restart 1 of 1 in 1 s, because of n1: the connection to the agent" in text
+        assert (
+            "restart 1 of 1 in 1 s, because of n1: the connection to the agent" in text
+        )
         assert "-r1: 1 host, 2 ranks" in text
         resumed = losses_of(text)
         assert max(resumed) == 30
 
         alone = checkpoint_of(checkpoints, min(resumed) - 1, tmp_path / "again")
         options = f"--nodelist n2 --nodes 1 {' '.join(tasks)}"
-        code, output = allocated(cluster, options, "launch", *training(alone), *over_tcp)
+        code, output = allocated(
+            cluster, options, "launch", *training(alone), *over_tcp
+        )
         assert code == 0, output
         assert losses_of(output) == resumed
 
@@ -240,7 +269,9 @@ def test_tasks_of_hosts(text: str, num_hosts: int, counts: list[int]) -> None:
     assert ours._tasks(text, num_hosts) == counts
 
 
-@pytest.mark.parametrize("text", ["4(x2)", "4(x2),", "2,2,x", "2,x,2,2", "-1(x3)", "1(x4)"])
+@pytest.mark.parametrize(
+    "text", ["4(x2)", "4(x2),", "2,2,x", "2,x,2,2", "-1(x3)", "1(x4)"]
+)
 def test_tasks_that_do_not_fit_the_hosts_are_an_error(text: str) -> None:
     with pytest.raises(LaunchError, match="unset it"):
         ours._tasks(text, 3)

@@ -37,15 +37,25 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
     assert first_failure([missed, also, killed]) is killed
     assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).what == "rank 1"
     assert str(killed) == "b: rank 5 was ended by SIGKILL"
-    assert str(replace(killed, code=-40)) == "b: rank 5 was ended by signal 40"  # a real-time one
+    assert (
+        str(replace(killed, code=-40)) == "b: rank 5 was ended by signal 40"
+    )  # a real-time one
 
 
 def test_the_cause_of_a_failure_is_told_with_its_iteration_and_words() -> None:
-    waited = Failure("a", "rank 0", 1, at=9.0, cause=Cause(0, "effect", "rank 5 died", 9.0, 3))
-    failed = Failure("b", "rank 5", 1, at=9.5, cause=Cause(5, "error", "ValueError: no", 9.5))
-    stopped = Failure("b", "rank 5", 1, at=9.9, cause=Cause(5, "stopped", "its process", 9.9))
+    waited = Failure(
+        "a", "rank 0", 1, at=9.0, cause=Cause(0, "effect", "rank 5 died", 9.0, 3)
+    )
+    failed = Failure(
+        "b", "rank 5", 1, at=9.5, cause=Cause(5, "error", "ValueError: no", 9.5)
+    )
+    stopped = Failure(
+        "b", "rank 5", 1, at=9.9, cause=Cause(5, "stopped", "its process", 9.9)
+    )
     words = "rank 5 holds the job up: rank 0 waits for it"
-    left = replace(failed, code=7, cause=Cause(5, "left", "sys.exit() at a.py:3", 9.5, 2, code=0))
+    left = replace(
+        failed, code=7, cause=Cause(5, "left", "sys.exit() at a.py:3", 9.5, 2, code=0)
+    )
     hangs = replace(failed, cause=Cause(5, "hang", words, 9.5, 2))
     told = [
         str(first_failure([waited, failure], last_iteration=2))
@@ -66,8 +76,14 @@ def test_the_cause_of_a_failure_is_told_with_its_iteration_and_words() -> None:
     [
         ("me@a: Permission denied (publickey).", "ssh-copy-id a"),
         ("Host key verification failed.", "log in once by hand"),
-        ("ssh: Could not resolve hostname a: Name or service not known", "correct the hostfile"),
-        ("ssh: connect to host a port 22: Connection refused", "port=N in the hostfile"),
+        (
+            "ssh: Could not resolve hostname a: Name or service not known",
+            "correct the hostfile",
+        ),
+        (
+            "ssh: connect to host a port 22: Connection refused",
+            "port=N in the hostfile",
+        ),
         ("ssh: connect to host a port 22: No route to host", "--exclude a"),
         ("/usr/bin/python: No module named megatron_ext", "with rsync"),
         ("env: '/x/python': No such file or directory", "--python PATH"),
@@ -83,7 +99,9 @@ def test_what_ssh_says_is_told_with_the_remedy(said: str, message: str) -> None:
 
 def test_ssh_gets_a_list_of_arguments_and_the_remote_shell_gets_quoted_words() -> None:
     host = Host("a", port=22, user="me")
-    plan = JobPlan("r1", (host,), ("true",), "/", sys.executable, ssh=("ssh", "-F", "x"))
+    plan = JobPlan(
+        "r1", (host,), ("true",), "/", sys.executable, ssh=("ssh", "-F", "x")
+    )
     argv = reach(plan, host, ["echo", "$HOME; rm"], 3.5)
     assert argv[:3] == ["ssh", "-F", "x"]
     assert argv[-2:] == ["a", "echo '$HOME; rm'"]
@@ -106,7 +124,9 @@ def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
     display = Display(io.BytesIO(), io.BytesIO())
     outcome = supervise.supervise(Agents(plan), plan, [{"pid": 1}], display, [])
     display.close()
-    assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), "so it does not start again"
+    assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), (
+        "so it does not start again"
+    )
     assert "cannot be reached to see what is left" in str(outcome.failure)
 
 
@@ -137,7 +157,12 @@ def test_messages_stand_out_from_what_login_scripts_print() -> None:
     assert runs.decode(line) == message
     assert runs.decode(b"no end of line" + line) == message
     assert line.count(b"\n") == 1
-    for noise in (b"motd\n", b"{}\n", line[:-3], line.replace(b"{", b"[").replace(b"}", b"]")):
+    for noise in (
+        b"motd\n",
+        b"{}\n",
+        line[:-3],
+        line.replace(b"{", b"[").replace(b"}", b"]"),
+    ):
         assert runs.decode(noise) is None
 
 
@@ -163,9 +188,13 @@ def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
 
 
 @contextmanager
-def agent_of(words: tuple[str, ...], logs: Path, **plan: Any) -> Iterator[subprocess.Popen[bytes]]:
+def agent_of(
+    words: tuple[str, ...], logs: Path, **plan: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """Yield an agent that runs a command; its standard input stays open."""
-    job = JobPlan("r1", (Host("localhost", slots=1),), words, "/", sys.executable, per_node=True)
+    job = JobPlan(
+        "r1", (Host("localhost", slots=1),), words, "/", sys.executable, per_node=True
+    )
     job = replace(job, env={"PATH": os.environ["PATH"]}, log_root=str(logs), **plan)
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_ext.tools.launch.agent"],
@@ -185,10 +214,14 @@ def messages_of(agent: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
     return filter(None, map(runs.decode, agent.stdout))
 
 
-@pytest.mark.parametrize("why", ["the launcher was silent for 1 s", "the launcher exited"])
+@pytest.mark.parametrize(
+    "why", ["the launcher was silent for 1 s", "the launcher exited"]
+)
 def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> None:
     saving = "trap 'echo TERM' TERM; echo runs; while :; do sleep 0.1; done"
-    with agent_of(("bash", "-c", saving), tmp_path, grace_s=2.5, silence_s=1.0) as agent:
+    with agent_of(
+        ("bash", "-c", saving), tmp_path, grace_s=2.5, silence_s=1.0
+    ) as agent:
         messages = messages_of(agent)
         text = next(message["text"] for message in messages if message["kind"] == "log")
         if why == "the launcher exited":
@@ -199,10 +232,14 @@ def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> 
     assert (last["kind"], last["stopped"], last["code"]) == ("ended", why, -9)
     text += "".join(message["text"] for message in rest if message["kind"] == "log")
     assert text.startswith("runs\n")
-    assert text.count("TERM") == 1, "a second one, within the grace, would disturb what it saves"
+    assert text.count("TERM") == 1, (
+        "a second one, within the grace, would disturb what it saves"
+    )
 
 
-def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(tmp_path: Path) -> None:
+def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(
+    tmp_path: Path,
+) -> None:
     code = (
         "import os, psutil, subprocess, time\n"
         "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
@@ -212,11 +249,15 @@ def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(tmp_path: Path
     )
     with agent_of((sys.executable, "-c", code), tmp_path) as agent:
         found = list(messages_of(agent))
-    assert [message["text"] for message in found if message["kind"] == "log"] == ["[]\n"]
+    assert [message["text"] for message in found if message["kind"] == "log"] == [
+        "[]\n"
+    ]
     assert found[-1]["code"] == 0
 
 
-def test_a_record_is_of_one_process_and_not_of_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_of_one_process_and_not_of_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     record = runs.record()
     # As where the clock of the host was set since.
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
@@ -229,5 +270,13 @@ def test_a_record_is_of_one_process_and_not_of_its_id(monkeypatch: pytest.Monkey
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         entry = {"pid": child.pid, "start": runs._start(child.pid)}
     assert runs.recorded(entry) is None, "it has ended"
-    for damaged in ({}, [], None, 3, {"pid": "x"}, {"pid": 10**30}, {**record, "pid": [1]}):
+    for damaged in (
+        {},
+        [],
+        None,
+        3,
+        {"pid": "x"},
+        {"pid": 10**30},
+        {**record, "pid": [1]},
+    ):
         assert runs.recorded(damaged) is None

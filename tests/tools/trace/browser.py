@@ -26,7 +26,9 @@ def look(page: Path, script: str, *, dark: bool = False) -> dict[str, str]:
     Errors on the page raise an assertion error.
     """
     copy = page.with_name(f"looked-at-{page.name}")
-    observer = "addEventListener('error', e => { document.body.dataset.error = e.message; });"
+    observer = (
+        "addEventListener('error', e => { document.body.dataset.error = e.message; });"
+    )
     text = page.read_text(encoding="utf-8")
     text = text.replace("<body>", f"<body><script>{observer}</script>", 1)
     text = text.replace("</body>", f"<script>{{{script}}}</script></body>", 1)

@@ -70,11 +70,17 @@ def write_run(
     counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
     tables = {count: generate(schedule, pp, count, **cut) for count in counts}
     if slice_sizes:
-        tables[microbatches] = generate(schedule, pp, microbatches, slice_sizes=slice_sizes)
+        tables[microbatches] = generate(
+            schedule, pp, microbatches, slice_sizes=slice_sizes
+        )
     timelines = {count: simulate(tables[count], costs) for count in counts}
     world = (replicas, pp, 1)
     directory = parent / directory_name(world, dynamic=False)
-    default_settings = {"schedule": table.label, "transport": "torch", "num_layers": 16 * pp}
+    default_settings = {
+        "schedule": table.label,
+        "transport": "torch",
+        "num_layers": 16 * pp,
+    }
     for rank, data in product(range(pp), range(replicas)):
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
@@ -83,9 +89,13 @@ def write_run(
             "host", clock_of(rank), now_ns, 1,
             {"torch": "2"} | default_settings | (settings or {}), run,
         )  # fmt: skip
-        recorder = Recorder(lambda header=header: (directory, header, None), clock, sampling)
+        recorder = Recorder(
+            lambda header=header: (directory, header, None), clock, sampling
+        )
         if wire_of is not None:
-            recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
+            recorder.wires |= {
+                peer: wire_of(rank, peer) for peer in range(pp) if peer != rank
+            }
         origin = 5_000 * MS + clock_offset_ns(rank)
         for number, count in enumerate(counts, start=1):
             timeline = timelines[count]
@@ -93,21 +103,29 @@ def write_run(
             step_ns = round(1e9 * timeline.makespan) + 20 * MS
             clock.now_ns = origin
             recorder.begin_iteration(number)
-            for exchange, at in zip(exchanges(tables[count], rank), begins, strict=True):
+            for exchange, at in zip(
+                exchanges(tables[count], rank), begins, strict=True
+            ):
                 times = timeline.starts[rank][at], timeline.ends[rank][at]
                 halves = [exchange]
                 if exchange.partner is not None:
                     first = exchange._replace(inputs=exchange.all_inputs, outputs=())
                     halves = [
                         first,
-                        exchange.partner._replace(inputs=(), outputs=exchange.all_outputs),
+                        exchange.partner._replace(
+                            inputs=(), outputs=exchange.all_outputs
+                        ),
                     ]
                 for half in halves:
                     record(recorder, clock, origin, half, *times, costs)
             clock.now_ns = origin + step_ns - MS
             if optimizer_s:
                 recorder.add("optimizer", clock.now_ns - round(1e9 * optimizer_s), {})
-            recorder.notes |= {"out_of_order": 2, "microbatches": count, "memory_bytes": 0}
+            recorder.notes |= {
+                "out_of_order": 2,
+                "microbatches": count,
+                "memory_bytes": 0,
+            }
             if slice_sizes:
                 recorder.notes["slice_sizes"] = slice_sizes
             if rank == 0:
@@ -126,14 +144,21 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
         about = about_message(arriving.message)
         before, clock.now_ns = clock.now_ns, begin
         if begin > before:
-            recorder.add("wait", before, {"cause": "input", "on": arriving.peer, **about})
+            recorder.add(
+                "wait", before, {"cause": "input", "on": arriving.peer, **about}
+            )
         recorder.add("receive", begin, {"from": arriving.peer, **about, "bytes": 1024})
     if costs.all_to_all and kind == "F":
         exchanged = begin + round(1e9 * costs.all_to_all * costs.forward)
         about = {"of": kind, "stage": stage, "microbatch": microbatch}
         recorder.add("exchange", begin, about, exchanged)
     clock.now_ns = origin + round(1e9 * end)
-    attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
+    attributes = {
+        "microbatch": microbatch,
+        "model_chunk": 0,
+        "stage": stage,
+        "pp_rank": stage,
+    }
     attributes |= {"slice": part} if part else {}
     recorder.add(ACTION_NAMES[kind], begin, attributes)
     for leaving in exchange.outputs:
@@ -142,11 +167,17 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
 
 
 def about_message(message) -> dict[str, object]:
-    about = {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
+    about = {
+        "for": message.kind,
+        "stage": message.stage,
+        "microbatch": message.microbatch,
+    }
     return about | ({"slice": message.slice} if message.slice else {})
 
 
-def arrows(events: Iterable[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+def arrows(
+    events: Iterable[dict[str, Any]],
+) -> tuple[dict[int, float], dict[int, float]]:
     """Return when arrows in a Chrome trace start and end, by the number that connects the two."""
     return (
         {e["bind_id"]: e["ts"] for e in events if e.get("flow_out")},

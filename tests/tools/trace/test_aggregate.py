@@ -62,13 +62,17 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert first.busy_ns == pytest.approx(1e9 * timeline.ideal)
     waited = sum(first.idle_ns.values())
     assert waited == pytest.approx(1e9 * timeline.bubble, rel=1e-6)
-    assert {cause for cause, time_ns in first.idle_ns.items() if time_ns} == {"input of rank 1"}
+    assert {cause for cause, time_ns in first.idle_ns.items() if time_ns} == {
+        "input of rank 1"
+    }
     assert first.peak_live == 4
     assert (first.out_of_order, first.actions) == (2 * 2, 2 * 16)
     assert figures(run.surveys[3:]).peak_live == 1
 
 
-def test_slices_by_length_count_as_parts_of_the_longest_micro_batch(tmp_path: Path) -> None:
+def test_slices_by_length_count_as_parts_of_the_longest_micro_batch(
+    tmp_path: Path,
+) -> None:
     sizes = ((0.25,), (0.25,) * 4, (0.125, 0.125))
     table = generate("1f1b", 4, 3, slice_sizes=sizes)
     run = read_run(write_run(tmp_path, microbatches=3, slice_sizes=sizes))
@@ -81,12 +85,16 @@ def test_the_bubble_is_that_of_the_table(tmp_path: Path, schedule: str) -> None:
     """Ranks also idle before their first action, and behind their last one until all have ended."""
     run = read_run(write_run(tmp_path, schedule=schedule))
     timeline = planned(run, run.schedule)
-    assert figures(run.surveys).bubble_ratio == pytest.approx(timeline.bubble_ratio, rel=1e-3)
+    assert figures(run.surveys).bubble_ratio == pytest.approx(
+        timeline.bubble_ratio, rel=1e-3
+    )
     for survey in run.surveys:
         mine = figures([survey])
         assert mine.pipeline_ns == pytest.approx(1e9 * timeline.makespan, rel=1e-3)
         assert mine.pipeline_ns + mine.after_ns == pytest.approx(mine.duration_ns)
-        assert sum(mine.idle_ns.values()) + mine.busy_ns == pytest.approx(mine.pipeline_ns)
+        assert sum(mine.idle_ns.values()) + mine.busy_ns == pytest.approx(
+            mine.pipeline_ns
+        )
 
 
 def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> None:
@@ -103,7 +111,9 @@ def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("offset_ns", [250 * MS, -7 * MS])
-def test_clocks_of_hosts_are_aligned_by_their_messages(tmp_path: Path, offset_ns: int) -> None:
+def test_clocks_of_hosts_are_aligned_by_their_messages(
+    tmp_path: Path, offset_ns: int
+) -> None:
     straight = chrome(write_run(tmp_path / "one"))
     skewed = write_run(
         tmp_path / "two",
@@ -118,7 +128,9 @@ def test_clocks_of_hosts_are_aligned_by_their_messages(tmp_path: Path, offset_ns
         assert after.get("ts", 0) == pytest.approx(before.get("ts", 0), abs=2000)
 
 
-def test_clocks_that_exchange_nothing_are_aligned_by_the_time_of_day(tmp_path: Path) -> None:
+def test_clocks_that_exchange_nothing_are_aligned_by_the_time_of_day(
+    tmp_path: Path,
+) -> None:
     run = write_run(
         tmp_path,
         clock_of=lambda rank: f"boot {rank // 2}",
@@ -150,7 +162,9 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
     trace_of(directory, 1).unlink()
     text = trace_of(directory, 2).read_bytes()
     trace_of(directory, 2).write_bytes(text[: len(text) // 2])
-    done = run_package("aggregate", "--benchmark_dir", f"{directory}/")  # the other name
+    done = run_package(
+        "aggregate", "--benchmark_dir", f"{directory}/"
+    )  # the other name
     assert done.returncode == 0, done.stderr
     assert "1 of 4 ranks left no trace" in done.stderr
     assert "ranks recorded between" in done.stderr
@@ -158,7 +172,9 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
     assert {e["pid"] for e in events if "pid" in e} == {0, 2, 3}
 
 
-def test_files_that_an_earlier_run_left_in_the_folder_do_not_count(tmp_path: Path) -> None:
+def test_files_that_an_earlier_run_left_in_the_folder_do_not_count(
+    tmp_path: Path,
+) -> None:
     folder = write_run(tmp_path / "earlier", pp=4)
     later = write_run(tmp_path / "later", pp=2)
     for rank in range(2):
@@ -201,11 +217,17 @@ def test_only_lines_that_were_surveyed_and_are_whole_are_merged(tmp_path: Path) 
     size = write_chrome_trace(run, tmp_path / "merged.json")
     assert (tmp_path / "merged.json").stat().st_size == size
     events = json.loads((tmp_path / "merged.json").read_text())
-    numbers = [(e["pid"], e["args"]["iteration"]) for e in events if e.get("cat") == "iteration"]
+    numbers = [
+        (e["pid"], e["args"]["iteration"])
+        for e in events
+        if e.get("cat") == "iteration"
+    ]
     assert numbers == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 3)]
 
 
-def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(
+    tmp_path: Path,
+) -> None:
     """Nothing but the time of day relates them, which may be wrong by more than a step."""
     step = Step(
         1,
@@ -218,7 +240,9 @@ def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(tmp_path: Path)
     )
     surveys = []
     for data, wall_ns in ((0, 1), (1, 1000 * MS)):
-        header = Header(data, data, 0, 0, (2, 1, 1), 2, clock=f"{data}", wall_ns=wall_ns)
+        header = Header(
+            data, data, 0, 0, (2, 1, 1), 2, clock=f"{data}", wall_ns=wall_ns
+        )
         surveys.append(RankSurvey(TraceFile(tmp_path, header), steps=[step]))
     assert "by the time of day" in use_one_clock(surveys)[1]
     for survey in surveys:
@@ -226,7 +250,9 @@ def test_replicas_whose_clocks_differ_do_not_wait_for_each_other(tmp_path: Path)
 
 
 def test_clocks_that_have_drifted_are_not_called_exact() -> None:
-    headers = {rank: Header(rank, 0, rank, 0, (1, 2, 1), 2, clock=f"{rank}") for rank in (0, 1)}
+    headers = {
+        rank: Header(rank, 0, rank, 0, (1, 2, 1), 2, clock=f"{rank}") for rank in (0, 1)
+    }
     shifts = align(headers, {(0, 1): 10 * MS, (1, 0): -30 * MS})
     assert shifts["1"] == (-20 * MS, 10 * MS)
 
@@ -238,18 +264,25 @@ def test_steps_that_failed_do_not_count(tmp_path: Path) -> None:
     before, _, last = text.rpartition('"microbatches":8')
     trace_of(folder, 1).write_text(f'{before}"failed":true,"microbatches":8{last}')
     run = read_run(folder)
-    assert [[s.number for s in each.complete_steps] for each in run.surveys[:2]] == [[2, 3], [2]]
+    assert [[s.number for s in each.complete_steps] for each in run.surveys[:2]] == [
+        [2, 3],
+        [2],
+    ]
     assert [each.num_sampled for each in run.surveys[:2]] == [2, 1]
     assert "steps that failed or were discarded do not count: 3" in run.notes
 
 
-def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_path: Path) -> None:
+def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(
+    tmp_path: Path,
+) -> None:
     """Megatron's rerun state machine runs a step again under its number."""
     straight = read_run(write_run(tmp_path / "straight", iterations=3))
     folder = write_run(tmp_path / "again", iterations=4)
     for rank in range(4):
         lines = trace_of(folder, rank).read_text().split("\n")
-        lines[2] = lines[2].replace('"microbatches":8', '"failed":true,"microbatches":8')
+        lines[2] = lines[2].replace(
+            '"microbatches":8', '"failed":true,"microbatches":8'
+        )
         lines[3] = lines[3].replace('"iteration":3,', '"iteration":2,')
         trace_of(folder, rank).write_text("\n".join(lines))
     run = read_run(folder)
@@ -257,14 +290,16 @@ def test_a_step_that_was_discarded_and_run_again_is_that_of_its_second_run(tmp_p
     assert figures(run.surveys) == figures(straight.surveys)
     assert "steps that failed or were discarded do not count: 2" in run.notes
     [pipeline_ns, other] = [
-        {step.pipeline_ns - step.first_ns for step in found.steps[2]} for found in (run, straight)
+        {step.pipeline_ns - step.first_ns for step in found.steps[2]}
+        for found in (run, straight)
     ]
     assert pipeline_ns == other
 
 
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     directory = write_run(
-        tmp_path, costs=Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
+        tmp_path,
+        costs=Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3)),
     )
     assert [name for name, _ in slow(read_run(directory))] == ["rank 2"]
     done = run_package("aggregate", "--trace-dir", str(directory), "--detect")
@@ -291,7 +326,9 @@ def test_links_of_ranks_that_share_cpus_are_not_judged(
     assert "4 ranks shared 2 CPUs of host: their links are not judged" in told
 
 
-@pytest.mark.parametrize(("of_third", "named"), [((15, 15), []), ((15, 10), ["rank 4"])])
+@pytest.mark.parametrize(
+    ("of_third", "named"), [((15, 15), []), ((15, 10), ["rank 4"])]
+)
 def test_a_cut_that_is_uneven_is_no_slow_rank(
     tmp_path: Path, of_third: tuple[int, int], named: list[str]
 ) -> None:
@@ -313,12 +350,16 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
     run = write_run(tmp_path)
     shutil.copytree(run, tmp_path / "copy")
-    done = run_package("report", "--trace-dir", str(run), "-o", str(tmp_path / "no" / "where.html"))
+    done = run_package(
+        "report", "--trace-dir", str(run), "-o", str(tmp_path / "no" / "where.html")
+    )
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
 
 
-def test_steps_behind_the_bound_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_behind_the_bound_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_run(tmp_path, pp=2, microbatches=2, iterations=6)
     assert not any("count" in note for note in read_run(folder).notes)
     monkeypatch.setattr("megatron_ext.tools.trace.survey._MAX_STEPS", 5)
@@ -329,7 +370,9 @@ def test_steps_behind_the_bound_are_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
     tmp_path: Path, interval: int
 ) -> None:
-    sampling = Tracing(interval=interval, iterations=1)  # all, or those with odd numbers
+    sampling = Tracing(
+        interval=interval, iterations=1
+    )  # all, or those with odd numbers
     run = write_run(tmp_path, pp=2, microbatches=2, iterations=80, sampling=sampling)
     lines = trace_of(run, 1).read_text().split("\n")
     lines[4] = lines[4][:-9]  # a damaged line of one rank
@@ -345,4 +388,6 @@ def test_surveys_of_long_runs_stay_small_and_are_of_all_of_them(
     assert numbers[-1] > 65 // interval
     assert max(after - before for before, after in pairwise(numbers)) < 15 // interval
     common = first.sends.keys() & second.receives.keys()
-    assert len(common) >= 2 * (first.num_sampled - 1), "all but the damaged one are the same"
+    assert len(common) >= 2 * (first.num_sampled - 1), (
+        "all but the damaged one are the same"
+    )

@@ -23,8 +23,13 @@ EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
 """A trace of whole backwards does not show how they split: they are halved."""
 
 
-def predicted(directory: Path, memory_gib: float | None = None) -> dict[str, forecast.Prediction]:
-    return {p.schedule: p for p in forecast.predict(read_run(directory), memory_gib).predictions}
+def predicted(
+    directory: Path, memory_gib: float | None = None
+) -> dict[str, forecast.Prediction]:
+    return {
+        p.schedule: p
+        for p in forecast.predict(read_run(directory), memory_gib).predictions
+    }
 
 
 @pytest.mark.parametrize(("traced", "costs"), [("1f1b", EVEN), ("zb-h1", COSTS)])
@@ -53,7 +58,9 @@ def test_slices_of_different_durations_are_no_jitter(tmp_path: Path) -> None:
     assert found.jitter == 0
     assert found.stages[0] == pytest.approx((COSTS.forward, COSTS.input, COSTS.weight))
     prediction = forecast.predict(run)
-    assert prediction.of_traced_schedule.step_s == pytest.approx(prediction.measured_s, rel=1e-4)
+    assert prediction.of_traced_schedule.step_s == pytest.approx(
+        prediction.measured_s, rel=1e-4
+    )
 
 
 def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
@@ -64,9 +71,15 @@ def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
         simulate(generate("1f1b", 4, 8), costs).makespan + OUTSIDE_S, rel=1e-4
     )
     # The halves of the last stage differ: the loss is in the second.
-    halves = [(forward / 2, 0.005, 0.005) for forward in (0.01, 0.01, 0.012, 0.012) for _ in "12"]
+    halves = [
+        (forward / 2, 0.005, 0.005)
+        for forward in (0.01, 0.01, 0.012, 0.012)
+        for _ in "12"
+    ]
     halves[-1] = 0.010, 0.011, 0.011
-    finer = simulate(generate("interleaved", 4, 8, 2), replace(costs, stages=tuple(halves)))
+    finer = simulate(
+        generate("interleaved", 4, 8, 2), replace(costs, stages=tuple(halves))
+    )
     assert found["interleaved chunks=2"].step_s == pytest.approx(
         finer.makespan + OUTSIDE_S, rel=1e-4
     )
@@ -83,7 +96,9 @@ def test_twins_update_both_copies_unless_they_share_the_optimizer(
     )
     without, updated = runs
     for name, more in (("1f1b", 0.0), ("dualpipe overlap=False", more_s)):
-        assert updated[name].step_s - without[name].step_s == pytest.approx(more, abs=1e-6)
+        assert updated[name].step_s - without[name].step_s == pytest.approx(
+            more, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(("device", "launches"), [("cpu", False), ("musa", True)])
@@ -104,7 +119,9 @@ def test_dynamic_orders_are_those_of_the_device(
 
 def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
     costs = replace(EVEN, all_to_all=0.4)
-    with_pairs = forecast.predict(read_run(write_run(tmp_path, costs=costs, pairs=True)))
+    with_pairs = forecast.predict(
+        read_run(write_run(tmp_path, costs=costs, pairs=True))
+    )
     found = {p.schedule: p for p in with_pairs.predictions}
     for name, label in (("1f1b", "1f1b"), ("zb-v", "zb-v chunks=2")):
         paired, plain = found[f"{label} pairs=True"], found[label]
@@ -132,7 +149,9 @@ def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
     assert found["1f1b"].memory_bytes == 1400 * mib
     assert found["gpipe"].memory_bytes == 1800 * mib
     assert found["v-half chunks=2"].memory_bytes < found["1f1b"].memory_bytes
-    assert found["dualpipe overlap=False"].memory_bytes > 2000 * mib, "two copies of the weights"
+    assert found["dualpipe overlap=False"].memory_bytes > 2000 * mib, (
+        "two copies of the weights"
+    )
     held = predicted(directory, memory_gib=1.4)
     assert "1f1b" in held
     assert "gpipe" not in held
@@ -166,13 +185,19 @@ def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
     assert found.measured_s == plain.measured_s
     assert found.predictions == plain.predictions, "costs, too"
     [note] = [note for note in found.notes if "other sizes" in note]
-    assert note.endswith("than the table's 8 micro-batches do not count: 2 of 2, 3 of 4")
+    assert note.endswith(
+        "than the table's 8 micro-batches do not count: 2 of 2, 3 of 4"
+    )
     early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)
-    with pytest.raises(DataError, match="no traced step had the 8 micro-batches of the table"):
+    with pytest.raises(
+        DataError, match="no traced step had the 8 micro-batches of the table"
+    ):
         forecast.predict(read_run(early))
 
 
-def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:
+def test_models_whose_layers_do_not_fill_the_stages_are_left_out(
+    tmp_path: Path,
+) -> None:
     found = forecast.predict(read_run(write_run(tmp_path, settings={"num_layers": 4})))
     assert not any(p.schedule.startswith("interleaved") for p in found.predictions)
     assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
@@ -180,20 +205,26 @@ def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path)
 
 def test_models_of_unknown_layers_are_not_cut_into_more_stages(tmp_path: Path) -> None:
     """As of programs that call `configure`, and of which the trace has no settings."""
-    found = forecast.predict(read_run(write_run(tmp_path, settings={"num_layers": None})))
+    found = forecast.predict(
+        read_run(write_run(tmp_path, settings={"num_layers": None}))
+    )
     stages = {p.schedule: p.is_known_to_fit for p in found.predictions}
     assert (stages["zb-h1"], stages["interleaved chunks=2"]) == (True, False)
     assert found.recommended
     assert all(p.is_known_to_fit for p in [*found.recommended, *found.candidates])
     assert "interleaved" not in forecast.table(found).partition("flags (")[2]
-    assert any("more than its 4 stages are predicted, and not" in note for note in found.notes)
+    assert any(
+        "more than its 4 stages are predicted, and not" in note for note in found.notes
+    )
 
 
 def test_the_margin_of_a_dynamic_order_is_that_of_the_run(tmp_path: Path) -> None:
     flags = {}
     for margin in (1, 4):
         traced = {"dpp_policy": "hint", "dpp_extra_activations": margin}
-        found = forecast.predict(read_run(write_run(tmp_path / str(margin), settings=traced)))
+        found = forecast.predict(
+            read_run(write_run(tmp_path / str(margin), settings=traced))
+        )
         flags[margin] = found.of_traced_schedule.flags
     assert flags[1].endswith(" --use-dpp --dpp-policy hint")
     assert flags[4] == f"{flags[1]} --dpp-extra-activations 4"
@@ -215,7 +246,9 @@ def test_ranks_that_shared_cpus_are_told_beside_the_number(
     first = forecast.table(found).splitlines()[0]
     told = f" ms for ranks with a CPU or a device each ({shared}); predicted:"
     assert first.endswith(told if shared else " ms; predicted:")
-    assert any("the forecast holds for ranks with" in note for note in found.notes) == bool(shared)
+    assert any(
+        "the forecast holds for ranks with" in note for note in found.notes
+    ) == bool(shared)
 
 
 def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
@@ -236,15 +269,20 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     done = run_package("plan", "--trace-dir", str(directory))
     assert done.returncode == 0, done.stderr
     assert "traced: 1f1b, step " in done.stdout
-    advice = next(line for line in done.stdout.splitlines() if line.startswith("recommended: "))
+    advice = next(
+        line for line in done.stdout.splitlines() if line.startswith("recommended: ")
+    )
     assert re.search(
-        r"--enable-bitpipe-schedule.* x as fast\) where 2 copies of the weights fit, else ", advice
+        r"--enable-bitpipe-schedule.* x as fast\) where 2 copies of the weights fit, else ",
+        advice,
     )
     listed = done.stdout.partition("flags (--json has those of all):\n")[2].splitlines()
     assert 3 <= len(listed) <= 5
     assert not any("first" in line for line in listed), "those that bound memory"
     assert "memory is not predicted" in done.stderr
-    rows = json.loads(run_package("plan", "--trace-dir", str(directory), "--json").stdout)
+    rows = json.loads(
+        run_package("plan", "--trace-dir", str(directory), "--json").stdout
+    )
     [row] = [row for row in rows if row["schedule"] == "1f1b dpp hint"]
     assert row["flags"] == (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --use-dpp --dpp-policy hint"
@@ -268,11 +306,19 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 
 def test_micro_batches_cut_by_length_have_no_measured_costs(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, settings={"slice_tokens": 2048}))
-    with pytest.raises(DataError, match=r"with --pipeline-slice-tokens, .*; trace a run without"):
+    with pytest.raises(
+        DataError, match=r"with --pipeline-slice-tokens, .*; trace a run without"
+    ):
         forecast.predict(run)
 
 
-def test_weights_that_ran_during_other_actions_have_no_measured_costs(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path, schedule="zb-h1", settings={"waiting_weights": 2}))
-    with pytest.raises(DataError, match=r"W ran during other actions, .*; trace a run without it"):
+def test_weights_that_ran_during_other_actions_have_no_measured_costs(
+    tmp_path: Path,
+) -> None:
+    run = read_run(
+        write_run(tmp_path, schedule="zb-h1", settings={"waiting_weights": 2})
+    )
+    with pytest.raises(
+        DataError, match=r"W ran during other actions, .*; trace a run without it"
+    ):
         forecast.predict(run)

@@ -45,7 +45,9 @@ def test_exact_durations_tell_what_a_length_costs(
         assert max(lengths) < 2 * min(lengths), "lengths that differ tell it"
         return
     for length in lengths:
-        assert found.of_length(length) == pytest.approx(cost.of_length(length), rel=1e-3)
+        assert found.of_length(length) == pytest.approx(
+            cost.of_length(length), rel=1e-3
+        )
 
 
 def test_noise_and_a_pause_of_the_machine_hardly_matter() -> None:
@@ -78,7 +80,9 @@ def _run(tmp_path: Path, lengths: tuple[int, ...] = LENGTHS, **options: object) 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_a_run_tells_what_a_length_costs_its_stages_together(tmp_path: Path, schedule: str) -> None:
+def test_a_run_tells_what_a_length_costs_its_stages_together(
+    tmp_path: Path, schedule: str
+) -> None:
     cost, errors = measured_length_cost(read_run(_run(tmp_path, schedule=schedule)))
     assert cost.linear == pytest.approx(TRUE.linear, rel=1e-2)
     assert cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
@@ -105,7 +109,9 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
         text = trace_of(folder, rank).read_text()
         assert '"tensor":0' in text
         twice = folder / FILE_NAME.format(0, rank, 1)
-        twice.write_text(text.replace('"tensor":0', '"tensor":1').replace('"rank":', '"rank":1'))
+        twice.write_text(
+            text.replace('"tensor":0', '"tensor":1').replace('"rank":', '"rank":1')
+        )
     assert measured_length_cost(read_run(folder)) == alone
 
 
@@ -113,8 +119,14 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"sizes": ()}, "has no lengths of micro-batches; trace a schedule of this"),
-        ({"settings": {"slice_tokens": 8}}, "with --pipeline-slice-tokens, .* trace a run without"),
-        ({"lengths": (70,) * 8}, "micro-batches of one length do not show what a length costs"),
+        (
+            {"settings": {"slice_tokens": 8}},
+            "with --pipeline-slice-tokens, .* trace a run without",
+        ),
+        (
+            {"lengths": (70,) * 8},
+            "micro-batches of one length do not show what a length costs",
+        ),
     ],
 )
 def test_traces_that_do_not_tell_it_are_refused(
@@ -126,8 +138,12 @@ def test_traces_that_do_not_tell_it_are_refused(
 
 def test_mirrored_pipelines_are_refused(tmp_path: Path) -> None:
     folder = _run(tmp_path)
-    (folder / SCHEDULE_FILE).write_text(table_files.json_text(generate("bitpipe", 4, 8)))
-    with pytest.raises(DataError, match="under bitpipe stages run micro-batches that their twin"):
+    (folder / SCHEDULE_FILE).write_text(
+        table_files.json_text(generate("bitpipe", 4, 8))
+    )
+    with pytest.raises(
+        DataError, match="under bitpipe stages run micro-batches that their twin"
+    ):
         measured_length_cost(read_run(folder))
 
 
@@ -139,7 +155,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main([*words, "--trace-dir", str(folder)]) == 0
     words += "--pp 4 --microbatches 8".split()
     printed = capsys.readouterr()
-    [told] = [line for line in printed.err.splitlines() if line.startswith("--length-costs ")]
+    [told] = [
+        line for line in printed.err.splitlines() if line.startswith("--length-costs ")
+    ]
     given = told.split()[1].rstrip(":")
     assert LengthCost.parse(given).quadratic == pytest.approx(TRUE.quadratic, rel=1e-2)
     assert cli.main([*words, "--length-costs", given]) == 0

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
 from megatron_ext.tools.trace import reader, survey
-from megatron_ext.tools.trace.aggregate import aggregated_name, read_run, slow, write_chrome_trace
+from megatron_ext.tools.trace.aggregate import (
+    aggregated_name,
+    read_run,
+    slow,
+    write_chrome_trace,
+)
 from megatron_ext.tools.trace.report import page
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
@@ -98,8 +103,12 @@ CLOSING = '{"name":"iteration 1","cat":"iteration","ph":"X","ts":1,"dur":9,"args
 def test_strange_lines_are_skipped_and_counted(tmp_path: Path, record: str) -> None:
     header = SAMPLE.split(b"\n")[0].decode()
     good = f",{GOOD},{CLOSING}\n"
-    found, damaged = read(f"{header}\n{good},{record},{CLOSING}\n{good}]".encode(), tmp_path)
-    assert [span.name for iteration in found for span in iteration.spans] == ["forward"] * 2
+    found, damaged = read(
+        f"{header}\n{good},{record},{CLOSING}\n{good}]".encode(), tmp_path
+    )
+    assert [span.name for iteration in found for span in iteration.spans] == [
+        "forward"
+    ] * 2
     assert damaged == 1
     assert found[0].spans[0][1:3] == (500, 2500)
 
@@ -141,7 +150,9 @@ def test_what_no_rank_of_ours_wrote_is_skipped_with_one_line(tmp_path: Path) -> 
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)
+    ),
     max_leaves=3,
 ) | st.sampled_from([10**30, -1, 2, 7, 1e308])
 
@@ -212,10 +223,14 @@ def test_a_header_that_no_rank_writes_leaves_its_file_out(
     path.write_text(json.dumps(events)[:-1] + "\n" + rest)
     found = read_run(run)
     assert [survey.header.rank for survey in found.surveys] == [0, 2, 3]
-    assert f"{path.name}: it is not a trace, or its first line is damaged" in found.notes
+    assert (
+        f"{path.name}: it is not a trace, or its first line is damaged" in found.notes
+    )
 
 
-def test_a_header_with_the_rank_of_another_one_proves_nothing_about_clocks(tmp_path: Path) -> None:
+def test_a_header_with_the_rank_of_another_one_proves_nothing_about_clocks(
+    tmp_path: Path,
+) -> None:
     """Ranks 0 to 2 exchange messages with a rank 3, whose file says that it is rank 4 of 5."""
     run = write_run(tmp_path, clock_of=str, clock_offset_ns=lambda rank: 50 * rank)
     path = trace_of(run, 3)

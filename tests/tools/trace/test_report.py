@@ -19,7 +19,9 @@ from tests.commands import run_package
 from tests.tools.trace import browser
 from tests.tools.trace.runs import COSTS, trace_of, write_run
 
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+DATA = re.compile(
+    r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL
+)
 LOOK = """
 const seen = document.body.dataset, canvas = document.getElementById("timeline");
 const painted = () => {
@@ -73,15 +75,21 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     assert done.returncode == 0, done.stderr
     seen = browser.look(run / "report.html", LOOK, dark=dark)
     light, black = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
-    assert (seen["background"], seen["switched"]) == ((black, light) if dark else (light, black))
+    assert (seen["background"], seen["switched"]) == (
+        (black, light) if dark else (light, black)
+    )
     assert seen["title"] == "1f1b on 4 ranks, 8 micro-batches a step"
-    assert seen["verdict"].startswith("Of its step, a rank spends 66 % in actions, 29 % waiting")
+    assert seen["verdict"].startswith(
+        "Of its step, a rank spends 66 % in actions, 29 % waiting"
+    )
     assert "--enable-bitpipe-schedule" in seen["flags"]
     assert (seen["ranks"], seen["links"]) == ("4", "6")
     assert seen["linksfirst"] == "rank 1|rank 0|8|0.01|106.00|1.000|1.0|torch"
     assert seen["causesfirst"] == "input of rank 1|134.0|9.7 %"
     assert seen["ranksfirst"] == "rank 0 (pp 0)||240.0|106.0|30.6 %|19.0|4|0.00|12.5 %"
-    assert seen["forecastfirst"].startswith("bitpipe order=paper dpp hint|266.0|2.8 %||--pipeline")
+    assert seen["forecastfirst"].startswith(
+        "bitpipe order=paper dpp hint|266.0|2.8 %||--pipeline"
+    )
     assert seen["cards"] == "365.0 ms|346.0 ms|30.6 %|346.0 ms|30.6 %|12.5 %|0.00 GiB|4"
     assert int(seen["colours"]) > 5
     assert float(seen["zoomed"]) == pytest.approx(2)
@@ -92,9 +100,13 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     assert float(seen["planned"]) == pytest.approx(planned_us, rel=0.05)
 
 
-def test_the_page_needs_nothing_else_and_runs_nothing_of_the_traces(tmp_path: Path) -> None:
+def test_the_page_needs_nothing_else_and_runs_nothing_of_the_traces(
+    tmp_path: Path,
+) -> None:
     evil = "</script><script>document.title='owned'</script><!--<img src=x onerror=alert(1)>"
-    run = write_run(tmp_path, settings={"schedule": evil, evil: evil, "transport": evil})
+    run = write_run(
+        tmp_path, settings={"schedule": evil, evil: evil, "transport": evil}
+    )
     page = report.page(read_run(run))
     assert evil not in page
     assert page.count("<script") == 2
@@ -104,14 +116,18 @@ def test_the_page_needs_nothing_else_and_runs_nothing_of_the_traces(tmp_path: Pa
 
 def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
     shown = content(report.page(read_run(write_run(tmp_path))))
-    assert [rank["label"] for rank in shown["ranks"]] == [f"rank {r} (pp {r})" for r in range(4)]
+    assert [rank["label"] for rank in shown["ranks"]] == [
+        f"rank {r} (pp {r})" for r in range(4)
+    ]
     assert [rank["peak_live"] for rank in shown["ranks"]] == [4, 3, 2, 1]
     assert shown["total"]["idle_ns"].keys() >= {f"input of rank {r}" for r in range(4)}
     assert len(shown["links"]) == 6
     assert all(link["wire"] == "torch" for link in shown["links"])
     measured, _, planned = shown["timelines"]
     assert planned["title"] == "planned: 1f1b"
-    forwards = [[bar for bar in row["spans"] if bar[0] == "F"] for row in measured["rows"]]
+    forwards = [
+        [bar for bar in row["spans"] if bar[0] == "F"] for row in measured["rows"]
+    ]
     assert [len(row) for row in forwards] == [8] * 4
     assert forwards[3][0][1] == pytest.approx(33_000, rel=1e-3)
 
@@ -132,22 +148,28 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert best.bounds_memory
     assert modest.bounds_memory
     assert shown["flags"] == [best.flags, modest.flags]
-    words = re.sub(r"\(.*?\)", "", found.advice).replace(", else", "").strip(" .").split()
-    assert "=" not in found.advice, "flags, which pages explain, and no options of ours"
-    assert {word for word in words if word.startswith("--")} <= set(best.flags.split()) | set(
-        modest.flags.split()
+    words = (
+        re.sub(r"\(.*?\)", "", found.advice).replace(", else", "").strip(" .").split()
     )
+    assert "=" not in found.advice, "flags, which pages explain, and no options of ours"
+    assert {word for word in words if word.startswith("--")} <= set(
+        best.flags.split()
+    ) | set(modest.flags.split())
     schedules = [row["schedule"].partition(" ")[0] for row in shown["forecast"]]
     assert set(schedules) == set(registered()), "each schedule, however many are faster"
     [own] = [p for p in found.predictions if p.schedule == "1f1b"]
     assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
-    assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
+    assert verdict["What to mistrust"].startswith(
+        "4 ranks shared 2 CPUs, so waits are longer"
+    )
     assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
     assert shown["forecast"][-1]["schedule"] == shown["traced"] == "1f1b"
 
 
 def test_followers_wait_for_other_ranks_too() -> None:
-    step = Step(busy_ns=60, idle_ns={"leader of rank 0": 20, "credit of rank 1": 10, "send": 10})
+    step = Step(
+        busy_ns=60, idle_ns={"leader of rank 0": 20, "credit of rank 1": 10, "send": 10}
+    )
     [(_, answer)] = report._verdict(step, forecast.Forecast([], 0.0, "", []), [])
     assert answer == (
         "Of its step, a rank spends 60 % in actions, 30 % waiting for other ranks, 10 % in other "
@@ -156,7 +178,9 @@ def test_followers_wait_for_other_ranks_too() -> None:
 
 
 def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
-    found = forecast.predict(read_run(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2)))
+    found = forecast.predict(
+        read_run(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2))
+    )
     rest = [p for p in found.predictions if p.schedule == found.measured]
     kept = replace(found, predictions=rest)
     assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
@@ -169,7 +193,9 @@ def test_links_are_about_steps_whose_number_is_given(tmp_path: Path) -> None:
         assert [link["messages"] / link["steps"] for link in links] == [8] * 6
 
 
-def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(tmp_path: Path) -> None:
+def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path, wire_of=lambda a, b: "shm" if a // 2 == b // 2 else "tcp")
     links = content(report.page(read_run(run)))["links"]
     assert {(link["source"], link["target"]): link["wire"] for link in links} == {
@@ -208,7 +234,9 @@ def test_a_step_that_ran_twice_has_each_rank_once(tmp_path: Path) -> None:
         folder = write_run(tmp_path / str(iterations), iterations=iterations)
         for rank in range(4):
             text = trace_of(folder, rank).read_text()
-            trace_of(folder, rank).write_text(text.replace('"iteration":3,', '"iteration":2,'))
+            trace_of(folder, rank).write_text(
+                text.replace('"iteration":3,', '"iteration":2,')
+            )
         *measured, _ = content(report.page(read_run(folder)))["timelines"]
         assert [len(timeline["rows"]) for timeline in measured] == [4] * len(measured)
         titles[iterations] = [timeline["title"] for timeline in measured]
@@ -219,11 +247,14 @@ def test_a_step_that_ran_twice_has_each_rank_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[" * 10_000, '{"schedule": 3}', '{"placement": {"num_ranks": 1e30}}']
+    "text",
+    ["", "{}", "[" * 10_000, '{"schedule": 3}', '{"placement": {"num_ranks": 1e30}}'],
 )
 def test_a_damaged_table_is_told_and_left_out(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path)
     (run / SCHEDULE_FILE).write_text(text)
     shown = content(report.page(read_run(run)))
     assert len(shown["timelines"]) == 2
-    assert any("no planned step" in note and "is damaged" in note for note in shown["notes"])
+    assert any(
+        "no planned step" in note and "is damaged" in note for note in shown["notes"]
+    )

@@ -61,7 +61,10 @@ class Communicator:
         self._count += 1
         current = torch_musa.current_stream()
         self._stream.wait_stream(current)
-        name = " and ".join(operation.name for operation in operations) + f" (no. {self._count})"
+        name = (
+            " and ".join(operation.name for operation in operations)
+            + f" (no. {self._count})"
+        )
         place = self._stream.device_index, self._stream.stream_id
         number = torch.ops.fake_musa.message_new(*place, name)
         for operation in operations:
@@ -96,7 +99,9 @@ def _carry_out(operations, turn_s):
         if finish is not None:
             finish()
     if len(meetings) < len(operations):
-        return time.monotonic()  # a collective, whose other ranks do not report their times
+        return (
+            time.monotonic()
+        )  # a collective, whose other ranks do not report their times
     return max(turn_s, *(stamp.item() for _, stamp in meetings))
 
 

@@ -91,7 +91,9 @@ def device_index(device, optional=False):
         raise ValueError(f"Expected a musa device, but got: {device}")
     if device.index is None:
         if not optional:
-            raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
+            raise ValueError(
+                f"Expected a torch.device with a specified index, but got: {device}"
+            )
         return current_device()
     return device.index
 
@@ -110,7 +112,11 @@ def current_device():
 
 
 def set_device(device):
-    index = current_device() if device in ("musa", torch.device("musa")) else device_index(device)
+    index = (
+        current_device()
+        if device in ("musa", torch.device("musa"))
+        else device_index(device)
+    )
     if index >= 0:
         torch.ops.fake_musa.set_device(index)
 

@@ -64,10 +64,14 @@ def _is_async():
 
 def _alias(tensor):
     if tensor.device.type != "musa":
-        raise ValueError(f"mccl: Tensors must be MUSA and dense, got one on {tensor.device}")
+        raise ValueError(
+            f"mccl: Tensors must be MUSA and dense, got one on {tensor.device}"
+        )
     if not tensor.is_contiguous():
         raise ValueError("mccl: Tensors must be contiguous")
-    alias = torch.ops.fake_musa.raw_alias if _is_async() else torch.ops.fake_musa.cpu_alias
+    alias = (
+        torch.ops.fake_musa.raw_alias if _is_async() else torch.ops.fake_musa.cpu_alias
+    )
     return alias(tensor.detach())
 
 
@@ -158,7 +162,9 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         aliases, opts = _aliases(tensors), _copied_options(opts, c10d.AllreduceOptions)
         start = self._gloo.allreduce
-        return self._reducing("all_reduce", lambda o: start(aliases, o), opts, aliases, tensors)
+        return self._reducing(
+            "all_reduce", lambda o: start(aliases, o), opts, aliases, tensors
+        )
 
     def allreduce_coalesced(self, tensors, opts):
         return self._together([self.allreduce([tensor], opts) for tensor in tensors])
@@ -166,11 +172,15 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     def reduce(self, tensors, opts):
         aliases, opts = _aliases(tensors), _copied_options(opts, c10d.ReduceOptions)
         start = self._gloo.reduce
-        return self._reducing("reduce", lambda o: start(aliases, o), opts, aliases, tensors)
+        return self._reducing(
+            "reduce", lambda o: start(aliases, o), opts, aliases, tensors
+        )
 
     def reduce_scatter(self, outputs, inputs, opts):
         works = [
-            self.reduce_scatter_single(output, torch.cat([part.view(-1) for part in parts]), opts)
+            self.reduce_scatter_single(
+                output, torch.cat([part.view(-1) for part in parts]), opts
+            )
             for output, parts in zip(outputs, inputs, strict=True)
         ]
         return self._together(works)
@@ -188,37 +198,52 @@ class ProcessGroupMCCL(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+        return self._together(
+            [self.reduce_scatter_single(*pair, opts) for pair in pairs]
+        )
 
     # -- other collectives -------------------------------------------------------------------------
 
     def broadcast(self, tensors, opts):
         aliases, opts = _aliases(tensors), _copied_options(opts, c10d.BroadcastOptions)
-        return self._run("broadcast", lambda: [self._gloo.broadcast(aliases, opts)], tensors)
+        return self._run(
+            "broadcast", lambda: [self._gloo.broadcast(aliases, opts)], tensors
+        )
 
     def allgather(self, outputs, inputs, opts=None):
         opts = _copied_options(opts, c10d.AllgatherOptions)
         aliases = [_aliases(output) for output in outputs], _aliases(inputs)
         tensors = [*inputs, *(tensor for output in outputs for tensor in output)]
-        return self._run("all_gather", lambda: [self._gloo.allgather(*aliases, opts)], tensors)
+        return self._run(
+            "all_gather", lambda: [self._gloo.allgather(*aliases, opts)], tensors
+        )
 
     def all_gather_single(self, output, source, opts=None):
-        aliases, opts = (_flat(output), _flat(source)), _copied_options(opts, c10d.AllgatherOptions)
+        aliases, opts = (
+            (_flat(output), _flat(source)),
+            _copied_options(opts, c10d.AllgatherOptions),
+        )
         start = self._gloo._allgather_base
-        return self._run("all_gather", lambda: [start(*aliases, opts)], [output, source])
+        return self._run(
+            "all_gather", lambda: [start(*aliases, opts)], [output, source]
+        )
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         pairs = zip(outputs, inputs, strict=True)
         return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
 
-    def all_to_all_single(self, output, source, output_splits, source_splits, opts=None):
+    def all_to_all_single(
+        self, output, source, output_splits, source_splits, opts=None
+    ):
         aliases, opts = (
             (_alias(output), _alias(source)),
             _copied_options(opts, c10d.AllToAllOptions),
         )
         splits = list(output_splits), list(source_splits)
         start = self._gloo.alltoall_base
-        return self._run("all_to_all", lambda: [start(*aliases, *splits, opts)], [output, source])
+        return self._run(
+            "all_to_all", lambda: [start(*aliases, *splits, opts)], [output, source]
+        )
 
     def gather(self, outputs, inputs, opts):
         opts = _copied_options(opts, c10d.GatherOptions)
@@ -228,11 +253,16 @@ class ProcessGroupMCCL(dist.ProcessGroup):
 
     def scatter(self, outputs, inputs, opts):
         opts = _copied_options(opts, c10d.ScatterOptions)
-        aliases = _aliases(outputs), [_aliases(tensors_of_rank) for tensors_of_rank in inputs]
+        aliases = (
+            _aliases(outputs),
+            [_aliases(tensors_of_rank) for tensors_of_rank in inputs],
+        )
         tensors = list(outputs)
         for tensors_of_rank in inputs:
             tensors += tensors_of_rank
-        return self._run("scatter", lambda: [self._gloo.scatter(*aliases, opts)], tensors)
+        return self._run(
+            "scatter", lambda: [self._gloo.scatter(*aliases, opts)], tensors
+        )
 
     def barrier(self, opts=None):
         work = self._run("barrier", lambda: [self._gloo.barrier()], [])
@@ -246,7 +276,9 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return self._transfer(f"send to {peer}", self._gloo.send, tensors, peer, (2, 4))
 
     def recv(self, tensors, peer, tag=0):
-        return self._transfer(f"recv from {peer}", self._gloo.recv, tensors, peer, (4, 2))
+        return self._transfer(
+            f"recv from {peer}", self._gloo.recv, tensors, peer, (4, 2)
+        )
 
     def _transfer(self, name, start, tensors, peer, stamp_tags):
         aliases, batched = _aliases(tensors), self._batch is not None
@@ -298,7 +330,11 @@ class ProcessGroupMCCL(dist.ProcessGroup):
 
 def _create(options, _own_options):
     return ProcessGroupMCCL(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
     )
 
 
@@ -310,7 +346,12 @@ def _batch_isend_irecv(p2p_op_list):
 
     def post():
         for operation in p2p_op_list:
-            operation.op(operation.tensor, operation.peer, group=operation.group, tag=operation.tag)
+            operation.op(
+                operation.tensor,
+                operation.peer,
+                group=operation.group,
+                tag=operation.tag,
+            )
 
     return [group.transfer_together(post)]
 
@@ -321,5 +362,7 @@ _torchs_batch_isend_irecv = dist.batch_isend_irecv
 def register():
     dist.Backend.register_backend("mccl", _create, extended_api=True, devices=["musa"])
     dist.is_mccl_available = dist.distributed_c10d.is_mccl_available = lambda: True
-    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = (
+        _batch_isend_irecv
+    )
     os.register_at_fork(after_in_child=_communicator.forget)

@@ -49,7 +49,9 @@ def set_rng_state_all(new_states):
 
 
 def manual_seed(seed):
-    _lazy_call(lambda: torch_musa.default_generators[current_device()].manual_seed(int(seed)))
+    _lazy_call(
+        lambda: torch_musa.default_generators[current_device()].manual_seed(int(seed))
+    )
 
 
 def manual_seed_all(seed):

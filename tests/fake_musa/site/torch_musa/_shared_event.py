@@ -33,7 +33,9 @@ class SharedEvent:
             os.ftruncate(self._file, mmap.PAGESIZE)
         self._number = None
         if torch.ops.fake_musa.is_async():
-            number = torch.ops.fake_musa.shared_event_open(self._file, pid or os.getpid())
+            number = torch.ops.fake_musa.shared_event_open(
+                self._file, pid or os.getpid()
+            )
             self._number = number
         else:
             self._words = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")
@@ -49,7 +51,9 @@ class SharedEvent:
         try:
             return cls(pid, os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR))
         except OSError as error:
-            raise RuntimeError(f"MUSA error: invalid resource handle ({error})") from None
+            raise RuntimeError(
+                f"MUSA error: invalid resource handle ({error})"
+            ) from None
 
     def handle(self):
         return _HANDLE.pack(os.getpid(), self._file)
@@ -97,7 +101,9 @@ class SharedEvent:
                 raise RuntimeError("MUSA error: the process of an event is gone")
             time.sleep(_LATE_S / 4)
         if self._words[_FAILED]:
-            raise RuntimeError("MUSA error: work before an event of another process has failed")
+            raise RuntimeError(
+                "MUSA error: work before an event of another process has failed"
+            )
 
     def _synchronize_queued(self):
         stream = torch.musa.Stream()
@@ -123,6 +129,9 @@ def _run(jobs):
 
 def _lives(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False

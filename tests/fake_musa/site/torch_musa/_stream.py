@@ -94,15 +94,21 @@ class _PointInQueue:
 
     @property
     def time_s(self):
-        return torch.ops.fake_musa.event_time_s(self._number) if self._recorded else None
+        return (
+            torch.ops.fake_musa.event_time_s(self._number) if self._recorded else None
+        )
 
     def record(self, stream):
         self._recorded = True
-        torch.ops.fake_musa.event_record(self._number, stream.device_index, stream.stream_id)
+        torch.ops.fake_musa.event_record(
+            self._number, stream.device_index, stream.stream_id
+        )
 
     def wait(self, stream):
         stream = torch_musa.current_stream() if stream is None else stream
-        torch.ops.fake_musa.event_wait(self._number, stream.device_index, stream.stream_id)
+        torch.ops.fake_musa.event_wait(
+            self._number, stream.device_index, stream.stream_id
+        )
 
     def query(self):
         return torch.ops.fake_musa.event_query(self._number)
@@ -115,12 +121,18 @@ class _PointInQueue:
 class Event:
     """A point in a stream, and when it was passed (or submitted, if there are no queues)."""
 
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
+    def __init__(
+        self, enable_timing=False, blocking=False, interprocess=False, external=False
+    ):
         self._timing = enable_timing
-        self._point = _PointInQueue() if torch.ops.fake_musa.is_async() else _PointAtOnce()
+        self._point = (
+            _PointInQueue() if torch.ops.fake_musa.is_async() else _PointAtOnce()
+        )
         self._shared = SharedEvent() if interprocess else None
         if enable_timing and interprocess:
-            raise RuntimeError("MUSA error: an event of several processes takes no time")
+            raise RuntimeError(
+                "MUSA error: an event of several processes takes no time"
+            )
 
     @classmethod
     def from_ipc_handle(cls, device, handle):
@@ -130,13 +142,17 @@ class Event:
 
     def ipc_handle(self):
         if self._shared is None:
-            raise RuntimeError("MUSA error: the event was not made with interprocess=True")
+            raise RuntimeError(
+                "MUSA error: the event was not made with interprocess=True"
+            )
         return self._shared.handle()
 
     def record(self, stream=None):
         stream = torch_musa.current_stream() if stream is None else stream
         if not isinstance(stream, Stream):
-            raise TypeError(f"expected a torch_musa.Stream, got {type(stream).__name__}")
+            raise TypeError(
+                f"expected a torch_musa.Stream, got {type(stream).__name__}"
+            )
         if self._shared is not None:
             self._shared.record(stream)
         self._point.record(stream)
@@ -158,9 +174,13 @@ class Event:
 
     def elapsed_time(self, end_event):
         if not (self._timing and end_event._timing):
-            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+            raise RuntimeError(
+                "Both events must be created with argument 'enable_timing=True'."
+            )
         if self._point.time_s is None or end_event._point.time_s is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            raise RuntimeError(
+                "Both events must be recorded before calculating elapsed time."
+            )
         return (end_event._point.time_s - self._point.time_s) * 1e3
 
     def _is_of_others(self):
@@ -189,7 +209,9 @@ def set_stream(stream):
     if stream is None:
         return
     if not isinstance(stream, Stream):
-        raise AttributeError(f"'{type(stream).__name__}' object has no attribute 'device_index'")
+        raise AttributeError(
+            f"'{type(stream).__name__}' object has no attribute 'device_index'"
+        )
     torch.ops.fake_musa.set_stream(stream.device_index, stream.stream_id)
 
 

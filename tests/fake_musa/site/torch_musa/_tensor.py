@@ -22,7 +22,11 @@ class _TypedTensor(type):
     """Type of `torch.musa.FloatTensor` and similar: callable, and supports isinstance()."""
 
     def __instancecheck__(cls, value):
-        return isinstance(value, torch.Tensor) and value.is_musa and value.dtype == cls.dtype
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_musa
+            and value.dtype == cls.dtype
+        )
 
     def __call__(cls, *args):
         if len(args) == 1 and not isinstance(args[0], int):
@@ -59,7 +63,9 @@ def extend_torch():
     torch.Tensor.is_musa = property(lambda self: self.device.type == "musa")
     torch.Tensor.musa = _to_musa
     torch.Tensor.to = _with_int_device(torch.Tensor.to)
-    torch.nn.Module.musa = lambda self, device=None: self._apply(lambda t: t.musa(device))
+    torch.nn.Module.musa = lambda self, device=None: self._apply(
+        lambda t: t.musa(device)
+    )
     is_musa_storage = property(lambda self: self.device.type == "musa")
     torch.UntypedStorage.is_musa = is_musa_storage
     torch.UntypedStorage.is_cuda = is_musa_storage  # as in the real package

@@ -17,7 +17,9 @@ class autocast(torch.amp.autocast):
     """`torch.autocast` for this device."""
 
     def __init__(self, enabled=True, dtype=torch.float16, cache_enabled=True):
-        super().__init__("musa", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+        super().__init__(
+            "musa", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled
+        )
 
 
 class GradScaler(torch.amp.GradScaler):

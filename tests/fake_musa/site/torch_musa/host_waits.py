@@ -21,7 +21,8 @@ _OUTSIDE_OF = tuple(
 
 # Files of this package through which calls that name a CUDA device go.
 _TRANSLATIONS = tuple(
-    f"/megatron_ext/{part}" for part in ("devices/translate.py", "devices/musa.py", "patches/")
+    f"/megatron_ext/{part}"
+    for part in ("devices/translate.py", "devices/musa.py", "patches/")
 )
 
 

@@ -30,14 +30,21 @@ def memory_stats(device=None):
     if not is_initialized():
         return collections.OrderedDict()
     index = device_index(device, optional=True)
-    live_bytes, peak_bytes, live_blocks, allocations = torch.ops.fake_musa.memory_counters(index)
-    stats = {"allocation.all.current": live_blocks, "allocation.all.allocated": allocations}
+    live_bytes, peak_bytes, live_blocks, allocations = (
+        torch.ops.fake_musa.memory_counters(index)
+    )
+    stats = {
+        "allocation.all.current": live_blocks,
+        "allocation.all.allocated": allocations,
+    }
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
         stats[f"{kind}.all.current"] = live_bytes
         stats[f"{kind}.all.peak"] = peak_bytes
     if torch.ops.fake_musa.is_async():
         reserved_bytes = torch.ops.fake_musa.reserved_bytes()
-        stats["reserved_bytes.all.current"] = stats["reserved_bytes.all.peak"] = reserved_bytes
+        stats["reserved_bytes.all.current"] = stats["reserved_bytes.all.peak"] = (
+            reserved_bytes
+        )
     return collections.OrderedDict(sorted(stats.items()))
 
 
@@ -70,7 +77,9 @@ def mem_get_info(device=None):
 
 
 def memory_summary(device=None, abbreviated=False):
-    return "\n".join(f"| {name} {value}" for name, value in memory_stats(device).items())
+    return "\n".join(
+        f"| {name} {value}" for name, value in memory_stats(device).items()
+    )
 
 
 def set_per_process_memory_fraction(fraction, device=None):
