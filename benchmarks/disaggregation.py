@@ -1,11 +1,10 @@
-"""Forward/backward disaggregation: predicted and measured step times, memory, weight transfer.
+"""Forward/backward disaggregation: predicted and measured step times, and memory.
 
     python benchmarks/disaggregation.py [--quick]
 
 Sleeping stages run under the disaggregated executor and under this package's 1F1B, both over shared
 memory, and are compared with a simulation in which messages take no time. The target is a deviation
-of at most 3 %. Then a GPT is trained in each way, to measure memory and the time that new weights
-cost.
+of at most 3 %. Then a GPT is trained in each way, to measure memory.
 
 Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 """
@@ -16,7 +15,6 @@ import functools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +46,7 @@ from megatron_ext.config.pipeline_config import (
 )
 from megatron_ext.config.roles import Job, RankMap
 from megatron_ext.devices import host
-from megatron_ext.disaggregation import step, weights, worlds
+from megatron_ext.disaggregation import step, worlds
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.entry import forward_backward
 from megatron_ext.schedules import Costs, Kind, Placement, Schedule, generate, simulate
@@ -57,11 +55,9 @@ from tests.ranks import run_ranks
 
 _ACTIVATIONS: tuple[Activations, ...] = ("recompute", "ship")
 _BAR, _FORWARD_S, _NUM_MICROBATCHES = 0.03, 0.04, 8
-_STEP_HEAD = ("", "TP", "PP", "computed", "measured", "", "time, computed", "measured",
-              "devices")  # fmt: skip
-_TRAINING_HEAD = ("8 layers, hidden size 256, PP 2", "ms a step", "MiB, first stage, backward rank",
-                  "forward rank", "ms for new weights, backward ranks",
-                  "forward ranks")  # fmt: skip
+_STEP_HEAD = ("", "TP", "PP", "computed", "measured", "off", "time", "devices")
+_TRAINING_HEAD = ("8 layers, hidden size 256, PP 2", "MiB, first stage, backward rank",
+                  "forward rank")  # fmt: skip
 _MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --micro-batch-size 4 --train-iters 4 "
@@ -74,7 +70,6 @@ _RECOMPUTE = (
     " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )
 _FBD = " --forward-backward-disaggregating"
-_SHARDED = _FBD + " --use-distributed-optimizer --overlap-grad-reduce"
 
 
 @dataclass(frozen=True)
@@ -210,72 +205,40 @@ class _Stage(Chunk):
 
 @dataclass(frozen=True)
 class Trained:
-    """Time and memory of one process in a real training."""
+    """Memory of one process in a real training."""
 
     role: str
     stage: int
     peak_mib: float
     """Growth of resident memory since before the first step."""
-    weights_ms: float
-    """Per step, the time that new weights cost: on a forward rank, from their announcement to their
-    arrival; on a backward rank, until it continues."""
-    step_ms: float
 
 
 def measure_training(flags: list[str]) -> Trained:
-    """Train as one rank, and return the time and memory it needed."""
+    """Train as one rank, and return the memory it needed."""
     from megatron_ext import devices
     from tests.ranks import train_here
 
     devices.current()  # before Megatron is imported
-    from megatron.training import get_args, training
+    from megatron.training import training
 
-    figures: dict[str, float] = {}
+    peak_mib = 0.0
     train = training.train
 
     @functools.wraps(train)
     def measured(*args: Any, **kwargs: Any) -> Any:
+        nonlocal peak_mib
         host.reset_peak_rss()
         before = host.rss_bytes()
-        begin_s = time.perf_counter()
         result = train(*args, **kwargs)
-        figures["step_ms"] = (
-            1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
-        )
-        figures["peak_mib"] = (host.peak_rss_bytes() - before) / 2**20
+        peak_mib = (host.peak_rss_bytes() - before) / 2**20
         return result
 
-    spent_s: list[float] = []
-    begun_s = 0.0
-
-    def beginning(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal begun_s
-            begun_s = time.perf_counter()
-            return function(*args)
-
-        return run
-
-    def timed(move: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(move)
-        def run(*args: Any, **kwargs: Any) -> None:
-            move(*args, **kwargs)
-            spent_s.append(time.perf_counter() - begun_s)
-
-        return run
-
-    # One side starts with its buffers, the other when the buffers' names have arrived.
-    for name in ("_buffers", "_decoded"):
-        vars(weights)[name] = beginning(getattr(weights, name))
-    for side in (weights.WeightSender, weights.WeightReceiver):
-        setattr(side, "transfer", timed(side.transfer))  # noqa: B010
     training.train = measured
     train_here("gpt", flags)
     job = active.job()
     role = "both" if job is None else job.role
-    weights_ms = 1e3 * sum(spent_s) / max(1, len(spent_s))
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return Trained(role, stage, figures["peak_mib"], weights_ms, figures["step_ms"])
+    return Trained(role, stage, peak_mib)
 
 
 class Row(NamedTuple):
@@ -295,8 +258,6 @@ WAYS = {
     "1F1B, full recomputation": (2, "32" + _RECOMPUTE),
     "recompute": (4, "32" + _FBD),
     "ship": (4, "32" + _FBD + _RECOMPUTE + " --fbd-activations ship"),
-    "two replicas, gathered, then sent": (8, "16" + _SHARDED),
-    "two replicas, shares sent": (8, "16" + _SHARDED + " --overlap-param-gather"),
 }
 """Rows of the second table: ranks and flags."""
 
@@ -355,7 +316,6 @@ def steps_as_markdown(rows: list[Row]) -> str:
             f"{row.computed:g}",
             f"{row.measured:.2f}",
             f"{100 * deviation:+.1f} %",
-            f"{row.computed / than.computed:.2f}",
             f"{row.measured / than.measured:.2f}",
             f"{row.devices:g}",
         ))  # fmt: skip
@@ -370,25 +330,15 @@ def steps_as_markdown(rows: list[Row]) -> str:
 def training_as_markdown(trained_by_way: dict[str, list[Trained]]) -> str:
     """Return the second table."""
 
-    def most(form: str, attribute: str, processes: list[Trained], *roles: str) -> str:
-        values = [
-            getattr(process, attribute)
-            for process in processes
-            if process.role in roles
-        ]
-        return format(max(values), form) if values else ""
+    def most_mib(processes: list[Trained], *roles: str) -> str:
+        values = [process.peak_mib for process in processes if process.role in roles]
+        return f"{max(values):.0f}" if values else ""
 
     rows = []
     for name, processes in trained_by_way.items():
         first_stage = [process for process in processes if process.stage == 0]
-        rows.append((
-            name,
-            most(".0f", "step_ms", processes, "both", "forward", "backward"),
-            most(".0f", "peak_mib", first_stage, "both", "backward"),
-            most(".0f", "peak_mib", first_stage, "forward"),
-            most(".1f", "weights_ms", processes, "backward"),
-            most(".1f", "weights_ms", processes, "forward"),
-        ))  # fmt: skip
+        backward_mib = most_mib(first_stage, "both", "backward")
+        rows.append((name, backward_mib, most_mib(first_stage, "forward")))
     return markdown(_TRAINING_HEAD, rows)
 
 
@@ -396,12 +346,12 @@ def main() -> None:
     """Measure and print both tables."""
     args = options(__doc__, "one stage, one step, no training").parse_args()
     ranks.clean_up_when_terminated()
-    pps, steps = ((1,), 1) if args.quick else ((1, 2, 4), 3)
+    pps, steps = ((1,), 1) if args.quick else ((2, 4), 3)
     rows = [measure_row(system, pp, steps) for pp in pps for system in cases()]
     print(
         f"<!-- step: begin -->\n{_NUM_MICROBATCHES} micro-batches. Forwards of a stage, "
-        f"{1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; {machine()}. Last, time and "
-        "devices relative to 1F1B on as many stages.\n\n"
+        f"{1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; {machine()}. Time and devices "
+        "are relative to 1F1B on as many stages.\n\n"
         f"{steps_as_markdown(rows)}\n<!-- step: end -->",
         flush=True,
     )

@@ -5,10 +5,10 @@
 A stage takes a*L + b*L^2 for each sample of a micro-batch, with the a and b of Llama 3 8B. All rows
 of a table get the same batches, so the same tokens and the same gradient. `step` is the time of the
 slowest replica, in forwards of the mean micro-batch on a rank, the median of the draws. `speed` is
-the tokens per second relative to Megatron's interleaved schedule in file order: median (lowest ..
-highest). That schedule is represented by our table of the same order, which lacks the extra warm-up
-for overlapped messages, because messages take no time here. dynamic_order.py (`microbatch-0.5`)
-measures what runtime and messages add if micro-batches differ.
+the tokens per second relative to Megatron's interleaved schedule in file order: median
+(lowest..highest). That schedule is represented by our table of the same order, which lacks the
+extra warm-up for overlapped messages, because messages take no time here. dynamic_order.py
+(`microbatch-0.5`) measures what runtime and messages add if micro-batches differ.
 
 Lengths. General fine-tuning data: the mixture of Llama 3 (Grattafiori et al. 2024, arXiv
 2407.21783, table 7), which gives the share and the mean length of six kinds of examples. How

@@ -39,7 +39,7 @@ _LENGTH = 4 * SEQUENCE_LENGTH
 _SLICES = (1, 4, 8, 16)
 _ATTENTION = (0.3, 0.6)
 _FORWARD_MS = 80.0
-_COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights", "gap us")
+_COLUMNS = ("system", "T/ideal", "order", "T/order", "peak act.", "weights")
 
 
 def systems() -> list[System]:

@@ -117,7 +117,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     median = f"{statistics.median(values):.{digits}f}"
     low = f"{min(values):.{digits}f}"
     high = f"{max(values):.{digits}f}"
-    return f"{median} ({low} .. {high})"
+    return f"{median} ({low}..{high})"
 
 
 def figure(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -117,8 +117,8 @@ def compare(
     return compared
 
 
-ON_HOST = ("system", "T ms", "T/ideal", "order", "replay %", "ops %", "peak act.", "of order",
-           "weights", "ops", "hops", "gap us", "hop us", "cpu %")  # fmt: skip
+ON_HOST = ("system", "T/ideal", "order", "replay %", "ops %", "peak act.", "weights", "gap us",
+           "hop us")  # fmt: skip
 ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %", "waits",
              "speed", "of orders")  # fmt: skip
 
@@ -140,14 +140,9 @@ def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
         "replay %": f"{100 * statistics.median(figures.overheads):.1f}",
         "ops %": f"{'!' * (figures.op_inflation > _NOISY)}{100 * figures.op_inflation:.1f}",
         "peak act.": f"{figures.peak_live:g}",
-        "of order": f"{figures.peak_of_order:g}",
         "weights": f"{measured.systems[name].weight_copies}x",
-        "ops": f"{figures.num_ops}",
-        "hops": f"{figures.hops:g}",
         "gap us": f"{1e6 * figures.gap_s:.0f}",
         "hop us": f"{1e6 * figures.hop_s:.0f}",
-        # CPU time of a rank over T; above cores/pp, ranks wait for cores.
-        "cpu %": f"{100 * figures.cpu_s / figures.median_s:.1f}",
         "waits": f"{figures.waits_per_action:.2f}",
         "speed": figure(speed, ".3f"),
         "of orders": figure(of_orders, ".3f"),
