@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import typing
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,9 @@ VARIABLE = "MEGATRON_EXT_DIGESTS"
 ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
 """Environment variable of a training that records digests; 1: round the outputs of its modules
 differently (`rounding.py`)."""
+OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
+"""Environment variable of a training that records digests: the place whose operators to record
+in place of digests (`operator_files.py`)."""
 FORMAT = 3
 """Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
@@ -74,6 +78,8 @@ class Header:
     routing: str = ""
     """How activations of twins are routed, for schedules with twins."""
     balance: str = "off"
+    precision: str = "float32"
+    """The dtype of the parameters, or the format of 8 or 4 bits in which they are multiplied."""
     rounded: bool = False
     """Whether outputs were rounded differently, to learn tolerances."""
     format: int = FORMAT
@@ -118,9 +124,21 @@ class RankFile:
 
 
 def folder_asked_for() -> Path | None:
-    """Return the folder for the digests of this training; None if they were not requested."""
+    """Return the folder for the digests of this training; None if they were not requested.
+
+    Raises:
+        DataError: Only what to do with digests was requested.
+    """
     folder = os.environ.get(VARIABLE)
-    return Path(folder) if folder else None
+    if folder:
+        return Path(folder)
+    for name in (ROUNDING, OPERATORS):
+        if os.environ.get(name, "") not in ("", "0"):
+            raise DataError(
+                f"{name} has no effect without {VARIABLE}; set that to a new folder, or leave "
+                f"{name} out"
+            )
+    return None
 
 
 def rounds_differently() -> bool:
@@ -177,8 +195,12 @@ class Writer:
         self._file.close()
 
 
-def read_folder(folder: Path) -> list[RankFile]:
+def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
     """Return the files of a run, by rank.
+
+    Args:
+        folder: The folder of the run.
+        settings: Further environment variables that such a run needs, for the error.
 
     Raises:
         DataError: There are no files, or one of them is damaged.
@@ -186,7 +208,8 @@ def read_folder(folder: Path) -> list[RankFile]:
     paths = sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*")))
     if not paths:
         raise DataError(
-            f"{folder} has no digests; run the training with {VARIABLE}={folder}"
+            f"{folder} has no digests; run the training with "
+            f"{VARIABLE}={shlex.quote(str(folder))}{settings}"
         )
     return [read(path) for path in paths]
 

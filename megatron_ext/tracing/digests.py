@@ -111,9 +111,18 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         context_size=groups.get_context_parallel_world_size(),
         expert_size=groups.get_expert_model_parallel_world_size(),
         loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
+        precision=_precision(get_model_config(chunks[0])),
         rounded=rounds_differently(),
         **{"tensor_size": groups.get_tensor_model_parallel_world_size(), **fields},
     )
+
+
+def _precision(model_config: Any) -> str:
+    """Return the format of a model's matrix products."""
+    for name in ("fp4", "fp8"):
+        if getattr(model_config, name, None):
+            return name
+    return str(model_config.params_dtype).removeprefix("torch.")
 
 
 class _Pending(NamedTuple):

@@ -21,10 +21,8 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json
+from megatron_ext.tracing.digest_files import OPERATORS
 
-VARIABLE = "MEGATRON_EXT_DIGESTS_OPERATORS"
-"""Environment variable of a training that records digests: the `Place` whose operators to record
-in place of digests."""
 FORMAT = 2
 FILE_NAME = "operators-rank-{:05d}.jsonl"
 _FIRST_TORCH = 2, 10
@@ -59,7 +57,7 @@ class Place:
         are_numbers = iteration.isdecimal() and microbatch.isdecimal()
         if not are_numbers or direction not in ("forward", "backward") or not module:
             raise DataError(
-                f"{VARIABLE}={text} names no operators; write iteration, micro-batch, forward or "
+                f"{OPERATORS}={text} names no operators; write iteration, micro-batch, forward or "
                 "backward, and module, as in 1:0:forward:decoder.layers.2"
             )
         return cls(int(iteration), int(microbatch), direction, module)  # type: ignore[arg-type]
@@ -71,11 +69,11 @@ def place_asked_for() -> Place | None:
     Raises:
         DataError: The variable names no place, or torch cannot record operators.
     """
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(OPERATORS)
     if not text:
         return None
     if reason := why_unavailable():
-        raise DataError(f"{VARIABLE}: {reason}; leave it out")
+        raise DataError(f"{OPERATORS}: {reason}; leave it out")
     return Place.parsed(text)
 
 

@@ -25,10 +25,13 @@ def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
     """
     generator = torch.Generator(device=tensor.device)
     generator.manual_seed(zlib.crc32(repr(seeds).encode()))
-    noise = torch.rand(tensor.shape, generator=generator, device=tensor.device)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    noise = torch.rand(
+        tensor.shape, generator=generator, dtype=wide, device=tensor.device
+    )
     # In `[-1, 1)` spacings of the dtype.
     factor = 1 + (2 * noise - 1) * torch.finfo(tensor.dtype).eps
-    return (tensor.float() * factor).to(tensor.dtype)
+    return (tensor.to(wide) * factor).to(tensor.dtype)
 
 
 def with_first(output: Any, first: torch.Tensor, replacement: torch.Tensor) -> Any:

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_ext.tools.compare.locate import locate
 from megatron_ext.tools.compare.operators import first_operator, place_of
-from megatron_ext.tracing.operator_files import VARIABLE, Place, why_unavailable
+from megatron_ext.tracing.digest_files import OPERATORS
+from megatron_ext.tracing.operator_files import Place, why_unavailable
 from tests.ranks import run_ranks
 from tests.tracing.recorded import Training, train
 
@@ -39,7 +40,7 @@ def wrong_gradient(chunks: list[Any]) -> AbstractContextManager[Any]:
 def _train_pairs(own: Training, other: Training, places: dict[str, str]) -> None:
     for fault in (wrong_product, wrong_gradient):
         for what, place in (("digests", ""), ("operators", places[fault.__name__])):
-            os.environ[VARIABLE] = place
+            os.environ[OPERATORS] = place
             name = f"{fault.__name__}-{what}"
             train(replace(own, folder=f"{own.folder}-{name}"))
             train(replace(other, folder=f"{other.folder}-{name}"), fault)

@@ -8,11 +8,14 @@ import torch
 from megatron_ext.tracing.rounding import rounded_differently, with_first
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 def test_about_half_of_the_elements_change_by_few_units_in_the_last_place(
     dtype: torch.dtype,
 ) -> None:
-    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randn(64, 64, generator=generator, dtype=torch.float64).to(dtype)
     rounded = rounded_differently(tensor, "mlp", 1, 0)
     assert rounded.dtype == dtype
     relative = ((rounded.double() - tensor.double()) / tensor.double()).abs()

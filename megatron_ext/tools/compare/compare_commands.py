@@ -90,14 +90,12 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
-        default=20,
         metavar="N",
         help="steps of each run, of which the first three do not count (default: 20)",
     )
     add(
         "--rounds",
         type=whole_number(1, 100),
-        default=2,
         metavar="N",
         help="runs of each candidate, every other round in reverse order, which cancels a steady "
         "drift of the machine (default: 2)",
@@ -144,14 +142,14 @@ def launch_words(words: Sequence[str]) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.folders:
-        from megatron_ext.tools.compare.folders import compare_folders
-
-        return compare_folders(args)
-    from megatron_ext.tools.compare.rounds import compare
-
     words = sys.argv[1:]
     # The words after the subcommand and before the training's command, which argparse has left
     # over.
-    options = words[1 : len(words) - len(args.command_words)]
-    return compare(args, launch_words(options), words)
+    options = launch_words(words[1 : len(words) - len(args.command_words)])
+    if args.folders:
+        from megatron_ext.tools.compare.folders import compare_folders
+
+        return compare_folders(args, options)
+    from megatron_ext.tools.compare.rounds import compare
+
+    return compare(args, options, words)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.tools.compare import outcome
 from megatron_ext.tools.compare.locate import Comparison, compare
 from megatron_ext.tools.compare.operators import first_operator, place_of
-from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
+from megatron_ext.tracing.digest_files import OPERATORS
 from megatron_ext.tracing.operator_files import read_folder
 
 _TRAINING_FLAGS = {
@@ -26,6 +27,8 @@ _TRAINING_FLAGS = {
     "against_itself": "--self",
     "locate": "--locate",
     "calibrate": "--calibrate",
+    "steps": "--steps",
+    "rounds": "--rounds",
     "dry_run": "--dry-run",
     "speed_only": "--speed-only",
     "output": "--output",
@@ -34,8 +37,12 @@ _TRAINING_FLAGS = {
 """Settings of a comparison that trains, by the name of the parsed argument."""
 
 
-def compare_folders(args: argparse.Namespace) -> int:
+def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> int:
     """Run `compare --folders` and return its exit code.
+
+    Args:
+        args: The flags of `compare`.
+        launch_options: The words for `launch`, which nothing here would read.
 
     Raises:
         ArgumentsError: There are not two or three folders, or a flag is for trainings.
@@ -46,6 +53,10 @@ def compare_folders(args: argparse.Namespace) -> int:
             raise ArgumentsError(
                 f"--folders compares what was recorded; leave {flag} out"
             )
+    if launch_options:
+        raise ArgumentsError(
+            f"--folders launches nothing; leave {shlex.join(launch_options)} out"
+        )
     folders: Sequence[Path] = args.folders
     if len(folders) not in (2, 3):
         raise ArgumentsError(
@@ -92,7 +103,8 @@ def _text(comparison: Comparison) -> str:
     place = None if difference is None else place_of(difference)
     if place is not None:
         lines.append(
-            f"for the operator, record both again in new folders with {OPERATORS}={place} as well"
+            "for the operator, record both again in new folders with "
+            f"{OPERATORS}={shlex.quote(str(place))} as well"
         )
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.tracing.digest_files import (
     KINDS,
     NO_MICROBATCH,
+    OPERATORS,
     ROUNDING,
     VARIABLE,
     Header,
@@ -34,7 +35,6 @@ from megatron_ext.tracing.digest_files import (
     Record,
     read_folder,
 )
-from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 
 _Key = tuple[Kind, int, str]
 
@@ -265,13 +265,13 @@ class _Run:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: Path) -> _Run:
-        """Read the records in a folder.
+    def read(cls, folder: Path, *, settings: str = "") -> _Run:
+        """Read the records in a folder; see `read_folder`.
 
         Raises:
             DataError: The folder has no digests, or damaged ones.
         """
-        files = read_folder(folder)
+        files = read_folder(folder, settings=settings)
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
         notes = []
@@ -435,7 +435,7 @@ class _LearnedTolerances:
         Raises:
             DataError: The run was not rounded differently, or its ranks hold other tensors.
         """
-        run = _Run.read(folder)
+        run = _Run.read(folder, settings=f" {ROUNDING}=1")
         if not run.header.rounded:
             raise DataError(
                 f"{folder} was recorded without {ROUNDING}=1; record it again with it"
@@ -516,6 +516,12 @@ class _Comparing:
                     f"the run to learn tolerances from lacks {num_unlearned} steps, which were not "
                     "compared"
                 )
+        precision = self.reference.header.precision
+        if self._tolerates and learned_steps is None and precision != "float32":
+            notes.append(
+                f"the stated tolerance is for float32, and the runs compute in {precision}: learn "
+                f"one with compare --calibrate, or from a third folder recorded with {ROUNDING}=1"
+            )
         num_steps = num_tensors = 0
         difference = None
         for step in common:

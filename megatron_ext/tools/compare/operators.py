@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import DataError
 from megatron_ext.tools.compare.locate import LAYER, relative_difference
-from megatron_ext.tracing.operator_files import VARIABLE, Operator, Place, read_folder
+from megatron_ext.tracing.digest_files import OPERATORS
+from megatron_ext.tracing.operator_files import Operator, Place, read_folder
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.locate import Difference
@@ -60,7 +61,7 @@ def first_operator(
     for folder, run in zip((reference, candidate), runs, strict=True):
         if not run:
             raise DataError(
-                f"{folder} has no operators: the module did not run as a whole, or {VARIABLE} was "
+                f"{folder} has no operators: the module did not run as a whole, or {OPERATORS} was "
                 "unset; record both runs again, for a module that both run"
             )
     first_run, second_run = runs

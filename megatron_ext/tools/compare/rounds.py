@@ -36,9 +36,8 @@ from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, cand
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
-from megatron_ext.tracing.digest_files import ROUNDING
+from megatron_ext.tracing.digest_files import OPERATORS, ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
-from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 from megatron_ext.tracing.operator_files import why_unavailable
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.locate import Difference
     from megatron_ext.tracing.operator_files import Place
 
+_NUM_STEPS = 20
+_NUM_ROUNDS = 2
 _TRACED_STEPS = 3
 """Traced steps of each run: the warm-up steps, so that no step that counts is traced."""
 _START = (
@@ -73,12 +74,14 @@ def compare(
         words: The command line as typed, for a batch job that runs it later.
     """
     command = [word for word in args.command_words if word != "--"]
-    if args.slurm is not None and not jobs.is_inside_allocation():
-        recipe_words = words[: len(words) - len(args.command_words)]
-        jobs.submit(args, recipe_words, command, str(Path.cwd()))
-        return 0
     script, *flags = command or [""]
     recipe = Recipe.of([script, *requested_flags(), *flags])
+    if args.slurm is not None and not jobs.is_inside_allocation():
+        if not args.best:  # only the devices of the allocation rank schedules
+            _planned(args, recipe, options)
+        option_words = words[: len(words) - len(args.command_words)]
+        jobs.submit(args, option_words, command, str(Path.cwd()))
+        return 0
     comparison = _planned(args, recipe, options)
     if args.dry_run:
         print(comparison.plan())
@@ -139,12 +142,14 @@ def _planned(
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
         notes = [*answer.changes, *answer.notices]
         runners.append(outcome.Contender(contender, promise, notes))
-    num_rounds = 1 if args.against_itself else args.rounds
+    num_rounds = args.rounds or _NUM_ROUNDS
+    if args.against_itself:
+        num_rounds = 1
     return Comparison(
         recipe,
         runners,
         options,
-        num_steps=args.steps,
+        num_steps=args.steps or _NUM_STEPS,
         num_rounds=num_rounds,
         speed_only=args.speed_only,
         against_itself=args.against_itself,
@@ -230,6 +235,8 @@ def _preflight(
     args: argparse.Namespace, recipe: Recipe, candidate: Candidate
 ) -> Preflight:
     command = recipe.command(candidate)
+    if args.slurm is not None and not jobs.is_inside_allocation():
+        return preflight(command)
     plan = jobs.planned(args, command, str(Path.cwd()))
     if all(host.local for host in plan.hosts):
         jobs.check_command_here(command)
@@ -258,6 +265,8 @@ class Comparison:
     folder: Path = Path()
     rounded_digests: Path | None = None
     """The digests of that run; None: there is none."""
+    calibration_failure: str = ""
+    """Why that run gave no tolerances; empty: it did, or there was none."""
 
     @property
     def saves_weights(self) -> bool:
@@ -276,6 +285,11 @@ class Comparison:
             *self.recipe.notes,
             f"{first} {num_runs} runs of {self.num_steps} steps:",
         ]
+        if self.calibrates and any(
+            owner.promise.has_tolerance for owner in self._others
+        ):
+            lines[-1] = lines[-1].removesuffix(":")
+            lines[-1] += ", and the reference once more, rounded differently:"
         for contender in self.contenders:
             lines.append(f"{contender.candidate.label}: {self._requirement(contender)}")
             if contender.candidate.flags:
@@ -293,6 +307,8 @@ class Comparison:
             return "all numbers bit-equal"
         if promise.loss is None:
             return promise.reason
+        if self.calibrates:
+            return f"within what --calibrate learns, because {promise.reason}"
         return (
             f"losses within {promise.loss:g} and gradient norms within {promise.norm:g}, because "
             f"{promise.reason}"
@@ -346,11 +362,19 @@ class Comparison:
         return answer.code
 
     def _answer(self) -> outcome.Answer:
-        return outcome.judge(
+        answer = outcome.judge(
             self.contenders,
             speed_only=self.speed_only,
             against_itself=self.against_itself,
         )
+        if self.calibration_failure and answer.code == outcome.EQUAL:
+            return replace(answer, code=outcome.FAILED)
+        return answer
+
+    @property
+    def _others(self) -> list[outcome.Contender]:
+        """All but the reference."""
+        return self.contenders[1:]
 
     def _calibrate(
         self, load: Sequence[str], counter: _Progress, stop: run.Stop
@@ -358,7 +382,7 @@ class Comparison:
         """Train the reference once more, rounded differently, and learn tolerances from it."""
         reference = self.contenders[0]
         tolerant = []
-        for owner in self.contenders[1:]:
+        for owner in self._others:
             if owner.promise.has_tolerance and not owner.failure:
                 tolerant.append(owner)
         if not tolerant:
@@ -386,19 +410,17 @@ class Comparison:
         if not ended.code:
             try:
                 record = run_records.read(record_folder)
+                differences = run_records.deviations(reference.records[0], record)
+                if not tolerances.are_rounding(differences):
+                    reason = "that run skipped a step or lost finite numbers"
             except DataError as error:
                 reason = str(error)
+        if not self.locates:
+            # They are what rounds the run, but only --locate reads them.
+            shutil.rmtree(digests, ignore_errors=True)
         if reason:
             counter.end(reason)
-            for owner in tolerant:
-                owner.notes.append(
-                    f"no tolerance was learned, so the stated one holds: {reason}"
-                )
-            return
-        differences = run_records.deviations(reference.records[0], record)
-        if not tolerances.are_rounding(differences):
-            reason = "the run that was rounded differently skipped a step or lost finite numbers"
-            counter.end(reason)
+            self.calibration_failure = reason
             for owner in tolerant:
                 owner.notes.append(
                     f"no tolerance was learned, so the stated one holds: {reason}"
@@ -427,6 +449,7 @@ class Comparison:
             except DataError as error:
                 contender.located = f"no tensor was located: {error}"
                 continue
+            contender.notes += comparison.notes
             difference = comparison.difference
             if difference is None:
                 contender.located = (

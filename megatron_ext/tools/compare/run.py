@@ -14,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.flags import FLAGS
-from megatron_ext.tracing.digest_files import ROUNDING
+from megatron_ext.tracing.digest_files import OPERATORS, ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
-from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 
 _RECORDING = (DIGESTS, ROUNDING, OPERATORS)
 _POLL_S = 0.5

@@ -19,10 +19,9 @@ from megatron_ext.tools.compare import rounds, run
 from megatron_ext.tools.compare.compare_commands import add_subcommand, launch_words
 from megatron_ext.tools.compare.locate import Comparison, Difference, Origin
 from megatron_ext.tools.compare.operators import OperatorComparison
-from megatron_ext.tools.launch import launch_commands
-from megatron_ext.tracing.digest_files import ROUNDING
+from megatron_ext.tools.launch import launch_commands, slurm
+from megatron_ext.tracing.digest_files import OPERATORS, ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
-from megatron_ext.tracing.operator_files import VARIABLE as OPERATORS
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 from tests.commands import run_package
 from tests.ranks import require_training
@@ -132,6 +131,8 @@ class Launches:
             return run.Ended(self.failing_code, self.failing_reason)
         if "--save" in words:
             Path(words[words.index("--save") + 1]).mkdir()
+        if folder := environment.get(DIGESTS):
+            Path(folder).mkdir(parents=True)
         if folder := environment.get(FOLDER):
             losses = next(
                 (self.losses[word] for word in words if word in self.losses), LOSSES
@@ -510,12 +511,61 @@ def test_a_rounded_run_that_fails_leaves_what_was_measured(
         "--",
         *RECIPE.split(),
     ]
-    assert compare(monkeypatch, *words) == 0
+    assert compare(monkeypatch, *words) == 1
     shown = capsys.readouterr().out
     assert (
         "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
     )
     assert "0.0001 of a loss and 0.001 of a norm, stated for all models" in shown
+
+
+@pytest.mark.parametrize("locates", [True, False])
+def test_digests_of_a_rounded_run_are_kept_for_locate(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, *, locates: bool
+) -> None:
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
+    words += ["--locate"] * locates
+    assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 0
+    assert Path(launches.environments[-1][DIGESTS]).exists() == locates
+
+
+def test_a_failed_candidate_needs_no_tolerance(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launches.failing = "--pipeline-slices"
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
+    assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
+    assert not any(ROUNDING in environment for environment in launches.environments)
+    assert "--calibrate has nothing to learn" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_of_the_run_that_is_rounded_differently(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--dry-run", "--calibrate", "--with", SLICES, "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "saves weights to start from, then trains 4 runs of 20 steps, and the reference "
+        "once more, rounded differently:"
+    ) in lines
+    [requirement] = [line for line in lines if line.startswith("1f1b")]
+    assert "within what --calibrate learns, because flags" in requirement
+
+
+def test_a_batch_job_is_not_submitted_with_a_candidate_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        slurm, "run", lambda *_words, **_settings: pytest.fail("it was submitted")
+    )
+    words = ["--slurm=-N 1", "--with", "zb-z", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 2
+    assert "zb-z" in capsys.readouterr().err
 
 
 def test_bits_need_no_tolerance(

@@ -69,6 +69,8 @@ def test_a_third_folder_gives_the_tolerances(
     [
         (["--folders", "a"], "--folders got 1; name the reference's folder"),
         (["--folders", "a", "b", "--self"], "leave --self out"),
+        (["--folders", "a", "b", "--steps", "9"], "leave --steps out"),
+        (["--folders", "a", "b", "--nproc", "2"], "leave --nproc 2 out"),
         (
             ["--folders", "a", "b", "--", "pretrain_gpt.py"],
             "leave the command after -- out",
@@ -76,6 +78,10 @@ def test_a_third_folder_gives_the_tolerances(
         (
             ["--folders", "a", "b"],
             "a has no digests; run the training with MEGATRON_EXT_DIGESTS=a",
+        ),
+        (
+            ["--folders", "a b", "c"],
+            "run the training with MEGATRON_EXT_DIGESTS='a b'",
         ),
     ],
 )
@@ -91,6 +97,33 @@ def test_a_mistake_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-ext: error: ")
     assert message in line
+
+
+def test_a_third_folder_without_digests_says_how_to_record_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(write(tmp_path / name, step_records())) for name in ("one", "two")]
+    third = tmp_path / "three"
+    assert compare(monkeypatch, "--folders", *folders, str(third)) == 2
+    remedy = f"MEGATRON_EXT_DIGESTS={third} MEGATRON_EXT_DIGESTS_ROUNDING=1"
+    assert f"run the training with {remedy}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_lower_precision_needs_a_learned_tolerance(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+) -> None:
+    """The stated tolerance is for single precision."""
+    headers = Header(0, precision=precision), Header(0, slices=2, precision=precision)
+    folders = []
+    for name, header in zip(("one", "two"), headers, strict=True):
+        folders.append(str(write(tmp_path / name, step_records(), header=header)))
+    assert compare(monkeypatch, "--folders", *folders) == 0
+    hint = "the stated tolerance is for float32, and the runs compute in bfloat16"
+    assert (hint in capsys.readouterr().out) == (precision == "bfloat16")
 
 
 @pytest.mark.slow

@@ -12,6 +12,12 @@ from megatron_ext.errors import DataError
 from megatron_ext.tools.compare.locate import Difference, Origin
 from megatron_ext.tools.compare.operators import first_operator, place_of
 from megatron_ext.tracing import operator_files
+from megatron_ext.tracing.digest_files import (
+    OPERATORS,
+    ROUNDING,
+    VARIABLE,
+    folder_asked_for,
+)
 from megatron_ext.tracing.operator_files import (
     Operator,
     OperatorFile,
@@ -187,7 +193,7 @@ def test_the_whole_layer_is_searched(
 def test_a_place_that_is_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setenv(operator_files.VARIABLE, text)
+    monkeypatch.setenv(OPERATORS, text)
     with pytest.raises(
         DataError, match="write iteration, micro-batch, forward or backward, and module"
     ):
@@ -195,7 +201,7 @@ def test_a_place_that_is_none_is_refused(
 
 
 def test_a_place_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(operator_files.VARIABLE, str(PLACE))
+    monkeypatch.setenv(OPERATORS, str(PLACE))
     assert place_asked_for() == PLACE
 
 
@@ -206,7 +212,7 @@ def test_an_old_torch_is_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str, is_refused: bool
 ) -> None:
     monkeypatch.setattr(operator_files, "version", lambda _name: installed)
-    monkeypatch.setenv(operator_files.VARIABLE, str(PLACE))
+    monkeypatch.setenv(OPERATORS, str(PLACE))
     if is_refused:
         with pytest.raises(
             DataError, match=r"torch 2.10 and later, and torch is 2.9.1\+cpu"
@@ -214,3 +220,17 @@ def test_an_old_torch_is_refused(
             place_asked_for()
     else:
         assert place_asked_for() == PLACE
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [(ROUNDING, "1"), (OPERATORS, str(PLACE))]
+)
+def test_what_needs_digests_is_refused_without_them(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DataError, match=f"{variable} has no effect without {VARIABLE}"):
+        folder_asked_for()
+    monkeypatch.setenv(VARIABLE, "digests")
+    assert folder_asked_for() == Path("digests")
