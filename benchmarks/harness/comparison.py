@@ -117,8 +117,7 @@ def compare(
     return compared
 
 
-ON_HOST = ("system", "T/ideal", "order", "replay %", "ops %", "peak act.", "weights", "gap us",
-           "hop us")  # fmt: skip
+ON_HOST = ("system", "T/ideal", "order", "replay %", "ops %", "peak act.", "weights")
 ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %", "waits",
              "speed", "of orders")  # fmt: skip
 
@@ -141,8 +140,6 @@ def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
         "ops %": f"{'!' * (figures.op_inflation > _NOISY)}{100 * figures.op_inflation:.1f}",
         "peak act.": f"{figures.peak_live:g}",
         "weights": f"{measured.systems[name].weight_copies}x",
-        "gap us": f"{1e6 * figures.gap_s:.0f}",
-        "hop us": f"{1e6 * figures.hop_s:.0f}",
         "waits": f"{figures.waits_per_action:.2f}",
         "speed": figure(speed, ".3f"),
         "of orders": figure(of_orders, ".3f"),

@@ -77,9 +77,20 @@ def test_each_schedule_has_its_formulas() -> None:
     assert set(rows) - {"schedule"} == set(registered())
 
 
-def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
+def test_the_figures_of_pairs_are_what_plan_prints() -> None:
     timelines, _ = compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
-    assert f"```text\n{comparison_table(timelines)}\n```" in SCHEDULES
+    fastest = [timeline.makespan for timeline in timelines[:3]]
+    assert {f"{min(fastest):g}", f"{max(fastest):g}"} <= _figures_beside("are fastest")
+    peaks = {
+        timeline.schedule.name: timeline.peak_activations for timeline in timelines
+    }
+    alone, _ = compare("all", 8, 16, UNIT)
+    peaks_alone = {
+        timeline.schedule.name: timeline.peak_activations for timeline in alone
+    }
+    for name in ("1f1b", "zb-h1", "v-half"):
+        figures = {f"{peaks[name]:g}", f"{peaks_alone[name]:g}"}
+        assert figures <= _figures_beside("instead of 8")
     drawn = svg.draw(
         simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4))
     )
