@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError, HangError, PeerDied
 from tests.ranks import losses, require_training
+from tests.saved_tensors import saved_tensors
 
 pytest.importorskip(
     "nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]"
@@ -287,14 +288,14 @@ class Job:
             path.read_text() for path in sorted(self.folder.glob("rank*.log"))
         )
 
-    def wait_for(self, pattern: str, timeout_s: float = 240) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 600) -> None:
         deadline = time.monotonic() + timeout_s
         while not re.search(pattern, self.text()):
             assert time.monotonic() < deadline, self.text()[-3000:]
             time.sleep(0.02)
 
     def wait(self) -> list[int]:
-        return [process.wait(timeout=240) for process in self.processes]
+        return [process.wait(timeout=600) for process in self.processes]
 
 
 @contextmanager
@@ -336,7 +337,7 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("num_ranks", "schedule"),
     [
@@ -398,7 +399,8 @@ def test_a_killed_rank_costs_a_step_at_most(
         by_step = dict(zip(steps, losses(disturbed.text()), strict=True))
     alone = tmp_path / "alone"
     alone.mkdir()
-    with job(alone, num_ranks, f"{FLAGS}{schedule}") as undisturbed:
+    saved = f"--save {alone}/saved --save-interval 1000 "
+    with job(alone, num_ranks, f"{FLAGS}{saved}{schedule}") as undisturbed:
         assert undisturbed.wait() == [0] * num_ranks, undisturbed.text()[-3000:]
         expected = dict(enumerate(losses(undisturbed.text()), start=1))
     differing = [
@@ -408,3 +410,9 @@ def test_a_killed_rank_costs_a_step_at_most(
     # is the mean of both.
     assert len(differing) <= 1, (by_step, expected)
     assert 9 not in differing
+    weights = saved_tensors(tmp_path / "saved")
+    expected_weights = saved_tensors(alone / "saved")
+    assert weights.keys() == expected_weights.keys()
+    assert not [
+        name for name in weights if not weights[name].equal(expected_weights[name])
+    ]

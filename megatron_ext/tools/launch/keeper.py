@@ -163,6 +163,9 @@ class Keeper:
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
         )
+        # Before the first rank starts: without a handler, a signal would end only this process.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
         command = [sys.executable, "-u", "-m", *args.command]
         folder = Path(args.log_dir) / "kept" / "attempt_0"
         self._ranks = [
@@ -172,8 +175,6 @@ class Keeper:
 
     def run(self) -> Loss | None:
         """Wait for all ranks; return the loss that ended the job, if one did."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
         threads = []
         for rank in self._ranks:
             thread = threading.Thread(

@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.ranks import require_training
 from tests.saved_tensors import saved_tensors
 from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
-
-if TYPE_CHECKING:
-    import psutil
 
 pytest.importorskip(
     "nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]"
@@ -63,6 +60,10 @@ class Job:
         """Return the process that started as this rank."""
         return rank_of(self.launcher.pid, number)
 
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes that the launcher has started."""
+        return psutil.Process(self.launcher.pid).children(recursive=True)
+
     def end(self) -> int:
         """Read the remaining output; return the exit code."""
         assert self.launcher.stdout is not None
@@ -71,7 +72,9 @@ class Job:
 
 
 @contextmanager
-def launched(folder: Path, *options: str, flags: str) -> Iterator[Job]:
+def launched(
+    folder: Path, *options: str, flags: str, script: str = "pretrain_gpt.py"
+) -> Iterator[Job]:
     """Launch a job on this machine whose output shows all ranks."""
     folder.mkdir()
     saved = f"--save {folder}/saved --load {folder}/saved --save-interval 100000"
@@ -89,7 +92,7 @@ def launched(folder: Path, *options: str, flags: str) -> Iterator[Job]:
         "--num-microbatches",
         "4",
         "--",
-        "pretrain_gpt.py",
+        script,
         *flags.split(),
         *saved.split(),
     ]
@@ -166,3 +169,85 @@ def test_a_frozen_rank_is_lost_after_the_hang_time_out(tmp_path: Path) -> None:
         job.until_recovered()
         assert job.end() == 0, job.text[-6000:]
     assert re.findall(r"rank (\d) was lost", job.text) == ["0"]
+
+
+_FAILS_IN_EVERY_ATTEMPT = """
+import os
+import runpy
+
+import torch
+from megatron.training import training
+
+from megatron_ext.config import active
+
+train_step = training.train_step
+attempt_of_last_step = None
+
+
+def failing_train_step(*args, **kwargs):
+    global attempt_of_last_step
+    attempt = active.attempt()
+    is_second = attempt == attempt_of_last_step
+    attempt_of_last_step = attempt
+    if is_second and attempt < {num_restarts} and torch.distributed.get_rank() == attempt % 2:
+        raise RuntimeError(f"failure of attempt {{attempt}}")
+    return train_step(*args, **kwargs)
+
+
+training.train_step = failing_train_step
+runpy.run_path(os.environ["MEGATRON_LM_PATH"] + "/pretrain_gpt.py", run_name="__main__")
+"""
+
+
+_NUM_RESTARTS = 8
+"""One run had 50: threads and descriptors stayed the same, and memory grew by 30 MiB at most."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the process of a rank holds, and how many processes the job has."""
+
+    num_threads: int
+    num_descriptors: int
+    memory_mib: float
+    num_processes: int
+
+
+def _usage_of(job: Job, rank: int) -> Usage:
+    process = job.rank(rank)
+    return Usage(
+        num_threads=process.num_threads(),
+        num_descriptors=process.num_fds(),
+        memory_mib=process.memory_full_info().uss / 2**20,
+        num_processes=len(job.processes()),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_restarts_leave_nothing_behind(tmp_path: Path) -> None:
+    """The ranks fail in turn, so that two processes last for any number of restarts."""
+    if "MEGATRON_LM_PATH" not in os.environ:
+        pytest.skip("the script that fails runs Megatron's own")
+    script = tmp_path / "failing.py"
+    script.write_text(_FAILS_IN_EVERY_ATTEMPT.format(num_restarts=_NUM_RESTARTS))
+    flags = f"{FLAGS} --train-iters {2 * _NUM_RESTARTS + 4} --pipeline-transport shm "
+    flags += "--hang-timeout 200"  # on a busy machine, ranks wait long for each other
+    usages = []
+    with launched(
+        tmp_path / "job", "--keep-going", flags=flags, script=str(script)
+    ) as job:
+        for number in range(1, _NUM_RESTARTS + 1):
+            job.until(f"restart {number} in the same processes")
+            job.until_steps(1)
+            usages.append([_usage_of(job, rank) for rank in range(2)])
+            print(number, *usages[-1])
+        processes = job.processes()
+        assert job.end() == 0, job.text[-6000:]
+    assert not re.search(r"rank \d was lost \(", job.text)
+    for early, late in zip(usages[3], usages[-1], strict=True):
+        assert late.num_threads <= early.num_threads + 5
+        assert late.num_descriptors <= early.num_descriptors + 5
+        assert late.num_processes <= early.num_processes
+        assert late.memory_mib <= early.memory_mib + 40
+    assert not [process for process in processes if process.is_running()]
