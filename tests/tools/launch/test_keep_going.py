@@ -248,6 +248,6 @@ def test_many_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     for early, late in zip(usages[3], usages[-1], strict=True):
         assert late.num_threads <= early.num_threads + 5
         assert late.num_descriptors <= early.num_descriptors + 5
-        assert late.num_processes <= early.num_processes
+        assert late.num_processes <= early.num_processes + 2
         assert late.memory_mib <= early.memory_mib + 40
     assert not [process for process in processes if process.is_running()]
