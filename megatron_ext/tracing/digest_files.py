@@ -3,7 +3,7 @@
 A file is text, one JSON value in each line: first the header, then one line for each training step,
 written when the step is complete:
 
-    {"format":3,"rank":3,"host":"node-1",...}
+    {"format":4,"rank":3,"host":"node-1",...}
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
@@ -34,7 +34,7 @@ differently (`rounding.py`)."""
 OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
 """Environment variable of a training that records digests: the place whose operators to record
 in place of digests (`operator_files.py`)."""
-FORMAT = 3
+FORMAT = 4
 """Increased when a current reader could misunderstand a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 

@@ -325,7 +325,7 @@ class DigestRecorder(Observer):
         written too: a step counts only if all ranks have completed it.
         """
         fingerprints = [record.fingerprint for record in self._records]
-        bits: list[list[int]] = []
+        bits: list[int] = []
         sizes: list[list[float]] = []
         if fingerprints:
             bits = torch.stack(
@@ -335,10 +335,12 @@ class DigestRecorder(Observer):
                 [fingerprint.sizes for fingerprint in fingerprints]
             ).tolist()
         records = []
-        for record, sums, (norm, *projections) in zip(
+        for record, hash_value, (norm, *projections) in zip(
             self._records, bits, sizes, strict=True
         ):
-            records.append(Record(*record[:-1], bits_text(*sums), norm, projections))
+            records.append(
+                Record(*record[:-1], bits_text(hash_value), norm, projections)
+            )
         self._writer.step(number, records)
         self._drop()
 

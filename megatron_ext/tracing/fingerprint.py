@@ -27,7 +27,7 @@ class Fingerprint(NamedTuple):
     """The fingerprint of a tensor, on its device."""
 
     bits: torch.Tensor
-    """`[2]`, int64. Sums of integers, which are the same on every device and for any number of
+    """`[]`, int64. A sum of integers, which is the same on every device and for any number of
     threads."""
     sizes: torch.Tensor
     """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed vectors. The
@@ -36,12 +36,12 @@ class Fingerprint(NamedTuple):
     @property
     def text(self) -> str:
         """The bits as text. Reading them waits for the device."""
-        return bits_text(*self.bits.tolist())
+        return bits_text(int(self.bits))
 
 
-def bits_text(by_row: int, by_column: int) -> str:
-    """Return the two sums of a fingerprint as text."""
-    return f"{by_row % 2**64:016x}{by_column % 2**64:016x}"
+def bits_text(bits: int) -> str:
+    """Return the bits of a fingerprint as text."""
+    return f"{bits % 2**64:016x}"
 
 
 class Fingerprints:
@@ -55,52 +55,30 @@ class Fingerprints:
         """Return the fingerprint of a tensor of any shape and floating-point dtype."""
         with torch.no_grad():
             matrix = _as_matrix(tensor.detach())
-            return Fingerprint(self._bits(matrix), self._sizes(matrix))
+            # A program may train under autocast, which would round the products.
+            with torch.autocast(matrix.device.type, enabled=False):
+                return self._of_matrix(matrix)
 
-    def _bits(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return weighted sums of the sums of rows and of columns, over mixed words.
-
-        Sums of the words themselves would lose what changes all of them alike: changed signs add
-        2 ** 31 to each word, which is 0 for an even number of words. So each word is first mixed in
-        a way that is not linear and depends on its column. The sums wrap around, because wider
-        ones take several times as long.
-        """
+    def _of_matrix(self, matrix: torch.Tensor) -> Fingerprint:
+        """Return the fingerprint of a matrix, of which each block is read from memory once."""
+        device, num_rows = matrix.device, len(matrix)
         words = matrix.view(torch.int32)
-        num_columns = words.shape[1]
-        mixing_factors = self._factors_of(num_columns, words.device).to(torch.int32)
-        block_words = _BLOCK_WORDS.get(words.device.type, _BLOCK_WORDS["other"])
-        sums_of_columns = torch.zeros(
-            num_columns, dtype=torch.int32, device=words.device
-        )
-        sums_of_rows = []
-        for block in words.split(max(1, block_words // num_columns)):
-            mixed = block * mixing_factors
-            mixed ^= mixed >> 16
-            sums_of_columns += mixed.sum(0, dtype=torch.int32)
-            sums_of_rows.append(mixed.sum(1, dtype=torch.int32))
-        hashes = []
-        for sums in (sums_of_columns, torch.cat(sums_of_rows)):
-            factors = self._factors_of(len(sums), words.device)
-            hashes.append((sums.to(torch.int64) * factors).sum())
-        return torch.stack(hashes)
-
-    def _sizes(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the norm and the projections.
-
-        Each projection has weights of its own by row and by column, so that they are independent
-        whether a difference is in one row or column or the same in all of them.
-        """
-        values = matrix.to(torch.float32)
-        num_rows, num_columns = values.shape
-        by_row = self._weights_of("rows", num_rows, values.device)
-        by_column = self._weights_of("columns", num_columns, values.device)
-        sizes = [torch.linalg.vector_norm(values)]
-        # A program may train under autocast, which would round the products. A product of two
-        # matrices could be rounded too, to TF32, so each projection reads the values once.
-        with torch.autocast(values.device.type, enabled=False):
-            for row_weights, column_weights in zip(by_row, by_column, strict=True):
-                sizes.append((row_weights @ values) @ column_weights)
-        return torch.stack(sizes)
+        block_words = _BLOCK_WORDS.get(device.type, _BLOCK_WORDS["other"])
+        block_rows = min(num_rows, max(1, block_words // words.shape[1]))
+        sums = _Sums(words[:block_rows], matrix.shape[1])
+        column_factors = self._factors_of(words.shape[1], device)
+        mixing_factors = column_factors.to(torch.int32)
+        row_terms = self._factors_of(num_rows, device).to(torch.int32)
+        row_weights = self._weights_of("rows", num_rows, device)
+        for first in range(0, num_rows, block_rows):
+            rows = slice(first, first + block_rows)
+            sums.add_words(words[rows], mixing_factors, row_terms[rows])
+            sums.add_values(matrix[rows], row_weights[:, rows])
+        bits = (sums.words.to(torch.int64) * column_factors).sum()
+        column_weights = self._weights_of("columns", matrix.shape[1], device)
+        projections = (sums.values * column_weights).sum(1)
+        norm = torch.linalg.vector_norm(torch.stack(sums.norms))
+        return Fingerprint(bits, torch.cat([norm.reshape(1), projections]))
 
     def _factors_of(self, count: int, device: torch.device) -> torch.Tensor:
         """Return `[count]` odd 64-bit numbers."""
@@ -135,6 +113,51 @@ class Fingerprints:
                 NUM_PROJECTIONS, count
             )
         return self._weights[key]
+
+
+class _Sums:
+    """Sums over the rows of a matrix, block by block."""
+
+    def __init__(self, first_words: torch.Tensor, num_values: int) -> None:
+        self.words = torch.zeros_like(first_words[0])
+        """`[columns]`: of mixed words. They wrap around, because wider sums take several times as
+        long."""
+        self.values = torch.zeros(
+            NUM_PROJECTIONS, num_values, device=first_words.device
+        )
+        """`[NUM_PROJECTIONS, num_values]`: of values with the weights of their rows."""
+        self.norms: list[torch.Tensor] = []
+        """Of blocks."""
+        self._mixed = torch.empty_like(first_words)
+        self._shifted = torch.empty_like(first_words)
+
+    def add_words(
+        self, words: torch.Tensor, factors: torch.Tensor, terms: torch.Tensor
+    ) -> None:
+        """Add the words of a block, mixed with the factors of columns and the terms of rows.
+
+        Sums of the words themselves would lose what changes all of them alike: changed signs add
+        2 ** 31 to each word, which is 0 for an even number of words. So each word is first mixed in
+        a way that is not linear and depends on its place.
+        """
+        # Memory that is used again is in the cache.
+        mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
+        torch.addcmul(terms[:, None], words, factors, out=mixed)
+        torch.bitwise_right_shift(mixed, 16, out=shifted)
+        mixed ^= shifted
+        self.words += mixed.sum(0, dtype=torch.int32)
+
+    def add_values(self, block: torch.Tensor, row_weights: torch.Tensor) -> None:
+        """Add the values of a block.
+
+        Each projection has weights of its own by row and by column, so that they are independent
+        whether a difference is in one row or column or the same in all of them.
+        """
+        values = block.to(torch.float32)
+        self.norms.append(torch.linalg.vector_norm(values))
+        # A product of two matrices could be rounded, to TF32, so each projection reads the values.
+        for sums, weights in zip(self.values, row_weights, strict=True):
+            sums.addmv_(values.t(), weights)
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ A file is text, one JSON value in each line: first the header, then one line for
 the order in which they ran:
 
     {"rank":0,"host":"node-1","tensor":0,"context":0,"action":"2F0","place":"1:0:forward:...",
-     "format":2}
+     "format":3}
     ["aten.mm.default",[[16,32]],"9f...",1.5,[...]]
 
 Reading needs only the standard library.
@@ -23,7 +23,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json
 from megatron_ext.tracing.digest_files import OPERATORS
 
-FORMAT = 2
+FORMAT = 3
 FILE_NAME = "operators-rank-{:05d}.jsonl"
 _FIRST_TORCH = 2, 10
 
