@@ -578,9 +578,11 @@ class DigestRecorder(Observer):
             return  # a fingerprint would count as operators of the module
         name = self._recorded_name(stage, name)
         part = ".".join(filter(None, parts))
-        # Some modules run several times, such as the output layer with multi-token prediction.
-        occurrence = self._occurrences[kind, microbatch, name, part]
-        self._occurrences[kind, microbatch, name, part] += 1
+        # Some modules run several times, such as the output layer with multi-token prediction. Its
+        # embedding is on another stage, which may be of the same rank.
+        place = kind, microbatch, name, part, stage
+        occurrence = self._occurrences[place]
+        self._occurrences[place] += 1
         if occurrence:
             part = f"{part}.n{occurrence}".lstrip(".")
         fingerprint = self._fingerprints.of(tensor)

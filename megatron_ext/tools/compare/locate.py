@@ -302,10 +302,12 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
     ranks: dict[_Key, dict[str, Header]] = defaultdict(dict)
     for file in files:
         for record in file.steps[step]:
-            # Ranks that compute the same tensor, such as both ends of a tied weight, use the same
-            # name.
-            parts[record.key].setdefault(record.part, record)
-            ranks[record.key].setdefault(record.part, file.header)
+            # Stages that hold copies of a module, such as the embedding for multi-token prediction
+            # or both ends of a tied weight, use the same name, whatever ranks have them.
+            earlier = parts[record.key].get(record.part)
+            if earlier is None or record.stage < earlier.stage:
+                parts[record.key][record.part] = record
+                ranks[record.key][record.part] = file.header
     return {key: _Tensor(parts[key], ranks[key]) for key in parts}
 
 

@@ -386,3 +386,14 @@ def test_tolerances_of_another_cut_are_refused(tmp_path: Path) -> None:
     learned_from = write(tmp_path / "rounded", other_parts, header=ROUNDED)
     with pytest.raises(DataError, match="record it with the reference's flags"):
         compare(first, second, learned_from)
+
+
+def test_copies_of_a_module_are_compared_by_their_first_stage(tmp_path: Path) -> None:
+    """A rank of a folded pipeline has both; the embedding of multi-token prediction is one."""
+    first = record("forward", 0, 0, module="embedding", bits="1" * 32)
+    last = record("forward", 0, 3, module="embedding", bits="3" * 32)
+    reference, candidate = tmp_path / "reference", tmp_path / "candidate"
+    write(reference, [first])
+    write(reference, [last], header=Header(1))
+    write(candidate, [last, first])
+    assert locate(reference, candidate) is None
