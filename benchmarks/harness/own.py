@@ -33,7 +33,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     """
     activate_configuration(Active(pipeline.config, pipeline))
     split = runtime.in_force().splits
-    _emulate_split(probe, split)
+    emulate_split(probe, split)
     stages, keywords = set_up(
         pipeline.placement,
         pipeline.num_microbatches,
@@ -57,7 +57,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
     return lambda: forward_backward(**keywords)
 
 
-def _emulate_split(probe: Probe, split: SplitBackward) -> None:
+def emulate_split(probe: Probe, split: SplitBackward) -> None:
     """Sleep for a deferred weight gradient's time where the split computes it, and record it.
 
     The split computes the gradient itself, from the operands that it kept.

@@ -29,7 +29,7 @@ def refusing_long_sequences(
     The tokens may be a slice, which `num_earlier` tokens of the sequence precede.
 
     Raises:
-        ScheduleError: A sequence has more tokens than the model has positions.
+        ScheduleError: A sequence has more tokens than the model has positions, or none.
     """
     # A sequence that is too long would raise an index error in the embedding (on a GPU, a
     # device-side assertion), or no error at all with rotary embeddings.
@@ -45,6 +45,13 @@ def refusing_long_sequences(
         tokens = args[0] if args else kwargs.get("input_ids")
         packed = kwargs.get("packed_seq_params")
         longest = 0
+        if tokens is not None and tokens.shape[-1] == 0:
+            # Megatron's attention fails in a reshape that names neither data nor micro-batch.
+            raise ScheduleError(
+                f"stage {stage}, micro-batch {microbatch} has no tokens, and Megatron's layers "
+                "need some; give it one token with loss_mask 0, or train with "
+                "--pipeline-slice-tokens, which pads such micro-batches in training steps"
+            )
         if tokens is not None:
             longest = num_earlier + tokens.shape[-1] * cp_size
         if packed is not None and packed.max_seqlen_q is not None:

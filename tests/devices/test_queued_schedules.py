@@ -19,6 +19,15 @@ from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked
 from megatron_ext.upstream.signatures import parameters
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
+from tests.features.slices.length_training import Job
+from tests.features.slices.length_training import train as train_lengths
+from tests.features.slices.test_length_training import (
+    DYNAMIC,
+    STEPS,
+    T,
+    assert_same_bits,
+    by_step,
+)
 from tests.features.slices.test_sliced_compute import BALANCED, FULL
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
@@ -248,6 +257,26 @@ def test_the_host_never_waits_in_a_step_of_a_table(way: str) -> None:
 @pytest.mark.parametrize("connections", [1, 8])
 def test_the_host_never_waits_in_a_step_of_slices(connections: int) -> None:
     _check_waits("--pipeline-slices 4 --pipeline-transport shm ", connections)
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_the_host_never_waits_in_a_step_of_slices_by_length(connections: int) -> None:
+    flags = "--pipeline-slice-tokens 4 --pipeline-transport shm "
+    _check_waits(flags, connections)
+
+
+@pytest.mark.parametrize("connections", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_slices_by_length_keep_the_bits(connections: int) -> None:
+    """Steps with other lengths each, some of which are empty."""
+    job = Job(
+        by_step(*STEPS[:3]),
+        schedule="zb-v",
+        pp=2,
+        settings={"slice_tokens": T, **DYNAMIC},
+    )
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    ranks = run_ranks(2, train_lengths, job, device="musa", env=env)
+    assert_same_bits(ranks, run_ranks(2, train_lengths, job))
 
 
 def _check_waits(more_flags: str, connections: int) -> None:

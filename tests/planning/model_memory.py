@@ -213,7 +213,7 @@ def measure(argv: list[str]) -> Rank:
         set_up_model = set_up(*args, **kwargs)
         captured["set_up"], captured["counter"] = (
             set_up_model,
-            _Counting(torch.nn.ModuleList(set_up_model[0])),
+            Counting(torch.nn.ModuleList(set_up_model[0])),
         )
         required().observers.append(captured["counter"])
         return set_up_model
@@ -245,7 +245,7 @@ def measure(argv: list[str]) -> Rank:
     )
 
 
-class _Counting(Observer):
+class Counting(Observer):
     """Counts, after each action, the memory that the rank keeps."""
 
     def __init__(self, model: torch.nn.Module) -> None:

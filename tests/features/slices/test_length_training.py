@@ -1,0 +1,187 @@
+"""Slices by length under several steps, evaluation, tensor parallelism and replicas: in bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.pipeline_config import DynamicOrder
+from tests.features.slices.length_training import Job, Trained, train
+from tests.ranks import RanksFailed, run_ranks
+
+T = 8
+BY_LENGTH: dict[str, Any] = {"slice_tokens": T}
+DYNAMIC: dict[str, Any] = {"dynamic": DynamicOrder(), "transport": "shm"}
+LENGTHS = (8, 1, 31, 9, 64, 2, 17, 8)
+FEW = (1, 1, 2, 1, 3, 1, 0, 8)
+"""Of a second replica, most of whose slices are empty."""
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+STEPS = (
+    # Empty ones, one token, T, T + 1, and primes.
+    (0, 1, 8, 9, 13, 61, 0, 7),
+    # One slice each.
+    (8, 8, 8, 8, 8, 8, 8, 8),
+    # One sample of all tokens.
+    (64, 0, 0, 0, 0, 0, 0, 0),
+    (1, 1, 1, 1, 1, 1, 1, 0),
+    # No token at all.
+    (0, 0, 0, 0, 0, 0, 0, 0),
+    (3, 64, 2, 64, 1, 7, 5, 53),
+)
+EVEN = ((2, 8, 32, 10, 64, 6, 18, 8), (64, 2, 2, 2, 2, 2, 0, 2))
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_aux_loss_coeff": 0.3,
+    "moe_router_load_balancing_type": "aux_loss",
+    "add_bias_linear": False,
+}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def by_step(*steps: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+    """Return the lengths of one replica's steps."""
+    return [[lengths] for lengths in steps]
+
+
+def assert_same_bits(ranks: list[Trained], expected: list[Trained]) -> None:
+    """Compare weights, gradients, reports and log-probabilities of all ranks."""
+    for kind in ("weights", "gradients"):
+        tensors, expected_tensors = {}, {}
+        for rank in ranks:
+            tensors |= getattr(rank, kind)
+        for rank in expected:
+            expected_tensors |= getattr(rank, kind)
+        assert tensors.keys() == expected_tensors.keys()
+        for name, tensor in tensors.items():
+            assert tensor.equal(expected_tensors[name]), (kind, name)
+    # Data-parallel replicas and tensor-parallel ranks report one after the other.
+    reporting = [rank for rank in ranks if rank.reports]
+    expected_reporting = [rank for rank in expected if rank.reports]
+    for rank, expected_rank in zip(reporting, expected_reporting, strict=True):
+        assert rank.reports == expected_rank.reports
+        for output, expected_output in zip(
+            rank.log_probabilities, expected_rank.log_probabilities, strict=True
+        ):
+            assert output.equal(expected_output)
+
+
+def check(job: Job, **changes: Any) -> None:
+    """Compare the job on one stage with the same job on more of them."""
+    settings = {**job.settings, **changes.pop("settings", {})}
+    pipelined = replace(job, settings=settings, **changes)
+    expected = run_ranks(job.num_ranks, train, job)
+    assert_same_bits(run_ranks(pipelined.num_ranks, train, pipelined), expected)
+
+
+@pytest.mark.short_s(8)
+@pytest.mark.parametrize(
+    ("schedule", "settings"),
+    [
+        ("zb-h1", {"transport": "shm"}),
+        slow("zb-v", {"transport": "torch"}),
+        slow("zb-v", DYNAMIC),
+        slow("1f1b", {"dynamic": DynamicOrder()}),
+        slow("interleaved", {}),
+        slow("gpipe", DYNAMIC),
+    ],
+)
+def test_each_step_has_other_lengths(schedule: str, settings: dict[str, Any]) -> None:
+    check(
+        Job(by_step(*STEPS), settings=BY_LENGTH),
+        schedule=schedule,
+        pp=2,
+        settings=settings,
+    )
+
+
+@pytest.mark.short_s(8)
+def test_evaluation_and_log_probabilities_between_steps() -> None:
+    steps = by_step(LENGTHS, (1, 7, 9, 13, 61, 2, 3, 5))
+    check(
+        Job(steps, settings=BY_LENGTH, evaluates=True),
+        schedule="zb-v",
+        pp=2,
+        settings=DYNAMIC,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "schedule", "settings"),
+    [
+        pytest.param(
+            Job(by_step(*EVEN), tp=2, model={"sequence_parallel": True}),
+            "zb-h1",
+            {},
+            id="sequence parallel",
+        ),
+        pytest.param(
+            Job(by_step(LENGTHS), tp=2), "zb-v", {"transport": "shm"}, id="tp"
+        ),
+        pytest.param(Job(by_step(LENGTHS), rows=2), "zb-v", {}, id="two rows"),
+        pytest.param(Job(by_step(LENGTHS), model=FULL), "zb-v", DYNAMIC, id="full"),
+        pytest.param(
+            Job([[LENGTHS, FEW]], is_packed=True), "zb-v", {}, id="two replicas"
+        ),
+        pytest.param(
+            Job([[LENGTHS, FEW]], model=EXPERTS), "zb-h1", DYNAMIC, id="experts"
+        ),
+        pytest.param(
+            Job([[((8, 23), 1, (1, 2, 61)), (2, (1, 1), 0)]], is_packed=True),
+            "zb-v",
+            DYNAMIC,
+            id="packed",
+        ),
+    ],
+)
+def test_models_and_replicas(job: Job, schedule: str, settings: dict[str, Any]) -> None:
+    job = replace(job, settings=BY_LENGTH)
+    check(job, schedule=schedule, pp=2, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mtp", [{}, {"mtp_num_layers": 1}])
+def test_a_weight_of_both_ends_gets_the_same_sum_from_all_tables(
+    mtp: dict[str, Any],
+) -> None:
+    """One stage would add up the two gradients in another order."""
+    job = Job([[LENGTHS, FEW]], pp=2, settings=BY_LENGTH, model=mtp, is_tied=True)
+    check(job, schedule="zb-h1", settings={"transport": "shm"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([[LENGTHS, FEW]], id="uneven"),
+        pytest.param([[(8,), (0,), (64,), (0,)]], id="more replicas than samples"),
+    ],
+)
+def test_replicas_share_out_samples(steps: list[list[tuple[int, ...]]]) -> None:
+    """What a sample adds does not depend on its replica; sums are in another order."""
+    settings = {**BY_LENGTH, "balance": "pack"}
+    packed = Job(steps, settings=settings)
+    apart = Job(steps, settings=BY_LENGTH)
+    ranks = run_ranks(packed.num_ranks, train, packed)
+    expected = run_ranks(apart.num_ranks, train, apart)
+    for name, gradient in ranks[0].gradients.items():
+        worst = (gradient - expected[0].gradients[name]).abs().max()
+        assert worst < 2e-6 * gradient.abs().max(), name
+    reports, expected_reports = [], []
+    for rank, expected_rank in zip(ranks, expected, strict=True):
+        reports += rank.reports
+        expected_reports += expected_rank.reports
+    assert sorted(reports) == sorted(expected_reports)
+
+
+def test_evaluation_names_a_micro_batch_without_tokens() -> None:
+    job = Job(by_step((8, 0, 3)), settings=BY_LENGTH, evaluates=True)
+    with pytest.raises(RanksFailed, match=r"micro-batch 1 has no tokens.*loss_mask 0"):
+        run_ranks(1, train, job)
