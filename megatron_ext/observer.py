@@ -36,8 +36,8 @@ class Observer(TransportObserver):
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        Every other step ends with the optimizer. Only Megatron's optimizers report that: with
-        another one, this is called at the next evaluation or step.
+        Every other step ends with the optimizer. Only Megatron's optimizers report that; with
+        any other optimizer, this is called at the next evaluation or step.
         """
 
     def begin_collective(self, name: str) -> None:

@@ -98,7 +98,7 @@ class Sharing:
         self.name = name.value.decode()
 
     def why_unreachable(self, name: str) -> str | None:
-        """Return why this device cannot read the memory of the named one, or None if it can."""
+        """Return the reason this device cannot read the named device's memory, or None."""
         index = ctypes.c_int()
         try:
             self._call("DeviceGetByPCIBusId", ctypes.byref(index), name.encode())

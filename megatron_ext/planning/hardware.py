@@ -109,7 +109,7 @@ class DeviceKind:
     """The source of each number."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the operations per second of a precision from the data sheet.
+        """Return the data sheet's peak operations per second for a precision.
 
         Raises:
             ArgumentsError: The device does not support it.

@@ -56,7 +56,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
     tied = _tied_weights(chunks)
-    # Ignore NaN, which is unequal to itself: a diverged training has it in both copies.
+    # Ignore NaN, which is unequal to itself: a diverged run has NaNs in both copies.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
         return None
     first, last = tied

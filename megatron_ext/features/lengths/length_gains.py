@@ -53,9 +53,9 @@ class Sizes(NamedTuple):
 
 
 class LengthGains(NamedTuple):
-    """Step times of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
+    """Step times of one schedule, as means over the global batches.
 
-    All of them are means over the global batches.
+    Their unit is the forward time of an average micro-batch through 1/pp of the model.
     """
 
     schedule: str

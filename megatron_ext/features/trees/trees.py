@@ -501,7 +501,10 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return a tree's header, if needed, and bytes; also the tensors that get a gradient."""
+        """Return the tree's serialized bytes and the tensors that require gradients.
+
+        The bytes include the tree's header, if the receiver lacks it.
+        """
         subject = self._subject(channel.stage, microbatch)
         tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
         leaves = zip(tensors, form.leaves, strict=True)

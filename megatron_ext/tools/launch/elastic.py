@@ -69,7 +69,7 @@ def stopped_ranks() -> list[dict[str, int]]:
     """Return the ranks of this process that SIGSTOP or a debugger has stopped."""
     stopped = []
     for process in Process().children():
-        # It has ended in the meantime, or is not a rank
+        # It has already exited, or is not a rank
         with suppress(Error, KeyError, ValueError):
             if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
                 variables = process.environ()

@@ -153,7 +153,7 @@ def marked(run_id: str, node: int) -> set[Process]:
     for process in psutil.process_iter():
         with suppress(
             psutil.Error
-        ):  # it has ended in the meantime, or belongs to another user
+        ):  # it has already exited, or belongs to another user
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)
