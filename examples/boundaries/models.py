@@ -1,4 +1,4 @@
-"""Five models whose stages hand on more, or something else, than one tensor [s, b, h]."""
+"""Five models whose stages send more than one tensor [s, b, h], or something else."""
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs

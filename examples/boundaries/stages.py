@@ -1,7 +1,7 @@
 """Common to the models here: a cut into stages, layers of megatron.core, fixed weights.
 
-A stage is a plain module. Megatron gives it what the stage before handed on by `set_input_tensor`,
-and hands on what its `forward` returns. Weights follow from their names, so that a model is the
+A stage is a plain module. Megatron gives it the output of the stage before by `set_input_tensor`,
+and sends what its `forward` returns. Weights follow from their names, so that a model is the
 same however it is cut.
 """
 
@@ -67,7 +67,7 @@ class Stage(torch.nn.Module):
         }
 
     def set_input_tensor(self, tensors):
-        """Take what the stage before handed on; Megatron calls it."""
+        """Take the output of the stage before; Megatron calls it."""
         self.received = tensors[0]
 
     def tokens(self, sample, kind="text"):

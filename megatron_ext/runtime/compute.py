@@ -347,8 +347,8 @@ class StageCompute:
                     and tuple(tensor.shape) != shape
                 ):
                     raise ScheduleError(
-                        f"stage {stage}, micro-batch {microbatch}: hands on {list(tensor.shape)}, "
-                        f"and the step was called for {list(shape)}; if lengths differ between "
+                        f"stage {stage}, micro-batch {microbatch}: output {list(tensor.shape)}, "
+                        f"but the step expects {list(shape)}; if lengths differ between "
                         "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
                         "model's configuration)"
                     )

@@ -88,7 +88,7 @@ def test_both_roles_end_where_there_is_no_checkpoint(
 
 
 def declaring(argv: list[str]) -> str:
-    """Train as one rank of a model whose stages hand on trees."""
+    """Train as one rank of a model whose stages send trees."""
     from megatron.core.models.gpt import GPTModel
 
     from megatron_ext import routes

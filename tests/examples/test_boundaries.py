@@ -1,4 +1,4 @@
-"""Models whose stages hand on trees and routes: the gradients of one stage, bit for bit."""
+"""Models whose stages send trees and routes: the gradients of one stage, bit for bit."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_reports_are_in_the_order_of_micro_batches_whatever_ran_first() -> None:
 
 
 class _View(toy.Stage):
-    """A stage that hands on a view."""
+    """A stage that returns a view."""
 
     def forward(self, data: torch.Tensor | None) -> torch.Tensor:
         return super().forward(data).mT.mT

@@ -291,7 +291,9 @@ def test_a_sequence_beyond_the_model_ends_the_step_on_every_rank(
 def test_lengths_that_vary_unannounced_end_the_step_on_every_rank(
     transport: str,
 ) -> None:
-    says = "stage 0, micro-batch 1: hands on [3, 1, 4], and the step was called for [4, 1, 4]; if "
+    says = (
+        "stage 0, micro-batch 1: output [3, 1, 4], but the step expects [4, 1, 4]; if "
+    )
     _ends_with(says, "1f1b", transport, [4, 3, 4], False)
 
 

@@ -88,6 +88,6 @@ def _check_settings(pipeline: Pipeline) -> None:
         )
     if pipeline.config.cuts_sequences:
         raise ScheduleError(
-            "slices are for models that hand on one tensor, not for trees and routes; leave the "
+            "slices are for models that send one tensor, not for trees or routes; leave the "
             "slices out"
         )

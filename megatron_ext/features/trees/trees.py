@@ -140,7 +140,7 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
 
 def _unsupported(subject: str, kind: type) -> ScheduleError:
     return ScheduleError(
-        f"{subject} holds a {kind.__name__}; hand on a tensor, None, or a tuple, list or dict of "
+        f"{subject} holds a {kind.__name__}; return a tensor, None, or a tuple, list or dict of "
         f"them, whose keys are text"
     )
 
@@ -514,7 +514,7 @@ class TreeCompute(StageCompute):
 
     @staticmethod
     def _subject(stage: int, microbatch: int) -> str:
-        return f"what stage {stage} hands on for micro-batch {microbatch}"
+        return f"the output of stage {stage} for micro-batch {microbatch}"
 
 
 def agree_trees(

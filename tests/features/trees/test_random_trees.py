@@ -110,7 +110,7 @@ def _check(
         ):
             if weight.grad is None and gradient is None:
                 continue
-            # What is handed on and not used gets a gradient of zeros.
+            # An output that nobody uses gets a gradient of zeros.
             zeros = torch.zeros(weight.shape)
             found, wanted = (
                 zeros if g is None else g.cpu() for g in (weight.grad, gradient)

@@ -115,7 +115,7 @@ def _break(mistake: str) -> None:
             "another tree",
             "for micro-batch 1 is [float32 2x3, float32 2x3], but was [float32 2x3] in an earlier",
         ),
-        ("a set", "what stage 0 hands on for micro-batch 1 holds a set; hand on"),
+        ("a set", "the output of stage 0 for micro-batch 1 holds a set; return"),
     ],
 )
 def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
