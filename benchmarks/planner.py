@@ -573,30 +573,37 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
     """Print errors of time and memory by source and model; `plain` are the rows without flags."""
-    off = []
-    for row, _, error, memory in rows:
-        if row["source"] == "SimuMax":
-            off.append(((row["model"],), (error, memory)))
-    lines: list[tuple[str, ...]] = [
-        ("SimuMax", model, str(len(time)), *summary(time), *summary(memory))
-        for model, (time, memory) in grouped(off)
+    simumax = [
+        (error, memory) for row, _, error, memory in rows if row["source"] == "SimuMax"
     ]
-    print(markdown(("source", "model", "rows", "time, mean %", "worst %", "memory, mean %",
-                    "worst %"), lines) + "\n")  # fmt: skip
+    time, memory = (
+        [error for error in some if error is not None]
+        for some in zip(*simumax, strict=True)
+    )
+    head: tuple[str, ...] = (
+        "SimuMax, rows",
+        "time, mean %",
+        "worst %",
+        "memory, mean %",
+        "worst %",
+    )
+    print(markdown(head, [(str(len(time)), *summary(time), *summary(memory))]) + "\n")
     others_off = []
     for (row, _, error, _), (_, _, bare, _) in zip(rows, plain, strict=True):
         if row["source"] == "Megatron-Bridge":
-            errors: tuple[float | None, ...] = (error, None, bare)
-            if not row["fitted"]:
-                errors = (None, error, bare)
-            others_off.append(((row["model"],), errors))
+            unfitted = None if row["fitted"] else error
+            others_off.append(((row["model"],), (unfitted, bare)))
     lines = [
-        (model, str(len(fitted)), *summary(fitted), str(len(unfitted)), *summary(unfitted),
-         *summary(bare))
-        for model, (fitted, unfitted, bare) in grouped(others_off)
-    ]  # fmt: skip
-    head = ("Megatron-Bridge", "fitted to, rows", "mean %", "worst %", "others, rows", "mean %",
-            "worst %", "all without flags, mean %", "worst %")  # fmt: skip
+        (model, str(len(others)), *summary(others), summary(bare)[0])
+        for model, (others, bare) in grouped(others_off)
+    ]
+    head = (
+        "Megatron-Bridge",
+        "rows not fitted",
+        "mean %",
+        "worst %",
+        "without flags, mean %",
+    )
     print(markdown(head, lines))
 
 
@@ -604,7 +611,9 @@ def main(words: Sequence[str] = ()) -> None:
     """Print the tables of docs/results-planning.md."""
     parser = options(__doc__, figures=True)
     parser.add_argument(
-        "--layouts", action="store_true", help="also layouts made by hand"
+        "--layouts",
+        action="store_true",
+        help="also layouts made by hand, the worst of each model",
     )
     parser.add_argument(
         "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",
@@ -635,8 +644,12 @@ def main(words: Sequence[str] = ()) -> None:
         for row, plan, error, memory_error in rows
     ])  # fmt: skip
     if args.layouts:
+        found = by_hand()
         layouts = []
-        for model, count, layout, hand_share, planned_share in by_hand():
+        for model in dict.fromkeys(row[0] for row in found):
+            own = [row for row in found if row[0] == model]
+            worst = max(own, key=lambda row: row[3] / row[4])
+            _, count, layout, hand_share, planned_share = worst
             text = layout.replace("|", "\\|")
             layouts.append(
                 (
@@ -647,7 +660,13 @@ def main(words: Sequence[str] = ()) -> None:
                     f"{planned_share:.3f}",
                 )
             )
-        columns = ("model", "ranks", "by hand", "busiest rank, mean 1", "ours")
+        columns = (
+            "model",
+            "ranks",
+            "furthest from ours",
+            "busiest rank, mean 1",
+            "ours",
+        )
         print("\n" + markdown(columns, layouts))
     if args.ranks:
         comparisons = places(args.ranks)

@@ -52,7 +52,7 @@ _TENSOR = "--tensor-model-parallel-size 4 --sequence-parallel"
 FEATURES = {
     "tensor and sequence parallelism": _TENSOR,
     "context parallelism": "--context-parallel-size 2",
-    "expert parallelism, DeepEP or HybridEP": _FLEX,
+    "expert parallelism (DeepEP, HybridEP)": _FLEX,
     "`--moe-router-enable-expert-bias`": f"{_EXPERTS} --moe-router-enable-expert-bias",
     "`--moe-shared-expert-overlap`":
         f"{_EXPERTS} --moe-shared-expert-intermediate-size 1024 --moe-shared-expert-overlap",
@@ -127,16 +127,18 @@ _SCOPES = {
 
 
 def features() -> str:
-    """Return, in Markdown, which features go with which schedules."""
+    """Return, in Markdown, which features go with which schedules.
+
+    Features that all schedules treat alike are listed; the table has the others, with one
+    column for schedules that treat them alike.
+    """
 
     def look(flags: str, config: PipelineConfig) -> Preflight:
         return preflight(shlex.split(SIZES + flags), config, world_size=64)
 
     plain = {name: look("", config) for name, config in SCHEDULES.items()}
-    lines = [
-        f"| feature | {' | '.join(SCHEDULES)} |",
-        "|---" * (len(SCHEDULES) + 1) + "|",
-    ]
+    alike: dict[str, list[str]] = {"yes": [], "dropped": [], "**no**": []}
+    rows: dict[str, list[str]] = {}
     for feature, flags in FEATURES.items():
         cells = []
         for name, config in SCHEDULES.items():
@@ -149,7 +151,23 @@ def features() -> str:
                 else "in part" if set(found.notices) - set(usual.notices)
                 else "yes"
             )  # fmt: skip
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
+        if len(set(cells)) == 1 and cells[0] in alike:
+            alike[cells[0]].append(feature)
+        else:
+            rows[feature] = cells
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name, column in zip(SCHEDULES, zip(*rows.values(), strict=True), strict=True):
+        columns.setdefault(column, []).append(name)
+    lines = [
+        f"- **yes** under all: {', '.join(alike['yes'])}",
+        f"- **dropped** by all: {', '.join(alike['dropped'])}",
+        f"- **no** under all: {', '.join(alike['**no**'])}",
+        "",
+        f"| feature | {' | '.join(', '.join(names) for names in columns.values())} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for row in zip(rows, *columns, strict=True):
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
