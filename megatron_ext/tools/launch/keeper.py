@@ -81,6 +81,16 @@ class Rank:
                 losses.note_step()
         self._log.close()
 
+    def end_children(self) -> None:
+        """End processes that a lost rank has started, such as writers of a checkpoint.
+
+        NVRx's monitor runs in another session and survives, because it reports the loss.
+        """
+        # SIGTERM, which Python's resource trackers ignore: they remove semaphores and shared memory
+        # once the other processes have ended.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+
 
 _OUTPUT = threading.Lock()
 
@@ -202,6 +212,7 @@ class Keeper:
             code = rank.process.poll()
             if code and not rank.is_lost:
                 rank.is_lost = True
+                rank.end_children()
                 is_early = not self._ranks_met.exists()
                 self._losses.add(Loss(rank.rank, code, time.time(), is_early=is_early))
 

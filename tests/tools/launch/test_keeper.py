@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_ext.tools.launch import runs
@@ -23,12 +25,16 @@ ROOT = Path(__file__).parents[3]
 
 # No rank needs torch: each only ends as its rank says, and prints a line about a step afterwards.
 RANKS = """\
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 rank = int(os.environ["RANK"])
 assert os.environ["MEGATRON_EXT_HOSTED_STORES"] == "1"
 ending = sys.argv[1 + rank]
 if "dies early" not in sys.argv:
     pathlib.Path(os.environ["MEGATRON_EXT_RANKS_MET"]).touch()
+if ending == "killed with a child":
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    ending = "killed"
 if ending in ("killed", "dies early"):
     os.kill(os.getpid(), signal.SIGKILL)
 if ending == "deaf":
@@ -82,6 +88,15 @@ def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
         loss_in_words(loss),
     )
     assert not (folder / "failure.json").exists()
+
+
+def test_children_of_a_lost_rank_end_with_it(tmp_path: Path) -> None:
+    done, _ = keep(tmp_path, 1, "goes on", "killed with a child")
+    assert done.returncode == 0, done.stderr
+    child_id = int((tmp_path / "child").read_text())
+    with suppress(psutil.NoSuchProcess):
+        # The first process of a container may not wait for orphans.
+        assert psutil.Process(child_id).status() == psutil.STATUS_ZOMBIE
 
 
 def test_more_losses_than_reserves_end_the_job_with_the_first_cause(
