@@ -308,7 +308,7 @@ def left_out() -> str:
 
 
 def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
-    """Return the figures by size and wire as the tables of docs/transport.md."""
+    """Return the latencies as the table of docs/transport.md, and the bandwidths below it."""
     units = [
         f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size
     ]
@@ -328,9 +328,9 @@ def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
                 bandwidths[-1][column] = f"{bytes_per_s / 1e9:.2f}"
     return (
         "<!-- transport: begin -->\n"
-        f"{markdown(['latency in us (times as fast as gloo)', *units], latencies)}\n\n"
-        f"{markdown(['bandwidth in GB/s, one message after the other', *units], bandwidths)}\n"
-        "<!-- transport: end -->"
+        f"{markdown(['latency in us (times as fast as gloo)', *units], latencies)}\n"
+        "<!-- transport: end -->\n\n"
+        f"{markdown(['bandwidth in GB/s, one message after the other', *units], bandwidths)}"
     )
 
 
