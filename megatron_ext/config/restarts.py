@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_ext.config.refusals import Preflight, Refusal
+
+_NEEDED = (
+    ("wrap", "Wrapper"),
+    ("finalize", "ThreadedFinalize"),
+    ("health_check", "CudaHealthCheck"),
+)
+"""Modules of NVRx and their classes that `megatron_ext/patches/inprocess_restart.py` changes."""
 
 
 def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
@@ -47,6 +55,14 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
             "pip install 'megatron-ext[resilience]', or leave it out",
         )
         answer.refusals.append(refusal)
+    elif in_job and (missing_name := _missing_name()):
+        refusal = Refusal(
+            "inprocess_restart",
+            f"--inprocess-restart: the installed nvidia-resiliency-ext has no {missing_name}, "
+            "which ends waits for our messages",
+            "pip install 'megatron-ext[resilience]', or leave it out",
+        )
+        answer.refusals.append(refusal)
     if getattr(args, "load", None) is None:
         answer.notices.append(
             "--inprocess-restart without --load: after the loss of a rank, training begins with "
@@ -57,3 +73,16 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
             "--inprocess-restart: with a rank all others of its host are given up; add "
             "--inprocess-granularity rank to keep them"
         )
+
+
+def _missing_name() -> str:
+    """Return the first class of NVRx that a patch needs and that is missing; empty if none is."""
+    for module, name in _NEEDED:
+        full_name = f"nvidia_resiliency_ext.inprocess.{module}"
+        try:
+            is_there = hasattr(import_module(full_name), name)
+        except ImportError:
+            is_there = False
+        if not is_there:
+            return f"{full_name}.{name}"
+    return ""

@@ -22,7 +22,11 @@ _MEGATRON = "megatron.training.inprocess_restart"
 PATCHES = PatchTable(feature="inprocess_restart")
 
 
-@PATCHES.row("inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__")
+# Rows of NVRx are not required: a release without these names may be installed for something else.
+# `megatron_ext/config/restarts.py` refuses the flag then.
+@PATCHES.row(
+    "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
+)
 def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """NVRx cannot end waits for our messages, and ranks would name their transports differently."""
     from megatron_ext.training.survival import with_our_part
@@ -122,6 +126,7 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
     f"{_NVRX}.finalize:ThreadedFinalize.__call__",
     kind="replace",
     when=on_cpu,
+    required=False,
 )
 def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """NVRx selects the CUDA device in the thread that resets Megatron; the host has none."""
@@ -145,6 +150,7 @@ def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     f"{_NVRX}.health_check:CudaHealthCheck.__call__",
     kind="replace",
     when=on_cpu,
+    required=False,
 )
 def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """NVRx synchronises a CUDA device to see whether it works; the host has none."""
@@ -168,6 +174,7 @@ def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> N
     "inprocess_restart.half_written",
     "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager:"
     "LocalCheckpointManager._ensure_dir",
+    required=False,
 )
 def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """NVRx refuses to save a local checkpoint beside the unfinished one of a killed rank."""

@@ -11,6 +11,7 @@ import pytest
 from megatron_ext import Disaggregation, PipelineConfig, preflight
 from megatron_ext.config import restarts
 from megatron_ext.config.refusals import Preflight
+from tests.commands import run_python
 
 SIZES = {
     "pipeline_model_parallel_size": 4,
@@ -88,6 +89,38 @@ def test_a_process_without_the_library_refuses(monkeypatch: pytest.MonkeyPatch) 
         answer, Namespace(**RESTART), in_job=False
     )  # the job runs elsewhere
     assert answer.refusals == []
+
+
+INCOMPLETE = """\
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+for name in ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess"):
+    module = ModuleType(name)
+    module.__spec__, module.__path__ = ModuleSpec(name, None), []
+    sys.modules[name] = module
+"""
+"""NVRx without the modules that restarts need, as an installation for other purposes may be."""
+
+
+def test_an_incomplete_library_is_refused_only_if_restarts_are_wanted() -> None:
+    code = f"""{INCOMPLETE}
+import megatron.core, megatron_ext
+from argparse import Namespace
+from megatron_ext.config import restarts
+from megatron_ext.config.refusals import Preflight
+from tests.commands import run_python
+from megatron_ext.patches.registry import REGISTRY
+megatron_ext.activate()
+REGISTRY.raise_mismatches()
+answer = Preflight(transport_only="shm")
+restarts.check_restart(answer, Namespace(**{RESTART!r}), in_job=True)
+print(answer.refusals[0])
+"""
+    done = run_python("-c", code)
+    assert "has no nvidia_resiliency_ext.inprocess.wrap.Wrapper" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_ranks_with_roles_are_not_replaced() -> None:
