@@ -23,7 +23,7 @@
             shared memory and over TCP. Beside it, the time of a restart of the whole job with
             `--max-restarts 1`. Counted are the steps that were repeated, and the runs whose final
             weights differ from those of one undisturbed run over shared memory in any bit. Every
-            recovery is also printed when it ends. Takes seven minutes on an idle machine. Needs
+            recovery is also printed when it ends. Takes an hour on two busy cores. Needs
             nvidia-resiliency-ext.
 """
 
