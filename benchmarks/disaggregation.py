@@ -350,7 +350,7 @@ def main() -> None:
     print(
         f"<!-- step: begin -->\n{_NUM_MICROBATCHES} micro-batches. Forwards of a stage, "
         f"{1e3 * _FORWARD_S:g} ms each; the median of {steps} steps; {machine()}. Time and devices "
-        "are relative to 1F1B on as many stages.\n\n"
+        "are relative to 1F1B with the same stages.\n\n"
         f"{steps_as_markdown(rows)}\n<!-- step: end -->",
         flush=True,
     )

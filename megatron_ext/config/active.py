@@ -295,7 +295,7 @@ class Closing(Protocol):
 
 
 class Aborting(Closing, Protocol):
-    """State that is closed together with the configuration; another thread can end its waits."""
+    """State that is closed with the configuration; another thread can interrupt its waits."""
 
     def abort(self, reason: str) -> None:
         """End the waits for other ranks, here and at the peers."""

@@ -343,7 +343,7 @@ def rules_of(
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
-    """Return a flag as the user chose it, with its value if there are several, for `reworded`."""
+    """Return a flag as the user wrote it, with its value if it takes several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
     values = {
@@ -588,7 +588,7 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
 def why_not_split(config: Any) -> str | None:
     """Return why this `TransformerConfig` cannot split backwards, and the remedy, or None.
 
-    This is in addition to what `RULES` reject under every schedule.
+    `RULES` apply under every schedule; these apply in addition.
     """
     if config.enable_autocast:
         return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"

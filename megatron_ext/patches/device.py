@@ -22,8 +22,8 @@ def arm() -> Device:
         DeviceError: The requested device is unknown or cannot run here.
     """
     # This runs just before `megatron.core` first executes, because its `tensor_parallel/random.py`
-    # copies names of `torch.cuda` at import. If it runs later, the registry's sweep by identity
-    # repairs the copies.
+    # copies names of `torch.cuda` at import. If it runs later, the registry finds the
+    # copies by their identity and repairs them.
     device = devices.current()
     for variable, (value, _reason) in device.environment.items():
         if variable not in os.environ:  # keep the values that the user has set

@@ -297,7 +297,7 @@ def rebind(
     *,
     in_classes: bool = False,
 ) -> list[Copy]:
-    """Replace objects by others wherever a loaded module binds them to any name.
+    """Replace objects with others wherever a loaded module binds them to a name.
 
     Args:
         pairs: `(old, new)`; old objects are functions, methods or classes.

@@ -189,7 +189,7 @@ def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """After training, Megatron does not log how much time was idle or out of the table's order."""
+    """Megatron does not log after training how much time ranks idled or left the table's order."""
     from megatron_ext.runtime.runtime import log_statistics
 
     try:

@@ -77,7 +77,7 @@ def _stage_loads(moment: _Moment) -> list[StageLoad]:
 
 
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
-    """Return the distinct loads of a rank after each action of its row."""
+    """Return the distinct loads that a rank reaches after the actions of its row."""
     moments = set()
     loads = [0] * 2 * len(position_of)
     for stage, kind, *_ in row:

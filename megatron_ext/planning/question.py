@@ -30,7 +30,7 @@ FIXABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question to the planner: a model, its devices and the batch."""
+    """A planner query: a model, its devices and the batch."""
 
     model: ModelSizes
     device: DeviceKind

@@ -136,8 +136,8 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
 
     # No device index, because a state fits every device of the same type.
     device_type = torch.device(devices.current().torch_device().type)
-    # Recomputation needs no handling here: upstream restores torch's states itself, and never
-    # restores those of `random` and `numpy`, not even in its own schedules. Megatron's own pair of
+    # Recomputation needs no handling here: upstream restores torch's states itself, but never
+    # those of `random` and `numpy`, even in its own schedules. This uses Megatron's own pair of
     # functions, which knows the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:

@@ -59,7 +59,7 @@ def subscribe(configuration: Active) -> None:
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
-        # NVRx restarts ranks that wait for a stuck one in their processes, and ends only that one.
+        # NVRx ends only the stuck rank, and restarts the ranks that wait for it in their processes.
         restarts_in_process = active.attempt() is not None
         session.watchdog = Watchdog(
             lambda: session.state, timeout_s, ends_process=not restarts_in_process

@@ -68,7 +68,7 @@ class Address:
 def choose_wire(
     rank: int, address: Address, peer: int, peer_address: Address
 ) -> tuple[str, str]:
-    """Choose the wire between this process, `rank`, and a peer: shm, tcp or rdma, with the reason.
+    """Choose the wire between this process (`rank`) and a peer: shm, tcp or rdma, with the reason.
 
     `address` belongs to this process. Both sides reach the same decision.
 

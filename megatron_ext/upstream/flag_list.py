@@ -186,8 +186,8 @@ class _Converters:
         text = ast.unparse(self._functions.get(name, converter))
         member = re.search(r"\b([A-Z]\w+)\[\w+\]", text)
         if member is not None and self._classes is not None:
-            # The choices are an enumeration's member names, and words that the function compares
-            # with.
+            # The choices are an enumeration's member names, or the words that the function compares
+            # the value with.
             words = re.findall(r"[\"'](\w+)[\"']", text)
             return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
         # Also for bool, which upstream applies to the word: every non-empty word is true

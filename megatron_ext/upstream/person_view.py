@@ -47,8 +47,8 @@ _TORCHRUNS_ERRORS = ("ChildFailedError", "SignalException")
 class PersonView:
     """The short form of one training's log, line by line.
 
-    Lines of several processes may be mixed, but each line is complete; `source` separates their
-    tracebacks if it is known.
+    Lines from several processes may be interleaved, but each line is complete; `source`
+    separates their tracebacks if it is known.
     """
 
     failed: bool = False

@@ -17,8 +17,8 @@ _HEAD = """\
 With the package armed and none of its flags given, Megatron-LM must behave as without it. Its own
 unit tests, at the pinned tag and unmodified, say so: `bash tests/upstream/run.sh` runs those that
 can run on CPU ranks with gloo, from the tree that `MEGATRON_LM_PATH` names. Each file runs in
-processes of its own under a time limit. Any difference from the counts below is a failure. With the
-tree of a later release only a test that fails is one: its files hold other numbers of tests.
+processes of its own under a time limit. Any difference from the counts below is a failure. With a
+later release's tree, only failing tests count, because its files hold different numbers of tests.
 
 A test is *left out* where its file runs and it cannot pass; files that hold no test which could
 are *excluded*. Tests are counted with their parameters. Of excluded files the test functions are

@@ -354,13 +354,13 @@ class RouteStore:
         for name in declared.publishes:
             if name not in self._published:
                 raise ScheduleError(
-                    f"{self._where(name)}: declared, but not published; publish it in every "
+                    f"{self._where(name)}: declared but not published; publish it in every "
                     f"forward, None where there is no tensor"
                 )
         for name in declared.takes:
             if name not in self._taken:
                 raise ScheduleError(
-                    f"{self._where(name)}: declared, but never taken; take it in every forward"
+                    f"{self._where(name)}: declared but never taken; take it in every forward"
                 )
 
     def forget(self, batch: Batch, names: Iterable[str]) -> None:

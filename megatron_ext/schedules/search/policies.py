@@ -262,7 +262,7 @@ class Hint(Policy):
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action, and its partner unless it follows its input."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The chosen action's change was already taken, so it counts as 0 here.
+        # The chosen action's change has already been applied, so it counts as 0 here.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 

@@ -179,7 +179,7 @@ class Schedule:
 
     @cached_property
     def num_slices(self) -> int:
-        """Largest number of slices of a micro-batch; 1: all micro-batches are whole."""
+        """Maximum number of slices per micro-batch; 1 if no micro-batch is cut."""
         return max(map(len, self.slice_sizes), default=len(self.slices))
 
     def num_slices_of(self, microbatch: int) -> int:

@@ -90,14 +90,14 @@ def _break(mistake: str) -> None:
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        ("never taken", "stage 1, micro-batch 1, route 'x': declared, but never taken"),
+        ("never taken", "stage 1, micro-batch 1, route 'x': declared but never taken"),
         (
             "undeclared",
             "stage 1, micro-batch 1, route 'y': not declared; call routes.declare",
         ),
         (
             "not published",
-            "stage 0, micro-batch 1, route 'x': declared, but not published",
+            "stage 0, micro-batch 1, route 'x': declared but not published",
         ),
         (
             "published twice",
