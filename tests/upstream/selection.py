@@ -194,6 +194,7 @@ SUITES = (
         "transformer/moe/test_routers.py",
         ranks=1,
         passed=25,
+        timeout_s=600,  # products in bfloat16, which torch 2.14 computes slowly on a CPU
         skipped=4,
         left_out=(
             LeftOut("ranks", 14, ("Test(GroupLimited|AuxLossFreeTop2)Router::.*",)),
