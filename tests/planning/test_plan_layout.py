@@ -46,7 +46,14 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
         ("llama3", "70b", "64xh100", 128, "tp=4,cp=1"),
         ("mixtral", None, "64xh100", 256, "tp=1,cp=1"),
         ("deepseek-v2", None, "128xh200", 1024, "tp=1,cp=1,micro_batch=1"),
-        ("deepseek-v3", None, "256xh200", 1024, "tp=2,cp=1,micro_batch=1"),
+        pytest.param(
+            "deepseek-v3",
+            None,
+            "256xh200",
+            1024,
+            "tp=2,cp=1,micro_batch=1",
+            marks=pytest.mark.slow,
+        ),
         (
             "deepseek-v3",
             None,
