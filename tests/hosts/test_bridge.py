@@ -278,7 +278,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
         assert (
             "save with checkpoint.dist_ckpt_optim_fully_reshardable to change" in line
         )
-        assert "load the weights alone with checkpoint.load_optim False" in line
+        assert "load the weights alone with checkpoint.load_optim=False" in line
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {"train.global_batch_size": 7},
             {"schedule": "bitpipe"},
             "",
-            "use train.global_batch_size 6 or 8",
+            "use train.global_batch_size=6 or 8",
         ),
         (
             {"model.pipeline_model_parallel_size": 1},
             {"schedule": "zb-v"},
             "",
-            "schedule zb-v needs a pipeline",
+            "schedule=zb-v needs a pipeline",
         ),
         (
             DECENTRALIZED,
