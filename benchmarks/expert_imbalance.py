@@ -352,12 +352,12 @@ def loads_of(
     for _ in range(table.num_stages):
         stage = []
         for _ in range(layers_per_stage):
-            kept = [draws.gauss(0, sigma) for _ in range(num_experts)]
+            logarithms_of_step = [draws.gauss(0, sigma) for _ in range(num_experts)]
             layer = []
             for _ in range(table.num_microbatches):
                 logarithms = [
                     persistence * log + (1 - persistence) * draws.gauss(0, sigma)
-                    for log in kept
+                    for log in logarithms_of_step
                 ]
                 times = list(map(math.exp, logarithms))
                 layer.append([time / statistics.fmean(times) for time in times])
@@ -387,7 +387,7 @@ def sigma_for(table: Schedule, num_experts: int, imbalance: float) -> float:
 
 def busiest(table: Schedule, loads: Loads) -> float:
     """Return the work of the busiest rank over the mean of its pipeline rank's group."""
-    most = 1.0
+    highest_ratio = 1.0
     for stages in table.placement.stages_of:
         num_experts = len(loads[0][0][0])
         work = [0.0] * num_experts
@@ -398,8 +398,9 @@ def busiest(table: Schedule, loads: Loads) -> float:
                         total + 1 + time
                         for total, time in zip(work, times, strict=True)
                     ]
-        most = max(most, max(work) / statistics.fmean(work))
-    return most
+        ratio = max(work) / statistics.fmean(work)
+        highest_ratio = max(highest_ratio, ratio)
+    return highest_ratio
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -437,9 +438,9 @@ def systems(numbers_waiting: Sequence[int]) -> list[_System]:
         for number in numbers_waiting:
             name = f"{schedule}, pairs, {number} waiting"
             rows.append(_System(name, schedule, waiting=number))
-        most = max(numbers_waiting)
-        name = f"{schedule}, pairs, {most} waiting, never overlapped"
-        rows.append(_System(name, schedule, waiting=most, fills=False))
+        max_waiting = max(numbers_waiting)
+        name = f"{schedule}, pairs, {max_waiting} waiting, never overlapped"
+        rows.append(_System(name, schedule, waiting=max_waiting, fills=False))
     return rows
 
 

@@ -354,12 +354,13 @@ def _disturbed(
     return run
 
 
-def _differ(folder: Path, other: Path) -> bool:
+def _differ(folder: Path, reference_folder: Path) -> bool:
     """Return whether the last checkpoints of two runs differ in any bit of a tensor."""
-    tensors, others = saved_tensors(folder), saved_tensors(other)
-    if tensors.keys() != others.keys():
+    tensors = saved_tensors(folder)
+    references = saved_tensors(reference_folder)
+    if tensors.keys() != references.keys():
         return True
-    return not all(tensor.equal(others[name]) for name, tensor in tensors.items())
+    return not all(tensor.equal(references[name]) for name, tensor in tensors.items())
 
 
 def _undisturbed(directory: Path, num_kills: int) -> Path:
@@ -387,10 +388,10 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
             back_after_s += run.back_after_s
             num_repeated += run.num_steps - _num_steps(kills_in_a_run)
             num_other_ends += _differ(run.folder, expected)
-        whole = directory / f"{wire}-whole"
-        whole.mkdir()
+        restart_folder = directory / f"{wire}-whole"
+        restart_folder.mkdir()
         parts = one_restart(
-            whole, f"{_KEPT}--train-iters 8 --pipeline-transport {wire}"
+            restart_folder, f"{_KEPT}--train-iters 8 --pipeline-transport {wire}"
         )
         rows += [
             (

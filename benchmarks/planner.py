@@ -644,11 +644,11 @@ def main(words: Sequence[str] = ()) -> None:
         for row, plan, error, memory_error in rows
     ])  # fmt: skip
     if args.layouts:
-        found = by_hand()
+        layouts_by_hand = by_hand()
         layouts = []
-        for model in dict.fromkeys(row[0] for row in found):
-            own = [row for row in found if row[0] == model]
-            worst = max(own, key=lambda row: row[3] / row[4])
+        for model in dict.fromkeys(row[0] for row in layouts_by_hand):
+            of_model = [row for row in layouts_by_hand if row[0] == model]
+            worst = max(of_model, key=lambda row: row[3] / row[4])
             _, count, layout, hand_share, planned_share = worst
             text = layout.replace("|", "\\|")
             layouts.append(

@@ -183,10 +183,11 @@ def simulated(draws: Sequence[Sequence[int]]) -> None:
         name: systems[f"{name}, bins of the longest"] for name in ("1f1b", "zb-h1")
     }
     for slice_tokens in (LONGEST // 8, LONGEST // 16):
-        ours = systems[f"zb-h1, T = {slice_tokens}"]
+        sliced = systems[f"zb-h1, T = {slice_tokens}"]
         for name, figures in packed.items():
             gain = fmean(
-                whole.step / cut.step for whole, cut in zip(figures, ours, strict=True)
+                packed_draw.step / sliced_draw.step
+                for packed_draw, sliced_draw in zip(figures, sliced, strict=True)
             )
             print(
                 f"zb-h1 with T = {slice_tokens} takes 1/{gain:.2f} of the time of packed {name}"

@@ -93,14 +93,15 @@ def _append(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _buffer(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    layer, kept = torch.nn.Identity(), KeptState()
+    layer = torch.nn.Identity()
+    state = KeptState()
     bounds = [0, *accumulate(map(len, parts))]
     reads = []
     for number, part in enumerate(parts):
         value = part[..., :0]  # keys are enough
-        with kept.of(0, 0, number, bounds, backward=False):
-            assert kept.running is not None
-            key, _ = kept.running.with_earlier(layer, part, value)
+        with state.of(0, 0, number, bounds, backward=False):
+            assert state.running is not None
+            key, _ = state.running.with_earlier(layer, part, value)
         reads.append(key)
     return reads
 
