@@ -59,7 +59,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
         refusal = Refusal(
             "inprocess_restart",
             f"--inprocess-restart: the installed nvidia-resiliency-ext has no {missing_name}, "
-            "which ends waits for our messages",
+            "without which ranks would wait for a lost one",
             "pip install 'megatron-ext[resilience]', or leave it out",
         )
         answer.refusals.append(refusal)
@@ -80,9 +80,9 @@ def _missing_name() -> str:
     for module, name in _NEEDED:
         full_name = f"nvidia_resiliency_ext.inprocess.{module}"
         try:
-            is_there = hasattr(import_module(full_name), name)
+            has_class = hasattr(import_module(full_name), name)
         except ImportError:
-            is_there = False
-        if not is_there:
+            has_class = False
+        if not has_class:
             return f"{full_name}.{name}"
     return ""
