@@ -286,7 +286,7 @@ class Comparison:
             f"{first} {num_runs} runs of {self.num_steps} steps:",
         ]
         if self.calibrates and any(
-            owner.promise.has_tolerance for owner in self._others
+            owner.promise.has_tolerance for owner in self._candidates
         ):
             lines[-1] = lines[-1].removesuffix(":")
             lines[-1] += ", and the reference once more, rounded differently:"
@@ -372,7 +372,7 @@ class Comparison:
         return answer
 
     @property
-    def _others(self) -> list[outcome.Contender]:
+    def _candidates(self) -> list[outcome.Contender]:
         """All but the reference."""
         return self.contenders[1:]
 
@@ -382,7 +382,7 @@ class Comparison:
         """Train the reference once more, rounded differently, and learn tolerances from it."""
         reference = self.contenders[0]
         tolerant = []
-        for owner in self._others:
+        for owner in self._candidates:
             if owner.promise.has_tolerance and not owner.failure:
                 tolerant.append(owner)
         if not tolerant:
