@@ -1,8 +1,16 @@
-"""Transformer Engine's own layers, on a machine without a GPU: what `split` relies on.
+r"""Transformer Engine's Python layers on a machine without a GPU: what `split` relies on.
 
-Their kernels need a GPU, their Python does not: it builds the layers on the CPU, and its autograd
-functions and `backward_dw` run with torch's products and norm in place of the kernels.
-docs/devices.md says how to build the library on such a machine; without it these tests are skipped.
+Only their kernels need a GPU. The layers are built on the CPU, and their autograd functions and
+`backward_dw` run with torch's matrix products and norm instead of the kernels. Without the library,
+these tests are skipped. To build its torch extension without a GPU (half an hour on two cores),
+install `nvcc`, the cuDNN wheel and the wheels of the other two parts, then run this in the unpacked
+source:
+
+    export NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=2
+    CPATH=$CUDA_HOME/include python setup.py build_ext -i
+
+Copy `transformer_engine_torch*.so` to `site-packages`, and add the `lib` folders of torch and of
+the `nvidia` wheels to `LD_LIBRARY_PATH`.
 """
 
 from __future__ import annotations
