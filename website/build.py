@@ -1,7 +1,7 @@
 """Builds the documentation as a site: python website/build.py, into build/website/site.
 
-Pages keep their places, so that links which work in the repository work on the site. What a page
-links to and is no page is copied; what is not there stays a broken link, which ends the build.
+Pages keep their paths, so links that work in the repository also work on the site. Other files that
+a page links to are copied. A link to a missing file stays broken, which ends the build.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RANKS = (2, 4, 8)
 MICROBATCHES_PER_RANK = (1, 2, 4)
 LATENCIES = (0.0, 0.25)
 SCHEMES = {"default": "light", "slate": "dark"}
-"""The names of light and dark in the theme of the site."""
+"""The color schemes of the site, and the themes of the pictures that match them."""
 
 
 def gather(target: Path) -> None:
-    """Write everything that the generator of the site reads, into a new folder."""
+    """Write all input files of the site generator to a new folder."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(REPOSITORY / "website/pages", target)
     pages = sorted(path for pattern in PAGES for path in REPOSITORY.glob(pattern))
@@ -57,9 +57,9 @@ def gather(target: Path) -> None:
 
 
 def _with_linked(pages: list[Path]) -> list[Path]:
-    """Return pages, and the files of the repository that they link to, pages among them again."""
+    """Return the pages and all files of the repository that they link to, recursively."""
     found = list(pages)
-    for page in found:  # which grows
+    for page in found:  # The loop below appends to this list.
         if page.suffix != ".md":
             continue
         for target in re.findall(r"\]\(([^)#:\s]+)", page.read_text(encoding="utf-8")):
@@ -70,7 +70,7 @@ def _with_linked(pages: list[Path]) -> list[Path]:
 
 
 def _with_titles(page: Path) -> str:
-    """Return a page whose links to other pages read as their titles instead of their files."""
+    """Return a page in which links to other pages show titles instead of file names."""
 
     def titled(link: re.Match[str]) -> str:
         path = page.parent / link[1]
@@ -84,7 +84,7 @@ def _with_titles(page: Path) -> str:
 
 
 def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
-    """Return what `megatron-ext plan` says for a grid of sizes, and a picture of each schedule."""
+    """Return the output of `megatron-ext plan` for a grid of sizes, and a picture per schedule."""
     data: list[dict[str, object]] = []
     pictures = {}
     for pp, factor, latency in itertools.product(

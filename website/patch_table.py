@@ -1,4 +1,4 @@
-"""docs/reference/patches.md: the patches on Megatron, which depend on the code alone."""
+"""Prints docs/reference/patches.md: the patches on Megatron, which depend only on the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAD = """# Every patch on Megatron
 <!-- Generated: python website/patch_table.py > docs/reference/patches.md -->
 
 [How Megatron is patched](../patching.md) explains the columns. `megatron-ext patches list` prints
-the same for the installed release, with `--all` also the names of torch that a device redirects.
+this table for the installed release. `--all` adds the torch functions that a device redirects.
 
 """
 

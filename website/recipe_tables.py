@@ -1,4 +1,4 @@
-"""Prints the table of docs/recipes.md, or with `refused` docs/reference/refused.md."""
+"""Prints the table of docs/recipes.md or, with `refused`, the page docs/reference/refused.md."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_ext.errors import reworded
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
-HEAD = """# Settings that schedules refuse or drop
+HEAD = """# Settings that schedules reject or drop
 
 <!-- Generated: python website/recipe_tables.py refused > docs/reference/refused.md -->
 
-Every rule that a job is checked by before it starts. To apply them to your flags on any machine:
-`megatron-ext doctor --devices 64xh100 -- pretrain_gpt.py FLAGS`. [recipes.md](../recipes.md) has
-the table of features by schedule. A job runs without the settings that are dropped, and one line
-of the log says so.
+This page lists the rules that every job is checked against before it starts. To check your flags on
+any machine, run `megatron-ext doctor --devices 64xh100 -- pretrain_gpt.py FLAGS`.
+[recipes.md](../recipes.md) has a table of features by schedule. If a setting is dropped, the job
+runs without it and logs this in one line.
 """
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
@@ -43,7 +43,7 @@ SIZES = (
     "--pipeline-model-parallel-size 4 --use-distributed-optimizer --hidden-dropout 0 "
     "--attention-dropout 0 --disable-bias-linear "
 )
-"""Flags that all schedules accept on 64 GPUs, to which those of `FEATURES` are added."""
+"""Flags that all schedules accept on 64 GPUs. The flags of each feature are added to them."""
 _EXPERTS = "--num-experts 64 --moe-token-dispatcher-type alltoall"
 _FLEX = (
     "--num-experts 64 --moe-token-dispatcher-type flex --expert-model-parallel-size 4"
@@ -83,7 +83,7 @@ FEATURES = {
     "`--use-transformer-engine-op-fuser` with experts":
         f"{_EXPERTS} --use-transformer-engine-op-fuser",
     "virtual stages": "--num-layers-per-virtual-pipeline-stage 2",
-    "a layout of another number of stages":
+    "a layout with a different number of stages":
         f"--pipeline-model-parallel-layout Et*4|{'t*4|' * 14}L --num-layers 60",
     "layers of the first and last stage":
         "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 6",
@@ -96,41 +96,41 @@ FEATURES = {
     "`--rampup-batch-size`": "--rampup-batch-size 64 64 1000",
     "`--step-batch-size-schedule`": "--step-batch-size-schedule '0:64 1B:128'",
 }  # fmt: skip
-"""Features of recipes, as flags."""
+"""The flags of each feature of recipes."""
 _SCOPES = {
-    "schedule": "Refused by all our schedules and disaggregation",
-    "unfused": "Refused by schedules that split backwards",
-    "folded": "Refused by V and W placements",
-    "placed": "Refused by V and W placements, in programs that build their model",
-    "chunks": "Refused by our schedules with several stages on each rank",
-    "twins": "Refused by two mirrored pipelines",
-    "pairs": "Refused by our schedules with `--overlap-moe-expert-parallel-comm`",
-    "waiting_weights": "Refused with `--pipeline-waiting-weights`",
-    "slices": "Refused by `--pipeline-slices`",
-    "chosen": "Refused by `--use-dpp`",
-    "crossed": "Refused by `--use-dpp` on mirrored pipelines",
-    "lengths": "Refused by `--variable-seq-lengths`",
-    "balance": "Refused by `--pipeline-balance`",
-    "roles": "Refused by disaggregation",
-    "stock_lengths": "Refused by `--variable-seq-lengths` under Megatron's own schedules",
-    "microbatch_rng": "Refused by `--microbatch-rng` under Megatron's own schedules",
-    "transport": "Refused by our transports under Megatron's own schedules",
-    "dropped": "Dropped by all our schedules and disaggregation",
-    "dropped_by_split": "Dropped where backwards are split",
-    "whole": "Dropped where backwards are split, but not by `--use-dpp`, which leaves them whole",
-    "dropped_by_line": "Dropped where each rank has one stage",
-    "unpaired": "Settings beside which `--overlap-moe-expert-parallel-comm` is dropped",
-    "dropped_by_slices": "Dropped by `--pipeline-slices`",
-    "dropped_by_roles": "Dropped by disaggregation",
+    "schedule": "Rejected by all schedules and disaggregation",
+    "unfused": "Rejected by schedules that split backwards",
+    "folded": "Rejected by V and W placements",
+    "placed": "Rejected by V and W placements, in programs that build their model",
+    "chunks": "Rejected by schedules with several stages per rank",
+    "twins": "Rejected by mirrored pipelines",
+    "pairs": "Rejected with `--overlap-moe-expert-parallel-comm`",
+    "waiting_weights": "Rejected with `--pipeline-waiting-weights`",
+    "slices": "Rejected with `--pipeline-slices`",
+    "chosen": "Rejected with `--use-dpp`",
+    "crossed": "Rejected with `--use-dpp` on mirrored pipelines",
+    "lengths": "Rejected with `--variable-seq-lengths`",
+    "balance": "Rejected with `--pipeline-balance`",
+    "roles": "Rejected with disaggregation",
+    "stock_lengths": "Rejected with `--variable-seq-lengths` under Megatron's own schedules",
+    "microbatch_rng": "Rejected with `--microbatch-rng` under Megatron's own schedules",
+    "transport": "Rejected with a transport of this package under Megatron's own schedules",
+    "dropped": "Dropped by all schedules and disaggregation",
+    "dropped_by_split": "Dropped by schedules that split backwards",
+    "whole": "Dropped by schedules that split backwards, but kept with `--use-dpp`",
+    "dropped_by_line": "Dropped by schedules with one stage per rank",
+    "unpaired": "Settings that disable `--overlap-moe-expert-parallel-comm`",
+    "dropped_by_slices": "Dropped with `--pipeline-slices`",
+    "dropped_by_roles": "Dropped with disaggregation",
 }
-"""What each group of rules does, as a heading."""
+"""The heading of each group of rules."""
 
 
 def features() -> str:
-    """Return, in Markdown, which features go with which schedules.
+    """Return, in Markdown, which features work with which schedules.
 
-    Features that all schedules treat alike are listed; the table has the others, with one
-    column for schedules that treat them alike.
+    A list names the features that all schedules treat alike. A table has all other features, with
+    one column for all schedules that treat them alike.
     """
 
     def look(flags: str, config: PipelineConfig) -> Preflight:
@@ -147,7 +147,7 @@ def features() -> str:
             cells.append(
                 "**no**" if not found.accepted
                 else "dropped" if " is dropped: " in changes
-                else "cut anew" if " stages of " in changes
+                else "split again" if " stages of " in changes
                 else "in part" if set(found.notices) - set(usual.notices)
                 else "yes"
             )  # fmt: skip
@@ -177,7 +177,7 @@ def refused() -> str:
     for group in sorted(RULES, key=list(_SCOPES).index):
         lines += [
             f"\n## {_SCOPES[group]}\n",
-            "| setting | why not | instead |",
+            "| setting | reason | remedy |",
             "|---|---|---|",
         ]
         for rule in RULES[group]:

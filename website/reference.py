@@ -1,4 +1,4 @@
-"""The page of all commands and flags, with defaults, from their help texts."""
+"""Generates the page of all commands and flags, with defaults, from their help texts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron_ext.config.flags import add_arguments
 
 HEAD = """# Commands and flags
 
-Made from the help texts of this version; `-` means no default.
+This page is generated from the help texts of this version. `-` means that there is no default.
 
 ## Training
 
-Beside all flags of Megatron's, after the script: `megatron-ext launch -- pretrain_gpt.py FLAGS`.
-Programs without a command line take them from `MEGATRON_EXT_FLAGS` ([more](docs/configure.md)).
+Pass these flags after the script, in addition to Megatron's flags:
+`megatron-ext launch -- pretrain_gpt.py FLAGS`. Programs without a command line read them from
+`MEGATRON_EXT_FLAGS` ([more](docs/configure.md)).
 """
 
 
@@ -40,7 +41,7 @@ def page() -> str:
 def _commands(
     parser: argparse.ArgumentParser,
 ) -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """Return the parsers of a parser's commands by name, each with its line of help."""
+    """Return the subcommands of a parser: for each name, its parser and its line of help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             lines = {one.dest: str(one.help) for one in action._choices_actions}
@@ -85,5 +86,5 @@ def _sentence(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return plain text as Markdown within a table."""
+    """Escape plain text for a Markdown table."""
     return re.sub(r"[|*<]", lambda found: f"&#{ord(found[0])};", text)

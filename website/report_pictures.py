@@ -3,7 +3,7 @@
     python website/report_pictures.py [--only-report DIR]        # about a minute, needs Chromium
 
 It trains the tiny Llama 3 of the quick start on four ranks with --use-dpp and --trace, writes the
-report and captures the top of the page in the light and the dark theme.
+report, and captures the top of the page in the light and in the dark theme.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.tools.trace import browser  # noqa: E402
 
 
 def main() -> None:
-    """Train, report, photograph."""
+    """Train, write the report and take screenshots of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--only-report", type=Path, metavar="DIR", help="of a run that is there"
+        "--only-report", type=Path, metavar="DIR", help="use the traces in DIR"
     )
     args = parser.parse_args()
     if not any(map(shutil.which, browser.NAMES)):

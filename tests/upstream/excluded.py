@@ -5,30 +5,30 @@ from __future__ import annotations
 from tests.upstream.table import Excluded
 
 REASONS: dict[str, str] = {
-    "te": "expects Transformer Engine: its layers, its specs or fp8, which have no CPU build",
+    "te": "expects Transformer Engine's layers, specs or fp8, which have no CPU build",
     "triton": "calls or imports Triton or CUDA kernels",
     "cuda_graphs": "captures CUDA graphs, or needs the random generators of captured graphs",
-    "cuda_device": "asserts that a tensor is on a device of type cuda, apart from the host's",
-    "cuda_memory": "compares what CUDA's allocator counts; on the host that is the whole process",
-    "adam": "fills in the state of TE's Adam, which keeps no step for each parameter",
-    "generator": "needs a generator of the device apart from the host's; here both are one",
-    "nccl": "tests an allocator of NCCL",
+    "cuda_device": "asserts that a tensor is on a CUDA device and not on the host",
+    "cuda_memory": "compares counts of CUDA's allocator, which cover all of a process on the host",
+    "adam": "sets the state of TE's Adam, which does not store a step per parameter",
+    "generator": "needs separate random generators for the device and the host",
+    "nccl": "tests an NCCL allocator",
     "fsdp": "needs CUDA devices with an index (`cuda:0`) for FSDP's device mesh",
     "grouped_gemm": "needs the package grouped_gemm, which is CUDA code",
-    "package": "needs an optional package that our development environment does not have "
+    "package": "needs an optional package that the development environment does not have "
     "(nvidia-resiliency-ext, emerging-optimizers, ModelOpt, Apex, nltk, httpx, ...)",
     "download": "reads data or tokenizers that upstream's CI downloads",
-    "gloo": "gathers tensors of unequal sizes, which gloo does not",
-    "gloo_race": "opens several groups under one name at the same time, which gloo mixes up",
-    "rank_order": "contradicts an assertion of upstream's own, on any device",
+    "gloo": "gathers tensors of unequal sizes, which gloo does not support",
+    "gloo_race": "opens several groups with the same name at the same time, which gloo mixes up",
+    "rank_order": "contradicts an assertion in upstream's code on any device",
     "torch": "relies on internals of an older torch",
-    "bitwise": "expects equal bits of sums that the host forms in another order than a GPU",
-    "order": "needs the process groups that another file of the same session leaves behind",
-    "ranks": "needs more ranks than the rest of its file is worth running on",
-    "cost": "takes too long, or too much memory, on a CPU",
-    "other": "tests no part of the library that this package touches",
+    "bitwise": "expects bitwise equal sums, but the host sums in a different order than a GPU",
+    "order": "needs process groups that another file of the same session has created",
+    "ranks": "needs more ranks than the other tests of its file",
+    "cost": "takes too much time or memory on a CPU",
+    "other": "tests code that this package does not affect",
     "untried": "has not been tried yet",
-    "empty": "holds no test",
+    "empty": "contains no test",
 }
 
 

@@ -14,15 +14,16 @@ _HEAD = """\
 
 <!-- Generated: python -m tests.upstream.runner --markdown > docs/reference/upstream-tests.md -->
 
-With the package armed and none of its flags given, Megatron-LM must behave as without it. Its own
-unit tests, at the pinned tag and unmodified, say so: `bash tests/upstream/run.sh` runs those that
-can run on CPU ranks with gloo, from the tree that `MEGATRON_LM_PATH` names. Each file runs in
-processes of its own under a time limit. Any difference from the counts below is a failure. With a
-later release's tree, only failing tests count, because its files hold different numbers of tests.
+If the package is imported without any of its flags, Megatron-LM must behave as without the package.
+Megatron-LM's unmodified unit tests check this at the pinned tag. `bash tests/upstream/run.sh` runs
+the tests that can run on CPU ranks with gloo, from the tree that `MEGATRON_LM_PATH` names. Each
+file runs in separate processes under a time limit. Any difference from these counts is a failure.
+With the tree of a later release, only failing tests are failures, because its files contain
+different numbers of tests.
 
-A test is *left out* where its file runs and it cannot pass; files that hold no test which could
-are *excluded*. Tests are counted with their parameters. Of excluded files the test functions are
-counted, since most of them cannot be imported.
+A test is *left out* if its file runs but the test cannot pass. A file is *excluded* if none of its
+tests can pass. Tests are counted with their parameters. For excluded files, test functions are
+counted instead, because most of these files cannot be imported.
 """
 
 

@@ -1,4 +1,4 @@
-// Draws what `megatron-ext plan` says for the chosen sizes: bubble against activations.
+// Plots bubble against activations of each schedule, as `megatron-ext plan` computes them for the chosen sizes.
 document$.subscribe(async () => {
   const root = document.getElementById("explorer");
   if (!root) return;
@@ -52,7 +52,7 @@ document$.subscribe(async () => {
       const group = element("g", { tabindex: 0, class: plan.weight_copies > 1 ? "copies" : "" });
       group.dataset.title = title(plan);
       const [left, base] = [x(plan.bubble_ratio), y(plan.peak_activations)];
-      let line = base + 4; // names of neighbours stand below each other
+      let line = base + 4; // stack the names of neighbouring points
       const end = left + 20 + 7 * title(plan).length;
       while (taken.some(([l, r, b]) => l < end && left < r && Math.abs(b - line) < 14)) line += 14;
       taken.push([left, end, line]);
