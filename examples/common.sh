@@ -1,12 +1,12 @@
 # shellcheck shell=bash disable=SC2034
-# What the example scripts and the test command share. Sourced, never run.
+# Functions shared by the example scripts and the test command. This file is sourced and never run.
 #
-# prepare_environment KIND   finds or makes a Python environment with this package in it, sets PYTHON
+# prepare_environment KIND   finds or creates a Python environment with this package, and sets PYTHON
 # detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
-# python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
-# word_pieces PREFIX         the same for BERT: PREFIX_text_sentence, and its tokenizer in PREFIX
-# flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
-# run_command OUTPUT COMMAND...      runs a training, shows a person's view of its output and keeps all in a file
+# python_reference PREFIX    creates the indexed dataset PREFIX_text_document from Python's manual
+# word_pieces PREFIX         creates the dataset PREFIX_text_sentence for BERT, and its tokenizer in PREFIX
+# flag_value NAME DEFAULT FLAGS...   prints the last value of the flag NAME
+# run_command OUTPUT COMMAND...      runs a training, prints its short log and writes the full output to a file
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly REPO
@@ -23,7 +23,7 @@ fail() {
     exit 2
 }
 
-# Ctrl-C before the training, which `run_command` looks after: one line.
+# Handles Ctrl-C before the training starts: prints one line. `run_command` handles it during the training.
 interrupted() {
     [[ -z ${pid:-} ]] || kill "$pid" 2>/dev/null || true
     say "interrupted; run again to go on" >&2
@@ -42,9 +42,9 @@ apart() {
 
 # --- Python environment ---------------------------------------------------------------------------
 
-# An activated environment (VIRTUAL_ENV) is used as it is: its torch is the one that its owner wants.
-# Otherwise the repository's own .venv is made, or brought up to date. KIND: run, or test (also the
-# test tools, and the native module is required to build).
+# Uses an activated environment (VIRTUAL_ENV) unchanged, because its owner chose its torch. Otherwise
+# creates or updates .venv in the repository. KIND is `run`, or `test`, which also installs the test
+# tools and fails if the native module cannot be built.
 prepare_environment() {
     local kind=$1
     if [[ -n ${VIRTUAL_ENV:-} ]]; then
@@ -55,7 +55,7 @@ prepare_environment() {
     fi
     PYTHON=$REPO/.venv/bin/python
     mkdir -p "$REPO/.venv"
-    # One set-up at a time. Commands inside get no copy of the descriptor: a daemon would keep the lock.
+    # Only one set-up runs at a time. Commands do not inherit the descriptor, because a daemon would keep the lock.
     exec 9>"$REPO/.venv/.lock"
     if command -v flock >/dev/null; then
         flock 9
@@ -67,8 +67,7 @@ prepare_environment() {
     exec 9>&-
 }
 
-# An environment that is there already keeps its Python and torch. Refuses to go on with it where PYTHON3 or
-# TORCH_VERSION names another one.
+# An existing environment keeps its Python and torch. Fails if PYTHON3 or TORCH_VERSION names a different version.
 check_choice() {
     local version='import sys; print("%d.%d" % sys.version_info[:2])' there wanted anew="or make it anew: rm -r $REPO/.venv"
     [[ -x $PYTHON ]] || return 0
@@ -85,7 +84,7 @@ check_choice() {
     fi
 }
 
-# Whether prepare_environment would have nothing to install.
+# Succeeds if prepare_environment has nothing to install.
 environment_exists() {
     PYTHON=$REPO/.venv/bin/python
     [[ -n ${VIRTUAL_ENV:-} ]] || is_current run
@@ -115,8 +114,8 @@ PYTHON
     [[ -z $missing ]] || fail "the environment $VIRTUAL_ENV lacks $missing; run: $remedy (or unset VIRTUAL_ENV to get an own environment)"
 }
 
-# A stamp holds the hash of everything that an installation depends on. Python sources are not among
-# it: the installation is an editable one.
+# A stamp contains the hash of all files that an installation depends on. Python sources are not part of
+# it, because the installation is editable.
 stamp() { printf '%s/.venv/.installed-%s' "$REPO" "$1"; }
 
 fingerprint() {
@@ -158,14 +157,14 @@ install_environment() {
     fi
 }
 
-# The release that MEGATRON_CORE names, or the newest. From 0.17 on a wheel brings Megatron's training loop.
-# Wheels for Python 3.11 exist but name 3.12 as required, for one thing that 3.11 lacks: typing.override.
+# Installs the release that MEGATRON_CORE names, or the newest. From 0.17 on, wheels contain Megatron's training
+# loop. Wheels for Python 3.11 exist but require 3.12, only because 3.11 has no typing.override.
 install_core() {
     local log=$1 version=${MEGATRON_CORE:-$NEWEST_CORE} flags=()
     ! comes_with_package "$PYTHON" || return 0
     if [[ $version != 0.16.* ]] && is_311 "$PYTHON"; then
         say "takes megatron-core $version on Python 3.11 too (pip's --ignore-requires-python), in this environment only"
-        # Alone: what it depends on would come for a later Python, too. The next step installs that.
+        # Without dependencies, which pip would also select for a later Python. The next step installs them.
         flags=(--ignore-requires-python --no-deps)
     fi
     installing "megatron-core $version" "$log" \
@@ -177,10 +176,10 @@ install_core() {
 
 is_311() { [[ $("$1" -c 'import sys; print(sys.version_info[:2] == (3, 11))') == True ]]; }
 
-# Whether the release is the newest that this Python can have, which pip takes with this package.
+# Succeeds if the release is the newest for this Python. pip then installs it with this package.
 comes_with_package() { [[ -z ${MEGATRON_CORE:-} ]] && ! is_311 "$1"; }
 
-# What the native module is built with; CMake itself comes from the package index.
+# Checks for the compiler and headers that the native module needs. The package index provides CMake.
 check_compiler() {
     local header
     command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
@@ -190,11 +189,11 @@ check_compiler() {
         fail "the native module needs Python's headers, $header is missing (Debian: apt-get install python3-dev)"
 }
 
-# What is imported is compiled then; compiling all that torch brings takes a minute.
+# Compiling all of torch's bytecode takes a minute, so modules are compiled when they are imported.
 pip_install() { "$PYTHON" -m pip install --no-compile "$@"; }
 
-# The wheel for machines without GPU is a tenth of the size. PyPI does not have it, PyTorch's own index
-# does, and mirrors may. Where neither can be reached, the wheel for GPUs runs on a CPU as well.
+# The wheel for machines without a GPU is a tenth of the size. PyTorch's index and some mirrors provide it, but
+# PyPI does not. If neither can be reached, the wheel for GPUs also runs on a CPU.
 install_torch() {
     local log=$1
     if has_nvidia_gpu; then
@@ -218,8 +217,8 @@ install_gpu_torch() {
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
-# The newest Python that has what an environment needs, on PATH or where pyenv, uv and conda keep theirs. One
-# that has the headers too, which the native module is built with, goes before one that has not.
+# Prints the newest Python that can create environments, from PATH or from the folders of pyenv, uv and conda. A
+# Python with headers, which the native module needs, is preferred.
 find_python() {
     local needs candidate
     for needs in 'sysconfig; open(sysconfig.get_paths()["include"] + "/Python.h")' sys; do
@@ -253,8 +252,8 @@ logged() {
     "$@" >>"$log" 2>&1
 }
 
-# Runs a command like `logged`; shows what is being installed, for how long, how much there is so far, and what pip
-# does: every second on a terminal, every 15 seconds in a log.
+# Runs a command like `logged`, and shows the package, the elapsed time, the installed size and pip's current step,
+# every second on a terminal and every 15 seconds in a log.
 installing() {
     local what=$1 log=$2 pid status=0 every=15 end=$'\n' start=$SECONDS
     shift
@@ -292,7 +291,7 @@ import os
 import signal
 import sys
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the script, without a traceback from here
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the script without a traceback
 
 from megatron_ext import devices
 from megatron_ext.errors import UserError
@@ -300,7 +299,7 @@ from megatron_ext.errors import UserError
 script, *words = sys.argv[1:]
 try:
     if devices.requested(words) == "auto" and not devices.count_devices() and not os.path.exists("/dev/dxg"):
-        print("cpu 0")  # no driver shows a device: torch, which takes seconds to import, would find none
+        print("cpu 0")  # no driver lists a device, so torch, which takes seconds to import, would find none
         sys.exit()
     print(f"{script}: looks for devices that torch can use", file=sys.stderr, flush=True)
     import torch
@@ -354,7 +353,7 @@ flag_value() {
     printf '%s\n' "$value"
 }
 
-# Prints a command so that it can be pasted into a shell, one flag on a line.
+# Prints a command with one flag per line, so that it can be pasted into a shell.
 print_command() {
     local word line=
     for word in "$@"; do
@@ -370,9 +369,9 @@ print_command() {
     printf '%s\n' "$line"
 }
 
-# Shows a person's view of a training's output, or with RAW=true all of it, and keeps all in a file. A
-# termination request goes to the command, which ends its own processes; the script then goes on with its exit
-# code, or with 130 after Ctrl-C.
+# Prints the short log of a training, or its full output with RAW=true, and writes the full output to a file.
+# Forwards termination signals to the command, which ends its processes. The script then continues with the exit
+# code of the command, or with 130 after Ctrl-C.
 run_command() {
     local output=$1 pid view_pid status interrupted=1 stopped=false
     shift

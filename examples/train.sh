@@ -1,22 +1,22 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Runs a model of the examples: what all their run.sh have in common. Sourced after HERE, the folder of
-# the example, is set. That folder's model.env says what the model is:
+# Trains a model of the examples. This is the common part of their run.sh, which set HERE to the folder of
+# the example and source this file. The model.env in that folder defines the model:
 #
-#   TITLE, SCRIPT, DEFAULT_SIZE   what is trained, by which script of Megatron-LM, and at which size
+#   TITLE, SCRIPT, DEFAULT_SIZE   the name of the model, its Megatron-LM script, and its default size
 #   ARCHITECTURE                  flags of the model at every size
-#   size_NAME                     one function for each size, tiny among them. It sets
-#     MODEL, TRAINING, PARALLEL   flags; --pipeline-model-parallel-size follows from PIPELINE
-#     PIPELINE                    stages of the pipeline
-#     STAGES                      flags that cut the layers unevenly, or into virtual stages
-#     EXPERT_PARALLEL             ranks among which the experts of a layer are divided
-#     TOKENIZER, VOCAB_SIZE       flags of the published tokenizer; the size stands in with --mock-data
-#     CORPUS                      training data of the tiny size: bytes, or word_pieces
+#   size_NAME                     one function for each size, including tiny. It sets
+#     MODEL, TRAINING, PARALLEL   flags; --pipeline-model-parallel-size is derived from PIPELINE
+#     PIPELINE                    the number of pipeline stages
+#     STAGES                      flags that split the layers unevenly or into virtual stages
+#     EXPERT_PARALLEL             the number of ranks that share the experts of a layer
+#     TOKENIZER, VOCAB_SIZE       flags of the published tokenizer; with --mock-data, only the size is used
+#     CORPUS                      training data of the tiny size: bytes or word_pieces
 #   MUSA_ENVIRONMENT              variables (NAME=VALUE) for Moore Threads GPUs
 
 # shellcheck source=examples/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# Flags that the published models share.
+# Flags common to the published models.
 readonly LLM_TRAINING=(
     --bf16
     --micro-batch-size 1
@@ -37,9 +37,9 @@ readonly SHARDED=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
-# And their small versions. Each run stops, and saves, at the next multiple of the exit interval. A run
-# that resumes may be given other numbers of iterations than the one before it: the learning rates on the
-# command line count. The flag about resharding lets it go on under any other pipeline schedule.
+# Flags common to the small models. Each run stops and saves at the next multiple of the exit interval. The number
+# of iterations may change when a run resumes, because the learning rate of the command line is used. The
+# resharding flag allows a run to resume under any other pipeline schedule.
 readonly TINY_TRAINING=(
     --micro-batch-size 1
     --global-batch-size 8
@@ -73,23 +73,23 @@ usage() {
 usage: bash examples/$EXAMPLE/run.sh [--tiny | --size SIZE] [--hostfile FILE] [--dry-run] [--raw]
            [--nproc N] [--out DIR] [MEGATRON_FLAGS...]
 
-  --tiny           a small $TITLE on Python's manual, in minutes, also without a GPU; run again to resume
+  --tiny           train a small $TITLE on Python's manual in minutes, with or without a GPU; run again to resume
   --size SIZE      one of: $(sizes) (default: $DEFAULT_SIZE)
-  --hostfile FILE  on all hosts of the file (megatron-ext launch); else on this machine
-  --nproc N        processes on each node, as NPROC (default: one for each GPU; --tiny: at most $TINY_NPROC)
+  --hostfile FILE  train on all hosts of the file with megatron-ext launch (default: on this machine)
+  --nproc N        processes on each node, like NPROC (default: one for each GPU; --tiny: at most $TINY_NPROC)
   --dry-run        print the command instead of running it
   --out DIR        checkpoints and logs (default: examples/$EXAMPLE/out/SIZE)
-  --raw            show every line of Megatron's, not one for each logged step
+  --raw            show every line of Megatron's log instead of one line for each logged step
 
-Any other flag goes to Megatron and wins over the script's own, for example
---pipeline-schedule NAME (megatron-ext plan compares them), --pipeline-transport NAME or
---device-backend NAME. A published size needs --data-path PREFIX (examples/data/tokenize_text.py makes it) and
-the flags of its tokenizer, or --mock-data.
+All other flags are passed to Megatron and override the flags of this script, for example
+--pipeline-schedule NAME (megatron-ext plan compares schedules), --pipeline-transport NAME or
+--device-backend NAME. Published sizes require --data-path PREFIX (created by examples/data/tokenize_text.py) and
+the flags of their tokenizer, or --mock-data.
 
-Environment: NPROC (processes on each node), MEGATRON_EXT_DEVICE (auto, cuda, musa, cpu),
-MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use as it is), PYTHON3 (what .venv is made with),
-TORCH_VERSION, MEGATRON_CORE (its releases);
-several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
+Environment variables: NPROC (processes on each node), MEGATRON_EXT_DEVICE (auto, cuda, musa, cpu),
+MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use unchanged), PYTHON3 (the Python that
+creates .venv), TORCH_VERSION and MEGATRON_CORE (the releases that .venv gets).
+For several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 TEXT
 }
 
@@ -128,7 +128,7 @@ parse_options() {
                 EXTRA+=("$1")
                 ;;
             *)
-                # A value of the flag before it; the first word cannot be one.
+                # The word is a value of the previous flag, unless it is the first word.
                 ((${#EXTRA[@]} > 0)) || fail "unexpected \"$1\"; flags start with --, see --help"
                 EXTRA+=("$1")
                 ;;
@@ -141,8 +141,8 @@ parse_options() {
     OUT=${OUT:-$HERE/out/$SIZE}
 }
 
-# Megatron would get a flag of this script with a letter too many, too few or wrong, and the published size
-# would start in place of the tiny one.
+# Rejects misspelled flags of this script. They would be passed to Megatron, and a misspelled --tiny would start the
+# published size.
 refuse_misspelt() {
     local word=$1 option i
     for option in --tiny --size --dry-run --raw --out --hostfile --nproc; do
@@ -156,7 +156,7 @@ refuse_misspelt() {
     done
 }
 
-# Flags that the model's file sets where they matter.
+# Loads the flags of the selected size. Resets the variables that only some sizes set.
 load_size() {
     STAGES=() TOKENIZER=() EXPERT_PARALLEL=1 CORPUS=bytes
     "size_$SIZE"
@@ -174,7 +174,7 @@ given() {
     return 1
 }
 
-# The pipeline schedule that the flags ask for; empty: Megatron's own.
+# Prints the pipeline schedule that the flags select, or nothing for Megatron's own schedule.
 schedule_asked() {
     if given --enable-bitpipe-schedule; then
         printf 'bitpipe\n'
@@ -185,19 +185,19 @@ schedule_asked() {
 
 # --- Device, processes, kernels -------------------------------------------------------------------
 
-# A dry run installs nothing: without an environment it shows the defaults.
+# A dry run installs nothing. Without an environment, it shows the defaults.
 look_around() {
     if $DRY_RUN && ! environment_exists; then
         PYTHON=python3 DEVICE=unknown DEVICE_COUNT=0
         return
     fi
-    # Before another release is installed.
+    # Checked before a different release is installed.
     if ! $DRY_RUN && [[ $SCRIPT == pretrain_bert.py && -z ${VIRTUAL_ENV:-} && ! ${MEGATRON_CORE:-$NEWEST_CORE} =~ ^0\.1[67]\. ]]; then
         fail "megatron-core ${MEGATRON_CORE:-$NEWEST_CORE} has no $SCRIPT, releases up to 0.17 and their trees have; start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR, a tree of core_v0.17.1"
     fi
     prepare_environment run >&2
     DEVICE=$(flag_value --device-backend "${MEGATRON_EXT_DEVICE:-auto}" "${EXTRA[@]}")
-    # Where a launcher starts the job there need not be a GPU; what was named is what its hosts have.
+    # The machine that runs the launcher needs no GPU, so use the device that the user selected for the hosts.
     if [[ -z $HOSTFILE || $DEVICE == auto ]]; then
         detect_device "${EXTRA[@]}"
     fi
@@ -213,7 +213,8 @@ check_data() {
         fail "the $SIZE model needs --data-path PREFIX (examples/data/tokenize_text.py makes it) or --mock-data"
 }
 
-# Sets NPROC, processes on this node, and WORLD, on all; WORLD is 0 where the hostfile knows it.
+# Sets NPROC, the number of processes on this node, and WORLD, the number on all nodes. WORLD is 0 if the hostfile
+# determines it.
 choose_processes() {
     if [[ -n $HOSTFILE ]]; then
         WORLD=0
@@ -233,9 +234,9 @@ choose_processes() {
     WORLD=$((NPROC * ${NNODES:-1}))
 }
 
-# Whether a schedule can run the published cut: Megatron's own, those with one stage on each rank if the cut
-# is an uneven one, interleaved if it is one into virtual stages. Where first and last stage are on one rank
-# there is nothing to even out.
+# Succeeds if a schedule can run the published layer split. Megatron's own schedule always can. Schedules with one
+# stage per rank can run uneven splits, and interleaved can run splits into virtual stages. If the first and last
+# stage share a rank, an uneven split has no benefit.
 keeps_cut() {
     case $1 in
         '') ;;
@@ -245,7 +246,7 @@ keeps_cut() {
     esac
 }
 
-# Sets SPLIT, the flags that divide the model among the processes.
+# Sets SPLIT, the flags that split the model among the processes.
 choose_split() {
     local schedule stages=$PIPELINE experts=$EXPERT_PARALLEL
     schedule=$(schedule_asked)
@@ -259,7 +260,7 @@ choose_split() {
         stages=$((WORLD % 2 == 0 ? stages : 1))
     fi
     SPLIT=(--pipeline-model-parallel-size "$stages" "${PARALLEL[@]}")
-    # Published cuts are for the published number of stages.
+    # Published splits apply only to the published number of stages.
     if keeps_cut "$schedule" && ! given --pipeline-model-parallel-size &&
         ! given --num-layers-per-virtual-pipeline-stage && ! given --num-virtual-stages-per-pipeline-rank &&
         ! given --decoder-first-pipeline-num-layers && ! given --decoder-last-pipeline-num-layers &&
@@ -274,7 +275,7 @@ choose_split() {
     fi
 }
 
-# One copy of the model, or of its experts, takes a number of processes that the user may not expect.
+# Checks that the number of processes is a multiple of what one copy of the model or of its experts needs.
 check_world() {
     local tp pp cp ep etp hosted
     tp=$(flag_value --tensor-model-parallel-size 1 "${FLAGS[@]}")
@@ -282,7 +283,7 @@ check_world() {
     cp=$(flag_value --context-parallel-size 1 "${FLAGS[@]}")
     ep=$(flag_value --expert-model-parallel-size 1 "${FLAGS[@]}")
     etp=$(flag_value --expert-tensor-parallel-size "$tp" "${FLAGS[@]}")
-    # Counted otherwise, and checked with the flags.
+    # These are counted differently, and checked together with the flags.
     ! given --forward-backward-disaggregating || return 0
     # Megatron says what is wrong with other values.
     [[ $tp-$pp-$cp-$ep-$etp =~ ^[1-9][0-9]*(-[1-9][0-9]*){4}$ ]] || return 0
@@ -296,7 +297,7 @@ check_world() {
         fail "the experts take tensor $etp x expert $ep x pipeline $hosted = $((etp * ep * hosted)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower --expert-model-parallel-size"
 }
 
-# What a job would refuse after a minute of imports. On the hosts of a file the launcher checks it.
+# Rejects flags that the job would reject after a minute of imports. With a hostfile, the launcher checks them.
 check_flags() {
     local refusals
     if [[ -n $HOSTFILE || $DEVICE == unknown ]]; then
@@ -316,7 +317,7 @@ PYTHON
     [[ -z $refusals ]] || fail "$refusals"
 }
 
-# Flags for kernels that this environment does not have.
+# Sets KERNELS, the flags that disable kernels which this environment does not have.
 choose_kernels() {
     KERNELS=()
     if [[ $DEVICE == cpu || $DEVICE == unknown ]]; then
@@ -327,7 +328,7 @@ choose_kernels() {
             fail "--fp8-format needs Transformer Engine, which $PYTHON cannot import; install it (on NVIDIA GPUs: pip install -e '.[te]'), or leave the flag out"
         KERNELS=(--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion)
     fi
-    # Apex's, which the output layer needs beside Transformer Engine, too.
+    # The output layer needs Apex's kernel even with Transformer Engine.
     "$PYTHON" -c 'import fused_weight_gradient_mlp_cuda' 2>/dev/null || KERNELS+=(--no-gradient-accumulation-fusion)
 }
 
@@ -336,7 +337,7 @@ choose_kernels() {
 choose_data() {
     DATA=()
     if given --mock-data; then
-        # Its largest id, which ends documents.
+        # The largest id marks the end of a document.
         DATA=(--tokenizer-type NullTokenizer --vocab-size $((VOCAB_SIZE - 1)))
     elif ! is_tiny; then
         DATA=("${TOKENIZER[@]}")
@@ -348,8 +349,8 @@ choose_data() {
 tiny_bytes() {
     local prefix=$REPO/examples/data/out/python_reference
     given --data-path || DATA=(--data-path "${prefix}_text_document")
-    # Upstream has no flag for its byte-level tokenizer. Training never tokenizes, it needs the size of the
-    # vocabulary: the bytes, one id for the end of a document, and room up to a multiple of 512.
+    # Upstream has no flag for its byte-level tokenizer. Training does not tokenize, but it needs the size of the
+    # vocabulary: the bytes, one id for the end of a document, and padding to a multiple of 512.
     DATA+=(--tokenizer-type NullTokenizer --vocab-size 511)
 }
 
@@ -371,7 +372,7 @@ make_data() {
 
 # --- Start ----------------------------------------------------------------------------------------
 
-# Sets LAUNCH, the command up to the training script.
+# Sets LAUNCH, the part of the command before the training script.
 choose_launch() {
     local nodes=${NNODES:-1} master=${MASTER_ADDR:-}
     if [[ -n $HOSTFILE ]]; then
@@ -402,9 +403,9 @@ choose_launch() {
     LAUNCH+=(-m megatron_ext)
 }
 
-# Sets ENVIRONMENT: variables that every process gets unless the user has set them.
+# Sets ENVIRONMENT, the variables that every process gets unless the user has set them.
 choose_environment() {
-    # Every process would warn of kernels that are not installed and of deprecated calls in Megatron.
+    # Otherwise every process warns about missing kernels and deprecated calls in Megatron.
     ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore)
     if [[ $DEVICE == musa ]]; then
         ENVIRONMENT+=("MUSA_VISIBLE_DEVICES=$(seq -s , 0 $((${NPROC:-$NODE_NPROC} - 1)))"
@@ -420,7 +421,7 @@ choose_environment() {
     done
 }
 
-# Prints what starts the training again from its own checkpoints.
+# Prints how to resume the training from its checkpoints.
 again() {
     local load save
     load=$(flag_value --load "" "${FLAGS[@]}")
@@ -432,7 +433,7 @@ again() {
     fi
 }
 
-# Says where training starts and where it will stop. Returns 1 if there is nothing left to do.
+# Prints where training starts and where it will stop. Returns 1 if there is nothing left to do.
 announce() {
     local latest=0 load save total every
     load=$(flag_value --load "" "${FLAGS[@]}")
@@ -458,7 +459,7 @@ announce() {
     say "trains to iteration $((stop < total ? stop : total)); $(again) to go on from there"
 }
 
-# First and last loss of this run, from Megatron's own log lines.
+# Prints the first and last loss of this run, from Megatron's log lines.
 summary() {
     local losses save
     losses=$(sed -n 's|.* iteration *\([0-9]*\)/.* lm loss: \([^ ]*\) .*|\1 \2|p' "$OUT/log.txt" |
@@ -470,7 +471,7 @@ summary() {
     say "checkpoint in ${save#"$REPO"/}, log in ${OUT#"$REPO"/}/log.txt; $(again) to resume"
 }
 
-# torchrun ends with a report on every rank; the line before it names what the user can mend.
+# torchrun ends with a report on every rank. The line before the report names the mistake that the user can fix.
 explain_failure() {
     local reason reached latest
     if (($1 == 130)); then
@@ -520,7 +521,8 @@ train() {
     fi
     mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0
-    # Apart from the terminal the launcher gets one signal for one Ctrl-C, from here. A second one kills its job.
+    # The launcher runs in a separate session, so it gets one signal per Ctrl-C, from this script and not also from
+    # the terminal. A second signal would kill its job.
     run_command "$OUT/log.txt" ${HOSTFILE:+setsid} "${command[@]}" || explain_failure $?
     if is_tiny && [[ -z $HOSTFILE ]]; then # the launcher has its own last line
         summary

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a BERT on this machine with dynamic pipeline parallelism. Further flags are those of run.sh.
+# Trains BERT on this machine with dynamic pipeline parallelism. All flags of run.sh are accepted.
 set -euo pipefail
 
 TRAINING_ARGS=(

@@ -1,4 +1,4 @@
-"""Five models whose stages send more than one tensor [s, b, h], or something else."""
+"""Five models whose stages exchange more than a single tensor [s, b, h]."""
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -43,7 +43,7 @@ def mixed(weights, streams):
 
 
 class AttentionOverBlocks(Stage):
-    """A GPT whose blocks take a weighted sum of what all blocks before them made."""
+    """A GPT whose blocks take a weighted sum of the outputs of all earlier blocks."""
 
     def __init__(self, config, number, num_stages):
         super().__init__(config, number, num_stages)
@@ -77,14 +77,14 @@ class AttentionOverBlocks(Stage):
             )
             if number < self.config.num_layers - 1:
                 hidden = routes.publish(f"block{number}", hidden)
-        # Nothing goes to the next stage but what it takes from routes.
+        # The next stage gets its inputs only from routes.
         return self.loss(hidden, sample) if self.is_last else None
 
 
 class VisionLanguage(Stage):
-    """A language model into whose first layers features of an image tower are injected.
+    """A language model that adds the features of an image tower to the inputs of its first layers.
 
-    The layers that take features belong to several stages; half of the samples have no image.
+    The layers that take features belong to several stages. Half of the samples have no image.
     """
 
     LEVELS = 3
@@ -102,7 +102,7 @@ class VisionLanguage(Stage):
 
     @property
     def _injected(self):
-        """The layers of this stage that features are injected into."""
+        """The layers of this stage that take image features."""
         every = max(1, self.config.num_layers // 4)
         return [
             i // every
@@ -140,9 +140,9 @@ class VisionLanguage(Stage):
 
 
 class EncoderDecoder(Stage):
-    """An encoder and a decoder with cross-attention, of megatron.core's own layers.
+    """An encoder and a decoder with cross-attention, built from megatron.core's layers.
 
-    The first half of the layers encodes. Every stage of the decoder takes what the encoder made.
+    The first half of the layers encodes. Each stage of the decoder takes the encoder's output.
     """
 
     def __init__(self, config, number, num_stages):
@@ -191,7 +191,7 @@ class EncoderDecoder(Stage):
 
 
 class LossAlone(Stage):
-    """A GPT whose last stage has nothing but the loss: it gets logits and labels, reads no data."""
+    """A GPT whose last stage only computes the loss from received logits and labels."""
 
     def __init__(self, config, number, num_stages):
         super().__init__(config, number, num_stages)

@@ -1,8 +1,8 @@
-"""Common to the models here: a cut into stages, layers of megatron.core, fixed weights.
+"""Code shared by the models in this folder: stages, layers of megatron.core, fixed weights.
 
-A stage is a plain module. Megatron gives it the output of the stage before by `set_input_tensor`,
-and sends what its `forward` returns. Weights follow from their names, so that a model is the
-same however it is cut.
+A stage is a plain module. Megatron passes the output of the previous stage to `set_input_tensor`
+and sends the result of `forward`. Weights are derived from their names, so they do not depend on
+how the model is split.
 """
 
 import zlib
@@ -23,19 +23,19 @@ MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 class Stage(torch.nn.Module):
-    """One stage of a model: its first part has the embedding, its last one the loss.
+    """One stage of a model. The first stage has the embedding, and the last has the loss.
 
     Args:
-        config: Megatron's, with `num_layers`.
-        number: Of the stage.
-        num_stages: Of the model.
+        config: Megatron's `TransformerConfig`, with `num_layers`.
+        number: The number of the stage.
+        num_stages: The number of stages of the model.
     """
 
     def __init__(self, config, number, num_stages):
         super().__init__()
         self.config, self.number = config, number
         self.is_first, self.is_last = number == 0, number == num_stages - 1
-        # What Megatron's steps ask a model for.
+        # Megatron's forward and backward steps read these attributes.
         self.model_type, self.share_embeddings_and_output_weights = None, False
         self.pre_process, self.post_process = self.is_first, self.is_last
         self.received = None
@@ -56,7 +56,7 @@ class Stage(torch.nn.Module):
 
     @staticmethod
     def has_head(number, num_stages):
-        """Tell whether a stage makes the logits."""
+        """Return whether a stage computes the logits."""
         return number == num_stages - 1
 
     def build(self):
@@ -67,21 +67,21 @@ class Stage(torch.nn.Module):
         }
 
     def set_input_tensor(self, tensors):
-        """Take the output of the stage before; Megatron calls it."""
+        """Set the output of the previous stage. Megatron calls this method."""
         self.received = tensors[0]
 
     def tokens(self, sample, kind="text"):
-        """Return a micro-batch's tokens, embedded: [s, b, h]."""
+        """Return the embedded tokens of a micro-batch: [s, b, h]."""
         return self.part(self.embedding(sample[kind][:-1]))
 
     def part(self, whole):
-        """Return this rank's part of [s, b, h] if sequence parallelism splits it, else all."""
+        """Return this rank's part of [s, b, h] under sequence parallelism, otherwise all of it."""
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole)
         return whole
 
     def shared(self, module):
-        """Mark weights that each rank runs on its part of a sequence: Megatron sums gradients."""
+        """Mark weights that run on a part of the sequence: Megatron sums their gradients."""
         for weight in module.parameters():
             weight.sequence_parallel = self.config.sequence_parallel
         return module
@@ -97,7 +97,7 @@ class Stage(torch.nn.Module):
 
 
 def transformer_layer(config, number, spec=None):
-    """Build one of megatron.core's transformer layers; the stage knows where in the model it is."""
+    """Build one of megatron.core's transformer layers at its position in the model."""
     spec = spec or gpt_layer_specs.get_gpt_layer_local_spec()
     alone = TransformerConfig(
         num_layers=config.num_layers, hidden_size=config.hidden_size, hidden_dropout=0.0,
@@ -116,12 +116,12 @@ def linear(config, rows, columns):
 
 
 def project(layer, hidden):
-    """Run a `linear` on [s, b, h] or this rank's part of it; return all its columns, whole."""
+    """Run a `linear` layer on [s, b, h] or this rank's part of it. Return all output columns."""
     return gather_from_tensor_model_parallel_region(layer(hidden)[0])
 
 
 def fill(module):
-    """Give each weight values that follow from its name; a tensor-parallel rank gets its part."""
+    """Initialize each weight from its name. A tensor-parallel rank gets its part of the weight."""
     parts = parallel_state.get_tensor_model_parallel_world_size()
     part = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():

@@ -3,7 +3,7 @@
     PYTHONPATH=examples/boundaries torchrun --nproc-per-node 4 -m megatron_ext pretrain_gpt.py \
         --enable-mhc-connections --spec streams LAYER --pipeline-schedule zb-v ...
 
-Upstream has the layer, and no flag that builds it.
+Upstream implements the layer but has no flag that builds it.
 """
 
 from dataclasses import replace

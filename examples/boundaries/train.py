@@ -1,9 +1,9 @@
-"""Trains one of five models that pipelines of one tensor [s, b, h] cannot take, on CPU ranks.
+"""Trains one of five models on CPU ranks whose stages exchange more than one tensor [s, b, h].
 
     torchrun --nproc-per-node 4 examples/boundaries/train.py hyper-connections zb-v
 
-The first word is a model of `models.py`, the second any schedule of `megatron-ext plan`; without it
-the model runs in one stage, with upstream's own loop: torchrun --nproc-per-node 1.
+The first argument is a model of `models.py`, and the second is any schedule of `megatron-ext plan`.
+Without a schedule, the model runs in one stage with upstream's loop: torchrun --nproc-per-node 1.
 """
 
 import os
@@ -19,10 +19,10 @@ MICROBATCHES, LAYERS, STEPS = 8, 16, 3
 def train(
     model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=1, **settings
 ):
-    """Train, and return this rank's losses and the gradients of its last step, by name.
+    """Train, and return this rank's losses and the gradients of its last step by parameter name.
 
-    `parallel` has further keywords for `TransformerConfig`: tensor and sequence parallelism. Of the
-    ranks, each of `replicas` takes an equal part.
+    `parallel` contains keyword arguments of `TransformerConfig` for tensor and sequence
+    parallelism. The `replicas` divide the ranks equally.
     """
     parallel = parallel or {}
     tensor_ranks = parallel.get("tensor_model_parallel_size", 1)

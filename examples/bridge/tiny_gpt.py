@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 4 examples/bridge/tiny_gpt.py zb-v
 
-The word is any schedule of `megatron-ext plan`; without one Bridge's own 1F1B runs.
+The argument is any schedule of `megatron-ext plan`. Without it, Bridge's own 1F1B runs.
 """
 
 import sys
 
-import megatron_ext  # before Bridge, so that nobody has copied a name that is patched
+import megatron_ext  # must precede Bridge, which copies names that are patched
 
 # isort: split
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec

@@ -1,9 +1,9 @@
-"""Trains an `nn.Module` of your own on four CPU ranks, without a line of a Megatron model.
+"""Trains a custom `nn.Module` on four CPU ranks, without any of Megatron's model classes.
 
     torchrun --nproc-per-node 4 examples/configure/own_module.py zb-v
 
-The word is a schedule of `megatron-ext plan`; without one Megatron's own 1F1B runs. Two mirrored
-pipelines (bitpipe, dualpipe) are replicas, whose gradients DDP sums.
+The argument is any schedule of `megatron-ext plan`. Without it, Megatron's own 1F1B runs. The two
+mirrored pipelines of bitpipe and dualpipe are replicas, whose gradients DDP sums.
 """
 
 import sys
@@ -31,7 +31,7 @@ class Stage(torch.nn.Module):
         self.received = None
         self.layers = torch.nn.ModuleList()
         for layer in layers:
-            torch.manual_seed(layer)  # the same weights however the model is cut
+            torch.manual_seed(layer)  # the weights do not depend on the split
             self.layers.append(torch.nn.Linear(16, 16))
 
     def set_input_tensor(self, tensors):
@@ -45,7 +45,7 @@ class Stage(torch.nn.Module):
 
 
 def forward_step(samples, stage):
-    """Run a stage on the next sample; on the last, Megatron calls the function for the loss."""
+    """Run a stage on the next sample. On the last stage, Megatron calls the loss function."""
     number = next(samples)
     sample = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(number))
     return stage(sample), lambda y: (

@@ -1,8 +1,8 @@
-"""Trains a tiny GPT of megatron.core's own classes on four CPU ranks, without any flags.
+"""Trains a tiny GPT with megatron.core's classes on four CPU ranks, without any flags.
 
     torchrun --nproc-per-node 4 examples/configure/tiny_gpt.py zb-v
 
-The word is any schedule of `megatron-ext plan`; without one Megatron's own 1F1B runs.
+The argument is any schedule of `megatron-ext plan`. Without it, Megatron's own 1F1B runs.
 """
 
 import sys
@@ -27,7 +27,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 def init(weight):
-    """Give equal weights to equal shapes, however the model is cut."""
+    """Initialize a weight by its size, so that the split of the model does not matter."""
     torch.nn.init.normal_(
         weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel())
     )

@@ -1,12 +1,12 @@
-"""Writes the language reference that ships inside Python as a small training corpus.
+"""Writes Python's language reference as a small training corpus.
 
-About 450 kB of English prose with code, in every CPython's `pydoc_data.topics` (what `help("if")`
-shows), so nothing is downloaded and nothing is shipped here. One topic is one document:
+Every CPython contains about 450 kB of English prose with code in `pydoc_data.topics`, the source of
+`help("if")`, so nothing needs to be downloaded. Each topic is one document:
 
     python examples/data/python_reference.py OUTPUT.jsonl
 
-The text is part of Python's documentation, under the PSF License. It differs a little from one
-Python version to the next.
+The text is part of Python's documentation, under the PSF License. It differs slightly between
+versions of Python.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Turns text into an indexed dataset, with megatron.core's own tokenizers and builder.
+"""Converts text to an indexed dataset with megatron.core's tokenizers and dataset builder.
 
     python examples/data/tokenize_text.py corpus.jsonl --output-prefix data/corpus \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY --append-eod
 
-`.jsonl` holds one document on each line, `{"text": "..."}`; any other file is one document. Writes
-PREFIX_text_document.bin and .idx; with --split-sentences, which BERT needs, PREFIX_text_sentence.
-Upstream's tools/preprocess_data.py does the same with several processes.
+A `.jsonl` file contains one document per line, `{"text": "..."}`. Any other file is one document.
+The script writes PREFIX_text_document.bin and .idx or, with --split-sentences, which BERT needs,
+PREFIX_text_sentence. Upstream's tools/preprocess_data.py is similar but uses several processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 BYTE_LEVEL_VOCAB_SIZE = 512
-"""The 256 bytes, and room for special tokens; id 0 ends a document."""
+"""The 256 bytes plus room for special tokens. Id 0 marks the end of a document."""
 
 _SENTENCE_END = re.compile(r"""(?<=[.!?])["')\]]*\s+(?=["'(\[]*[A-Z0-9])|\n\s*\n""")
 
@@ -29,7 +29,7 @@ def documents(path: Path) -> Iterator[tuple[str, str]]:
     """Yields (place, text) of each document.
 
     Raises:
-        SystemExit: The file cannot be read, or a line is no JSON object with a text.
+        SystemExit: The file cannot be read, or a line is not a JSON object with a text.
     """
     try:
         with path.open(encoding="utf-8") as stream:
@@ -54,7 +54,7 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
     """Returns a megatron.core tokenizer with `tokenize(text)`, `vocab_size` and `eod`.
 
     Raises:
-        SystemExit: Its folder or file does not exist.
+        SystemExit: The folder or file of the tokenizer does not exist.
     """
     from megatron.core.tokenizers import MegatronTokenizer
 
@@ -63,7 +63,7 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
             metadata_path={"library": "byte-level"}, vocab_size=BYTE_LEVEL_VOCAB_SIZE
         )
     model = args.tokenizer_model
-    # The library would ask a hub for a folder that is not there, for nearly a minute.
+    # For a missing folder, the library would query a hub for nearly a minute.
     if model is None or (
         "/" in model and model.count("/") != 1 and not Path(model).exists()
     ):
@@ -94,10 +94,12 @@ def main() -> None:
             "HuggingFaceTokenizer",
             "SentencePieceTokenizer",
         ),
-        help="the first needs no file: every byte is a token (default: %(default)s)",
+        help="the first one needs no file: every byte is a token (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokenizer-model", metavar="PATH", help="its folder, file or name"
+        "--tokenizer-model",
+        metavar="PATH",
+        help="folder, file or name of the tokenizer",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with a token"
@@ -107,7 +109,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    # torch, without a GPU but with nvcc, warns of a missing CUDA runtime, which nobody here needs.
+    # On machines with nvcc but without a GPU, torch warns about a missing CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -115,7 +117,7 @@ def main() -> None:
     tokenizer = build_tokenizer(args)
     prefix = f"{args.output_prefix}_text_{'sentence' if args.split_sentences else 'document'}"
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    # The index is written last: an interrupted run leaves no dataset that looks complete.
+    # The index is written last, so an interrupted run does not leave a seemingly complete dataset.
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     count = tokens = 0

@@ -1,8 +1,8 @@
-"""Writes a small WordPiece vocabulary for a text, as a tokenizer that Hugging Face's library loads.
+"""Writes a small WordPiece vocabulary for a text, as a tokenizer for Hugging Face's library.
 
     python examples/data/word_pieces.py INPUT.jsonl DIRECTORY
 
-Every character stands in it, so that every word can be spelled, then the most frequent words.
+It contains every character, so that every word can be spelled, and the most frequent words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def vocabulary(text: str, size: int) -> list[str]:
     """Returns special tokens, characters (alone and inside a word), and frequent words.
 
     Args:
-        text: What the vocabulary is for.
-        size: The number of entries; more where the text has too many different characters.
+        text: The text to cover.
+        size: The number of entries. It is exceeded if the text has too many different characters.
     """
     words = Counter(re.findall(r"\w+|[^\w\s]", text.lower()))
     letters = sorted({letter for word in words for letter in word})

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Trains DeepSeek-V2: on the nodes of the file "hostfile" beside this script, one
-# address on each line, or of the file that HOSTFILE names; without such a file on this machine. Further
-# flags are those of run.sh.
+# Trains DeepSeek-V2 on the nodes in the file "hostfile" in this folder, or in the file that HOSTFILE names, with one
+# address per line. Without a hostfile, it trains on this machine. All flags of run.sh are accepted.
 set -euo pipefail
 
 HERE="$(dirname "${BASH_SOURCE[0]}")"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains a GPT with forward passes and backward passes in different processes:
+# Trains a GPT model with forward passes and backward passes in different processes:
 #
 #   bash examples/gpt/pretrain_gpt_fbd.sh $RANK --data-path PREFIX ...
 #
-# RANK is the number of this machine among NNODES (default: 1) and may be left out on a single one. A replica
-# has (TP + 1) x PP = 6 processes: each stage has one for its forwards and TP = 2 for its backwards. Without
-# --ignore-forward-tensor-parallel it has 2 x TP x PP = 8. Further flags are those of run.sh.
+# RANK is the number of this machine among NNODES (default: 1). You can omit it on a single machine. A replica has
+# (TP + 1) x PP = 6 processes: each stage has one for its forwards and TP = 2 for its backwards. Without
+# --ignore-forward-tensor-parallel, a replica has 2 x TP x PP = 8 processes. All flags of run.sh are accepted.
 set -euo pipefail
 
 export NODE_RANK=${NODE_RANK:-0}

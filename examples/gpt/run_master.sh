@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains a GPT on two machines with dynamic pipeline parallelism: this script on the first, run_worker.sh on
-# the second, with the same flags. Both need the address of the first, which is the first of --node-ips:
+# Trains a GPT model on two machines with dynamic pipeline parallelism. Run this script on the first machine and
+# run_worker.sh on the second, with the same flags. The first address in --node-ips is that of the first machine:
 #
 #   bash examples/gpt/run_master.sh --node-ips 10.0.0.1 10.0.0.2 --data-path PREFIX ...
 #
-# Further flags are those of run.sh.
+# All flags of run.sh are accepted.
 set -euo pipefail
 
 TRAINING_ARGS=(

@@ -1,11 +1,11 @@
-"""3D parallelism in the style of Megatron-LM, on one page. To be read; needs torch only.
+"""3D parallelism in the style of Megatron-LM in one readable file that requires only torch.
 
     torchrun --nproc_per_node=8 megatron_demo.py --tp 2 --pp 2 --dp 2 [--cpu]
 
-World = TP x PP x DP. Tensor parallelism (TP) cuts the matrices inside a layer, pipeline
-parallelism (PP) cuts the stack of layers into stages, data parallelism (DP) cuts the batch. Which
-ranks form which group, which tensor travels when, and how many bytes that is, is written out. At
-the end the first rank trains the same model alone: only where the work is done has changed.
+World = TP x PP x DP. Tensor parallelism (TP) splits the matrices of a layer, pipeline parallelism
+(PP) splits the layers into stages, and data parallelism (DP) splits the batch. The demo prints the
+groups of ranks, and the tensors and bytes that they send. At the end, the first rank trains the
+same model alone, with the same losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 VOCAB, HIDDEN, HEADS, LAYERS, SEQ, MICRO_BATCH, STEPS = 64, 32, 4, 8, 16, 2, 5
-TALK = {  # what each dimension sends: in short, and in full
+TALK = {  # the communication of each dimension: a short and a full description
     "tp": (
         "AllReduce every forward",
         "AllReduce of activations and gradients, in every block",
@@ -39,21 +39,21 @@ TALK = {  # what each dimension sends: in short, and in full
 
 
 class Layout(NamedTuple):
-    """The three sizes. Neighbouring ranks share a layer, because TP talks most; DP talks least."""
+    """The three sizes. Neighbouring ranks form TP groups, which communicate most."""
 
     tp: int
     pp: int
     dp: int
 
     def groups(self, kind: str) -> list[list[int]]:
-        """Return the groups of "tp", "pp" or "dp": ranks that differ in that coordinate only."""
+        """Return the groups of "tp", "pp" or "dp": ranks that differ only in this coordinate."""
         ranks = torch.arange(self.dp * self.pp * self.tp).view(
             self.dp, self.pp, self.tp
         )
         return ranks.movedim(("dp", "pp", "tp").index(kind), -1).flatten(0, 1).tolist()
 
     def describe(self, device: str) -> Iterator[str]:
-        """Yield the lines of a picture of the layout."""
+        """Yield the lines of a text that shows the layout."""
         for number, ranks in enumerate(self.groups("tp")):
             replica, stage = divmod(number, self.pp)
             if stage == 0:
@@ -68,9 +68,9 @@ class Layout(NamedTuple):
 
 
 class Group:
-    """This rank's peers in one dimension, and what it has sent them, in messages and bytes.
+    """This rank's peers in one dimension, and the messages and bytes that it has sent to them.
 
-    A group of one never communicates: single-process training is the same code with such groups.
+    A group of one never communicates, so single-process training uses the same code.
     """
 
     def __init__(self, kind: str, layout: Layout) -> None:
@@ -79,12 +79,12 @@ class Group:
         self.size, self.index = len(self.ranks), self.ranks.index(me)
         if (
             self.size > 1
-        ):  # all ranks open all groups of a kind together, as torch requires
+        ):  # torch requires that all ranks create all groups together
             self.handle, _ = dist.new_subgroups_by_enumeration(groups)
         self.messages = self.bytes = 0
         self.pending: list[
             tuple[Any, Tensor]
-        ] = []  # memory must stay until it has been sent
+        ] = []  # keeps the memory of tensors until they have been sent
 
     def _count(self, tensor: Tensor) -> None:
         self.messages += 1
@@ -98,18 +98,18 @@ class Group:
         return tensor
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Hand a tensor over; it leaves while this rank goes on computing."""
+        """Start sending a tensor. The rank continues to compute in the meantime."""
         self._count(tensor)
         work = dist.isend(tensor, self.ranks[to], group=self.handle, tag=tag)
         self.pending.append((work, tensor))
 
     def recv(self, like: Tensor, source: int, tag: int) -> Tensor:
-        """Wait for a tensor of a known shape and fill it in."""
+        """Wait for a tensor of a known shape, and receive it into the given tensor."""
         dist.recv(like, self.ranks[source], group=self.handle, tag=tag)
         return like
 
     def wait(self) -> None:
-        """Wait until everything that was handed over has arrived."""
+        """Wait until all sends have completed."""
         for work, _ in self.pending:
             work.wait()
         self.pending.clear()
@@ -119,7 +119,7 @@ class Group:
 
 
 class ColumnParallel(nn.Module):
-    """A linear layer of which this rank computes some outputs: nothing is sent in the forward."""
+    """A linear layer of which this rank computes some outputs. The forward sends nothing."""
 
     def __init__(self, whole: Tensor, tp: Group) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which this rank has some inputs: the output is the sum over the ranks."""
+    """A linear layer of which this rank has some inputs. The output is the sum over the ranks."""
 
     def __init__(self, whole: Tensor, tp: Group) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class RowParallel(nn.Module):
 class Block(nn.Module):
     """A transformer block: attention by heads, MLP by columns, then by rows.
 
-    Both come in a column-row pair, so that the large tensor between the two never travels.
+    Both are pairs of a column and a row layer, so the large tensor in between is never sent.
     """
 
     def __init__(self, draw: torch.Generator, tp: Group) -> None:
@@ -178,7 +178,7 @@ class Block(nn.Module):
 
 
 def matrix(rows: int, columns: int, draw: torch.Generator) -> Tensor:
-    """Draw a whole matrix; ranks that keep a piece of it draw the same whole."""
+    """Draw a complete matrix. All ranks that keep a piece of it draw the same matrix."""
     return torch.randn(rows, columns, generator=draw) / columns**0.5
 
 
@@ -186,7 +186,7 @@ def matrix(rows: int, columns: int, draw: torch.Generator) -> Tensor:
 
 
 class Stage(nn.Module):
-    """Some consecutive blocks; the first stage has the embedding too, the last one the loss."""
+    """Consecutive blocks. The first stage also has the embedding, and the last has the loss."""
 
     def __init__(self, index: int, count: int, tp: Group) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Stage(nn.Module):
             self.embedding = nn.Parameter(matrix(VOCAB, HIDDEN, draw.manual_seed(1)))
             self.positions = nn.Parameter(matrix(SEQ, HIDDEN, draw.manual_seed(2)))
         numbers = range(index * per_stage, (index + 1) * per_stage)
-        # Seeded by its number, so that a block is the same wherever it lives.
+        # Each block is seeded by its number, so its weights do not depend on its rank.
         self.blocks = nn.Sequential(
             *(Block(draw.manual_seed(10 + n), tp) for n in numbers)
         )
@@ -205,7 +205,7 @@ class Stage(nn.Module):
             self.head = nn.Parameter(matrix(VOCAB, HIDDEN, draw.manual_seed(3)))
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return what the next stage works on, or the loss."""
+        """Return the input of the next stage, or the loss."""
         if self.first:
             x = F.embedding(tokens[:, :-1], self.embedding) + self.positions
         x = self.blocks(x)
@@ -216,25 +216,25 @@ class Stage(nn.Module):
 
 
 class Action(NamedTuple):
-    """A piece of work: F forward, B backward (in halves: I for the input, W for the weights)."""
+    """A unit of work: F (forward), or B (backward) or its halves I (input) and W (weights)."""
 
     stage: int
     kind: str
     microbatch: int
 
     def tag(self) -> int:
-        """Number the message that this action works on, so that messages cannot be mixed up."""
+        """Return a unique tag for the message that this action works on."""
         return self.stage << 20 | self.microbatch << 1 | (self.kind == "F")
 
 
 def gpipe(pp: int, microbatches: int) -> list[list[Action]]:
-    """All forwards, then all backwards: the simplest schedule, and the one that keeps most."""
+    """Run all forwards, then all backwards: the simplest schedule, which needs the most memory."""
     order = [(kind, m) for kind in "FB" for m in range(microbatches)]
     return [[Action(stage, *what) for what in order] for stage in range(pp)]
 
 
 def table(name: str, pp: int, microbatches: int) -> list[list[Action]]:
-    """Return what each rank does, in its order; every name but gpipe is of megatron_ext."""
+    """Return the ordered actions of each rank. All names except gpipe require megatron_ext."""
     if name == "gpipe":
         return gpipe(pp, microbatches)
     from megatron_ext import errors, schedules
@@ -249,7 +249,7 @@ def table(name: str, pp: int, microbatches: int) -> list[list[Action]]:
 
 
 class Pipeline:
-    """This rank's stages, and how it walks through its row of the table."""
+    """This rank's stages, and the loop that runs its row of the table."""
 
     def __init__(
         self, rows: list[list[Action]], tp: Group, pp: Group, device: str
@@ -266,7 +266,7 @@ class Pipeline:
         self.local: dict[Action, Tensor] = {}
 
     def step(self, batch: list[Tensor]) -> float:
-        """Run all micro-batches, add gradients up, return the loss (0 if it is elsewhere)."""
+        """Run all micro-batches, sum gradients, return the loss (0 if another rank has it)."""
         loss = 0.0
         for action in self.row:
             if action.kind == "F":
@@ -306,7 +306,7 @@ class Pipeline:
             self.kept[key] = x, output, gradient  # W comes later
 
     def _give(self, tensor: Tensor, wanted: Action) -> None:
-        """Send a tensor to the rank that wants it for an action; it may be this one."""
+        """Send a tensor to the rank that needs it for an action, which may be this rank."""
         rank = self.rank_of[wanted.stage]
         if rank == self.pp.index:
             self.local[wanted] = tensor
@@ -314,7 +314,7 @@ class Pipeline:
             self.pp.send(tensor, rank, wanted.tag())
 
     def _take(self, wanted: Action) -> Tensor:
-        """Receive what an action works on: an activation from below, or a gradient from above."""
+        """Receive the input of an action: an activation or a gradient from a neighbouring stage."""
         source = self.rank_of[wanted.stage + (-1 if wanted.kind == "F" else 1)]
         if source == self.pp.index:
             return self.local.pop(wanted)
@@ -326,7 +326,7 @@ class Pipeline:
 
 
 def sync_dp_gradients(parameters: list[nn.Parameter], dp: Group) -> None:
-    """Average the gradients of all replicas: one flat AllReduce, once for each step."""
+    """Average the gradients of all replicas with one flat AllReduce per step."""
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     dp.all_reduce(flat).div_(dp.size)
     for p, part in zip(
@@ -336,7 +336,7 @@ def sync_dp_gradients(parameters: list[nn.Parameter], dp: Group) -> None:
 
 
 def sample(number: int) -> Tensor:
-    """Draw a micro-batch by its number: the same in each step, so that it can be learned."""
+    """Draw a micro-batch by its number. It is the same in each step, so it can be learned."""
     draw = torch.Generator().manual_seed(number)
     return torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=draw)
 
@@ -344,7 +344,7 @@ def sample(number: int) -> Tensor:
 def train(
     rows: list[list[Action]], count: int, groups: list[Group], device: str
 ) -> list[float]:
-    """Train on this rank's part of everything; return its share of the loss of each step."""
+    """Train this rank's part of the model and data. Return its share of the loss of each step."""
     tp, pp, dp = groups
     pipeline = Pipeline(rows, tp, pp, device)
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
@@ -363,7 +363,7 @@ def train(
 
 
 def arguments() -> argparse.Namespace:
-    """Parse and check; a mistake ends in one line, from one rank."""
+    """Parse and check the flags. One rank prints a mistake in one line."""
     parser = argparse.ArgumentParser(description="3D parallelism on one page.")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
@@ -397,7 +397,7 @@ def arguments() -> argparse.Namespace:
 
 
 def stop(message: str) -> NoReturn:
-    """End this process with a line for the user, and exit code 2."""
+    """Print an error line for the user and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron_demo: error: {message}", file=sys.stderr, flush=True)
     else:
@@ -406,7 +406,7 @@ def stop(message: str) -> NoReturn:
 
 
 def traffic(groups: list[Group], device: str) -> Iterator[str]:
-    """Yield what all ranks together sent each other in one step, by strategy."""
+    """Yield the total communication of all ranks in one step for each kind of parallelism."""
     yield "\ncommunication of one step, all ranks together:"
     for group, (kind, (_, use)) in zip(groups, TALK.items(), strict=True):
         total = torch.tensor([group.messages, group.bytes], device=device)
@@ -416,7 +416,7 @@ def traffic(groups: list[Group], device: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Open the groups, train, and compare with one process."""
+    """Create the groups, train, and compare the losses with those of a single process."""
     args = arguments()
     layout, count = Layout(args.tp, args.pp, args.dp), args.microbatches
     rows = table(args.schedule, args.pp, count)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains a Mixtral; see README.md beside this file, or --help.
+# Trains Mixtral. See README.md in this folder, or --help.
 set -euo pipefail
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=examples/train.sh
 source "$HERE/../train.sh"
 
-# In one line with its exit, so that editing this file does not disturb a run.
+# `exit` is on the same line, so that editing this file does not disturb a running script.
 train "$@"; exit

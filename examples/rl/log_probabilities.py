@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/rl/log_probabilities.py zb-v
 
-The reference passes forward only, under Megatron's own schedule. The policy trains under the given
-schedule of `megatron-ext plan` and starts with the same weights. Its ratios to the reference, and
-their KL divergence, show what difference the pipeline makes.
+The reference runs only forward passes, under Megatron's own schedule. The policy starts with the
+same weights and trains under the given schedule of `megatron-ext plan`. The ratios of its
+probabilities to those of the reference, and the KL divergence, show the effect of the pipeline.
 """
 
 import sys
@@ -17,7 +17,7 @@ RANKS, MICROBATCHES, LAYERS, LENGTH, VOCABULARY = 2, 4, 4, 16, 64
 
 
 def init(weight):
-    """Give equal weights to equal shapes, however the model is cut."""
+    """Initialize a weight by its size, so that the split of the model does not matter."""
     torch.nn.init.normal_(
         weight, std=0.1, generator=torch.Generator().manual_seed(weight.numel())
     )
