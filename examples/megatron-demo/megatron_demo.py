@@ -77,9 +77,7 @@ class Group:
         groups, me = layout.groups(kind), dist.get_rank()
         self.ranks = next(ranks for ranks in groups if me in ranks)
         self.size, self.index = len(self.ranks), self.ranks.index(me)
-        if (
-            self.size > 1
-        ):  # torch requires that all ranks create all groups together
+        if self.size > 1:  # torch requires that all ranks create all groups together
             self.handle, _ = dist.new_subgroups_by_enumeration(groups)
         self.messages = self.bytes = 0
         self.pending: list[
