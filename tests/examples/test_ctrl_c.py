@@ -95,7 +95,7 @@ def test_a_job_on_hosts_has_its_grace(tmp_path: Path) -> None:
         os.killpg(run.pid, signal.SIGINT)
         rest = run.stdout.read()
         assert run.wait(60) == 130, rest
-    assert "megatron-ext: SIGTERM: stops the job; once more kills it" in rest
+    assert "megatron-ext: SIGTERM: stopping the job; repeat to kill it" in rest
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}, (
         rest
     )

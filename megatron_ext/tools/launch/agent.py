@@ -1,13 +1,14 @@
-"""The program on each host that runs its part of a job, and ends it with the launcher.
+"""The program on each host that runs the host's part of a job, and ends it with the launcher.
 
     python -m megatron_ext.tools.launch.agent
 
-A request arrives as one line of JSON on standard input. `run` answers with the fitness of this
-host, waits for the start, runs torchrun in a separate session and forwards its output. Standard
-input stays open while the job runs: if it ends, the launcher is gone. In that case, or on a signal,
-on a stop message, or if the launcher falls silent, the job gets SIGTERM, and after the grace period
-every remaining process is killed. `stop`, `status` and `logs` are about a job that another agent
-runs or ran here, and find it through the file that the other agent wrote.
+It reads a request as one line of JSON from standard input. For `run`, it answers with the fitness
+of this host, waits for the start message, runs torchrun in a separate session and forwards its
+output. Standard input stays open while the job runs, so its end means that the launcher has exited.
+The agent stops the job when that happens, on a signal, on a stop message, or if the launcher falls
+silent: it sends SIGTERM, and kills every remaining process after the grace period. `stop`, `status`
+and `logs` concern a job that another agent runs or has run on this host, and find it through the
+file that the other agent wrote.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _TAIL_LINES = 50
 _CHUNK_BYTES = 1 << 18
 _ALIVE_S = 2.0
 _CLOSE_S = 5.0
-_CANNOT_START = 127  # as in a shell
+_CANNOT_START = 127  # the exit code of a shell for a command that it cannot start
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Send = Callable[[Json], None]
 
 
 class _Job:
-    """A job that runs here: its process, and why it is being stopped, if it is."""
+    """A job that runs here: its process, and the reason if it is being stopped."""
 
     def __init__(
         self, argv: list[str], environment: dict[str, str], request: Json
@@ -63,7 +64,8 @@ class _Job:
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,  # otherwise the job would hold the launcher's end open
+            # With our standard input, the job could read the launcher's messages.
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
@@ -80,28 +82,25 @@ class _Job:
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill the remaining processes after the grace period."""
-        # Send SIGTERM only once: a second one restarts torchrun's grace period, and the ranks' own
-        # handlers.
+        # Send SIGTERM only once: a second one would restart torchrun's grace period and run the
+        # handlers of the ranks again.
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
         killer = threading.Timer(grace_s, self.end)
-        killer.daemon = (
-            True  # if the job ends in time, the agent need not wait for the timer
-        )
+        # If the job ends in time, the agent exits without waiting for the timer.
+        killer.daemon = True
         killer.start()
 
     def end(self) -> None:
-        """Kill the remaining processes of the job; repeat for those forked in the meantime."""
+        """Kill the remaining processes of the job, repeatedly, as they may fork meanwhile."""
         for _ in range(5):
-            # This includes orphans, which the agent adopts.
+            # These include orphans, because the agent adopts them.
             runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
 
     def _reap(self, *_: object) -> None:
-        """Wait for adopted orphans that have ended.
-
-        Otherwise they would remain as zombies until the job ends.
-        """
+        """Reap adopted orphans that have ended, which otherwise stay zombies until the job ends."""
+        # Only look at first (WNOWAIT): the exit code of `child` belongs to its `Popen`.
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (
@@ -111,7 +110,8 @@ class _Job:
 
     def _follow_launcher(self) -> None:
         """Stop the job when the launcher requests it, exits or falls silent."""
-        signal.setitimer(signal.ITIMER_REAL, self._silence_s)  # SIGALRM stops the job
+        # Each message sets the timer again. When it expires, SIGALRM stops the job.
+        signal.setitimer(signal.ITIMER_REAL, self._silence_s)
         for message in map(runs.decode, sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
             if message is not None and message["op"] == "stop":
@@ -122,20 +122,20 @@ class _Job:
 def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     os.environ.update(request["env"])
-    # The script's own modules may only be on the job's path.
+    # Modules that the script needs may be only on the path of the job.
     sys.path += [
         path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
     ]
     hello = look(request, directory)
     send(hello)
-    # The launcher compares all hosts first, so that a job starts everywhere or nowhere.
+    # The launcher compares all hosts first, so that the job starts on all of them or on none.
     start = runs.decode(sys.stdin.buffer.readline())
     if start is None:
         return
     per_node = request["per_node"]
     environment = {
         **os.environ,
-        "PYTHONUNBUFFERED": "1",  # show lines of ranks as soon as they are written
+        "PYTHONUNBUFFERED": "1",  # show the lines of ranks at once
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_MARK.decode() + "${rank} ",
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
@@ -155,9 +155,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         "log": None,
     }
     try:
-        folder = open_folder(
-            directory, create=True
-        )  # stays open as long as this process
+        # The folder stays open as long as this process.
+        folder = open_folder(directory, create=True)
         if folder.exists("agent.json"):
             raise FileExistsError(
                 errno.EEXIST, os.strerror(errno.EEXIST), str(directory)
@@ -178,7 +177,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         target=_forward, args=(output, log, send, per_node), daemon=True
     )
     forwarder.start()
-    # The earliest failure of several hosts is reported
+    # The launcher compares this time with those of other hosts to find the first failure.
     code, ended["time"] = job.child.wait(), time.time()
     job.end()  # processes that torchrun has started may outlive it by seconds
     sockets.cleanup()
@@ -188,20 +187,23 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         is_stopped = job.stopped is not None
         logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
         ended.update(_failure(logs, is_stopped=is_stopped))
-    with suppress(OSError):  # the disk may be full; the launcher still gets the report
+    # If the disk is full, the launcher still gets the report.
+    with suppress(OSError):
         folder.write_json("agent.json", {**runs.record(), **ended})
+    # Send in a thread with a limit: a launcher that no longer reads would block this process.
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
-    last.join(_CLOSE_S)  # the launcher may have stopped reading
+    last.join(_CLOSE_S)
 
 
 def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
-    """Send lines of ranks, or every line, to the launcher; write all other lines to the log."""
+    """Send the lines of ranks, or every line, to the launcher; log the lines that no rank wrote."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
     while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
         if len(unfinished) > _CHUNK_BYTES:
-            data = b"\n" + data  # a progress bar that never ends its line
+            # A progress bar may never end its line, so end it here to bound the memory.
+            data = b"\n" + data
         *lines, unfinished = (unfinished + data).split(b"\n")
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
         of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
@@ -211,7 +213,7 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
             with suppress(OSError):
                 log.write(b"\n".join(of_no_rank) + b"\n")
         if shown:
-            # Keeps arbitrary bytes
+            # `surrogateescape` keeps bytes that are not valid UTF-8.
             text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")
             with suppress(OSError):
                 send({"kind": "log", "text": text})
@@ -223,7 +225,7 @@ class _Logs:
 
     folder: RunFolder
     directory: Path
-    """The folder's name, as shown to users."""
+    """The path of the folder, as shown to users."""
     without_rank: str
     """The file with the lines that no rank printed."""
     first_rank: int
@@ -235,11 +237,11 @@ class _Logs:
 
 
 def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
-    """Return the failure on this host, for the launcher: failed part, exit code, last lines, cause.
+    """Return the failure on this host: the failed part, its exit code, last lines and cause.
 
-    A host that was stopped may still have the cause, if its ranks were slower to end.
+    A host that was stopped may have caused the failure nevertheless, if its ranks ended later.
     """
-    # Without a report, torchrun failed before it had ranks, or was killed.
+    # If there is no report, torchrun failed before it started ranks, or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
     causes = cause.read(logs.folder.anchor / "ranks")
     now = time.time()
@@ -248,7 +250,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # A rank that has left a note may still be killed by torchrun during its exit.
+        # A rank that has written its cause may still be killed by torchrun while it exits, so its
+        # exit code tells less.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
@@ -261,13 +264,12 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first is None:
         return failure
     failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
-    # torchrun's own exit code identifies the first failed rank only in its log.
+    # torchrun's exit code need not be the code of the rank that failed first.
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        failure["code"] = report[
-            "exit_code"
-        ]  # the cause does not make progress, or exited with 0
+        # The rank that caused it still runs without progress, or exited with code 0.
+        failure["code"] = report["exit_code"]
     for path in logs.of_rank(first.rank):
         failure["log"] = str(
             logs.directory / path.parent.relative_to(logs.folder.anchor)
@@ -279,7 +281,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
-    """Return the torchrun output files for a rank, under the run's folder on its host."""
+    """Return torchrun's output files for a local rank, in the run's folder on this host."""
     folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
     paths = []
     for rank_folder in folders:
@@ -290,11 +292,12 @@ def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a file, which may be large; empty if it cannot be read."""
     try:
-        # Opening a pipe would wait for a writer, and a link may lead anywhere.
+        # Without O_NONBLOCK, opening a pipe blocks; without O_NOFOLLOW, a link could lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (1 << 16)))  # logs of several weeks have gigabytes
+            # Read only the end: the logs of several weeks have gigabytes.
+            file.seek(max(0, size - (1 << 16)))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
@@ -305,21 +308,21 @@ def _stop(request: Json, directory: Path) -> Json:
     agent = None
     with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
-    if (
-        agent is not None
-    ):  # it ends its job properly, which takes about the grace period
+    if agent is not None:
+        # Let the agent stop its job in order and report to its launcher, which takes about the
+        # grace period.
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
-            agent.wait(request["grace_s"] + _CLOSE_S)  # its launcher needs its report
+            agent.wait(request["grace_s"] + _CLOSE_S)
         with suppress(psutil.Error):
             agent.kill()
     remaining = runs.marked(request["run_id"], request["node"])
     stuck = sorted(process.pid for process in runs.end(remaining))
     text = "nothing runs"
     if stuck:
-        text = f"processes {stuck} cannot be killed (they wait for a device)"
+        text = f"processes {stuck} cannot be killed (they may be blocked on a device)"
     elif agent is not None or remaining:
-        text = f"stopped ({len(remaining)} processes killed after the grace)"
+        text = f"stopped ({len(remaining)} processes killed after the grace period)"
     return {
         "failed": bool(stuck),
         "text": text,
@@ -338,9 +341,8 @@ def _status(request: Json, directory: Path) -> Json:
     state = ""
     if runs.recorded(ended):
         state = "running, "
-    with suppress(
-        KeyError, TypeError
-    ):  # it has not ended, or could not write its report
+    # `ended` has no exit code if the job has not ended or its agent could not write the report.
+    with suppress(KeyError, TypeError):
         state = f"ended with {ended['code']}"
         if ended["stopped"]:
             state += f" ({ended['stopped']})"
@@ -364,7 +366,8 @@ def _logs(request: Json, directory: Path) -> Json:
 
 def main() -> int:
     """Execute the request on standard input."""
-    # Only messages may go to standard output, so redirect output of libraries to standard error.
+    # The launcher reads messages from standard output, so redirect the output of libraries to
+    # standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     lock = threading.Lock()
@@ -375,9 +378,8 @@ def main() -> int:
             output.flush()
 
     def live() -> None:
-        with suppress(
-            OSError
-        ):  # the launcher is gone, which the end of our input shows too
+        # If the launcher is gone, `_follow_launcher` notices it at the end of our input.
+        with suppress(OSError):
             while True:
                 time.sleep(_ALIVE_S)
                 send({"kind": "alive"})
@@ -408,6 +410,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # the thread that reads standard input would abort a normal interpreter exit
+    # A normal exit would abort the interpreter, because a thread still reads standard input.
+    os._exit(code)

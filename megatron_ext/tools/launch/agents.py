@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 MAX_SKEW_S = 5.0
 """Clock difference that triggers a warning, because log lines then cannot be compared."""
 _CLOSE_S = 5.0
-# Earlier releases of torchrun kill ranks that take more than 30 s to save.
 _FIRST_PATIENT_TORCH = (2, 12)
-"""Since this release, torchrun gives its ranks the configured time to stop."""
+"""Since this release, torchrun gives its ranks the configured time to stop; before, 30 s."""
 
+# The first pattern that matches applies, so specific patterns precede general ones.
 _MEANINGS = {
-    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
-    "for you in this job; it has ended or is somebody else's (squeue --me)",
-    r"Permission denied": "ssh needs a password or a key that it does not have, and cannot ask; "
-    "set one up (ssh-copy-id {host}) or load it (ssh-add)",
+    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm refuses to "
+    "start anything in this job; it has ended or belongs to another user (squeue --me)",
+    r"Permission denied": "ssh needs a password or a key that it does not have, and cannot prompt; "
+    "set up a key (ssh-copy-id {host}) or load it (ssh-add)",
     r"Host key verification failed|authenticity of host": "ssh does not know its host key; log in "
     "once by hand to check and accept it (ssh {host})",
-    r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or give it "
-    "an entry in ~/.ssh/config",
+    r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or add an "
+    "entry to ~/.ssh/config",
     r"Connection refused": "no ssh server answers there; start sshd, or give its port with port=N "
     "in the hostfile",
     r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
     "up, or leave it out with --exclude {host}",
     r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
     "this tree to the same path with rsync",
-    r"No such file or directory|not found": "the Python of this machine is not there; install it, "
-    "or name another with --python PATH",
+    r"No such file or directory|not found": "the path of this machine's Python does not exist "
+    "there; install Python there, or give another path with --python PATH",
 }
-"""Pattern in the output of ssh or the login shell -> explanation and remedy."""
+"""Pattern in the output of ssh, srun or the login shell -> explanation and remedy."""
 
 Event = tuple[int, Json | Literal["signal"] | None]
 """Index of a host and its message (None if its connection has ended), or the number of a signal."""
@@ -70,9 +70,10 @@ def reach(
     if plan.slurm_job is not None:
         return slurm.argv(plan.slurm_job, host, remote)
     options = [
-        # ssh must give up before we do: its own error says more than our time-out.
+        # ssh must give up before our time-out, because its error message says more.
         "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
-        "ServerAliveInterval=5", "ServerAliveCountMax=3",  # notices a dead host within 15 s
+        # Detect a dead host within 15 s.
+        "ServerAliveInterval=5", "ServerAliveCountMax=3",
     ]  # fmt: skip
     words = [*plan.ssh, "-T"]
     for option in options:
@@ -85,9 +86,10 @@ def reach(
 
 
 def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
-    """Explain in one line why an agent did not start on a host, with a remedy.
+    """Return one line that explains why an agent did not start on a host, with a remedy.
 
-    `code` is the exit code of the connection, `printed` are the lines of ssh or the login shell.
+    `code` is the exit code of the connection, and `printed` holds the lines that ssh or the login
+    shell printed.
     """
     last = next(
         (line.strip() for line in reversed(printed) if line.strip()), "no output"
@@ -99,7 +101,7 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
 
 
 class _Connection:
-    """An agent on a host: its process or that of ssh, and any other output of it."""
+    """A connection to the agent on a host, through a local process: the agent, ssh or srun."""
 
     def __init__(
         self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]
@@ -107,19 +109,20 @@ class _Connection:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
-        # Use a file, which never blocks the process; a pipe that nobody reads would.
+        # Use a file: a full pipe that is not read would block the process.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            start_new_session=True,  # Ctrl-C goes to the launcher, which stops the agents
+            # Ctrl-C must reach only the launcher, which then stops the agents in order.
+            start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, **message: object) -> None:
-        """Send a message. If the agent has exited, an event reports that."""
+        """Send a message. If the agent has exited, this does nothing, and an event reports it."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             self.process.stdin.write(encode(message))
@@ -133,23 +136,24 @@ class _Connection:
                 self._noise.append(line.decode(errors="replace").rstrip())
             else:
                 self._put(message)
-        with suppress(subprocess.TimeoutExpired):  # wait for the exit code
+        # Set the exit code before the event, because `explain` reports it.
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
         self._put(None)
 
     def noise(self) -> list[str]:
-        """Return the last lines that are not messages: of ssh, login scripts, or a dying agent."""
+        """Return the last lines that are not messages, from ssh, login scripts or the agent."""
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
-        # Login scripts may print pages; the reason why the agent ended is last.
+        # Login scripts may print pages of text; the reason why the agent ended comes last.
         return lines[-20:]
 
     def close(self) -> None:
         """End the connection, which ends the agent and its job if they still run."""
         assert self.process.stdin is not None
-        # The end of its input tells an agent that the launcher is gone, through any number of ssh
-        # hops; a signal would only reach the nearest ssh.
+        # The end of input reaches the agent through any number of ssh hops, and the agent then
+        # stops its job. A signal would only reach the local ssh.
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -160,7 +164,7 @@ class _Connection:
 
 
 class Agents:
-    """An agent on each host of a plan, as a context manager that ends them all."""
+    """The agents on all hosts of a plan; a context manager that ends them on exit."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan
@@ -172,7 +176,7 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Close them in parallel: a host that does not answer must not delay the others.
+        # Close them in parallel, so that a host that does not answer delays no other host.
         with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
             pool.map(_Connection.close, self.connections.values())
 
@@ -181,7 +185,7 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
-        # A sign of life has already updated `heard_at`.
+        # The reading thread has already updated `heard_at`, which is all that `alive` is for.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
 
@@ -198,10 +202,11 @@ class Agents:
         If a host does not answer, its entry is the reason, with a remedy.
         """
         root = Path(__file__).resolve().parents[3]
-        # An agent trains nothing, and starts faster this way
+        # The agent does not train, and starts faster without the patches.
         variables = ["MEGATRON_EXT_DISABLE=1"]
+        # In a source tree that is not installed, the hosts must import from the same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
-            variables.append(f"PYTHONPATH={root}")  # the agent must use the same files
+            variables.append(f"PYTHONPATH={root}")
         argv = [
             "env",
             *variables,
@@ -227,19 +232,19 @@ class Agents:
                     **message,
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
-            # A connection that ends after its answer is normal, unless the host is to run the job.
+            # A connection may end after its answer, except if its host must go on to run the job.
             elif index in self.connections and (op == "run" or index not in answers):
                 connection = self.connections[index]
                 code = connection.process.returncode
                 answers[index] = explain(connection.host, code, connection.noise())
         late = (
             f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
-            f"wait longer (--preflight-timeout, --timeout)"
+            f"raise the limit (--preflight-timeout, --timeout)"
         )
         return [answers.get(index, late) for index in range(len(self.plan.hosts))]
 
     def look(self, timeout_s: float) -> list[Json]:
-        """Return the answer of each host, with all problems that keep it from the job."""
+        """Return the answer of each host, with all problems that keep it from running the job."""
         answers = self.ask("run", timeout_s)
         is_complete = bool(answers) and not any(
             isinstance(answer, str) for answer in answers
@@ -252,7 +257,7 @@ class Agents:
             if abs(answer["ahead_s"]) > MAX_SKEW_S:
                 clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
                 answer["warnings"].append(f"{clock}; let NTP or chrony set it")
-            # Compare hosts only if all of them answer: some may differ only from the missing one.
+            # If a host is missing, report only that: comparing the remaining ones may mislead.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
             self._check_grace(hellos[0])
@@ -268,7 +273,7 @@ class Agents:
             hello["warnings"].append(f"{limit}; install torch 2.12 or later")
 
     def _compare(self, hellos: Sequence[Json]) -> None:
-        """Add a problem to each host that differs from the majority in what must be equal."""
+        """Add a problem to each host whose versions or files differ from those of the majority."""
         names: dict[str, None] = {}
         for hello in hellos:
             names |= dict.fromkeys(hello["same"])

@@ -1,4 +1,4 @@
-"""Runs a planned job, and again after a failure: each attempt is a run with logs and a result."""
+"""Runs a planned job and repeats it after a failure; each attempt has its logs and its result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown_ranks(text: str, world_size: int) -> list[int]:
     """Return the ranks that `--show` names, in order.
 
     Raises:
-        LaunchError: It names no rank of this job.
+        LaunchError: It names a rank that this job does not have.
     """
     if text == "all":
         return list(range(world_size))
@@ -60,15 +60,17 @@ def with_restarts(
     """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
     Every attempt is a separate run with preflight, logs and a result: ID, ID-r1, ID-r2. The script
-    resumes from its last complete checkpoint: Megatron records a checkpoint's iteration only after
-    it has written all of it. Hosts beyond those of the plan are spares.
+    resumes from its last complete checkpoint, because Megatron records the iteration of a
+    checkpoint only after it has written all of it. `hosts` may contain spares after the hosts of
+    the plan.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say(
-            "warning: without --save and --load, a restart begins with the first iteration"
+            "warning: without --save and --load, a restart starts at the first iteration"
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        # Applies between attempts, when connections are closed
+        # Between attempts: exit normally, so that open connections are closed. During an attempt,
+        # `supervise` installs its handlers.
         if signal.getsignal(ending) == signal.SIG_DFL:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
     failed_at: list[float] = []
@@ -76,7 +78,7 @@ def with_restarts(
     while True:
         outcome, completed = _attempt(attempt, args)
         now = time.monotonic()
-        # Count only recent failures, so that a long job may survive more of them in total.
+        # Count only recent failures, so that a long job can survive more of them in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:
@@ -91,23 +93,23 @@ def with_restarts(
         )
         time.sleep(pause_s)
         hosts = _with_slots(hosts, completed)
-        # Start from the plan without the flags derived from its hosts, which may differ now.
+        # Start from the original plan: `completed` has flags derived from hosts that may change.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
-        # Never shrink a job: with fewer replicas, the batch would differ.
+        # Never shrink a job: with fewer replicas, the batch could differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
         attempt = replace(attempt, hosts=able[:num_hosts])
         if attempt.world_size != num_ranks:
             raise LaunchError(
-                f"the job needs {num_hosts} hosts with {num_ranks} ranks, and {len(able)} of "
-                f"{len(hosts)} can take part; mend them, or give more spare hosts (--spares)"
+                f"the job needs {num_hosts} hosts with {num_ranks} ranks, but only {len(able)} of "
+                f"{len(hosts)} hosts can run it; repair them, or give more spare hosts (--spares)"
             )
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
-    """Return the hosts with their slots, as counted in the attempt if the hostfile gives none."""
+    """Return the hosts with their slots; without a number in the hostfile, use the last count."""
     counted = {host.number: host.slots for host in completed.hosts}
-    # A spare host has not counted its devices; assume that the hosts of a job are alike.
+    # Spare hosts have not counted their devices yet, so assume that all hosts are alike.
     of_spares = completed.hosts[0].slots
     complete = []
     for host in hosts:
@@ -119,10 +121,10 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
 def _able_hosts(
     hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
 ) -> tuple[Host, ...]:
-    """Return the hosts that can take part in an attempt, after stopping leftovers of the ended one.
+    """Stop what is left of the ended attempt; return the hosts that can run the next one.
 
-    Hosts that were lost before are asked too: one that was rebooted may be back, and one whose
-    network was down may still run its part.
+    This also contacts hosts that were lost before: a rebooted host may be back, and a host whose
+    network was down may still run its part of the job.
     """
     with Agents(replace(ended, hosts=hosts)) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
@@ -151,26 +153,25 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
     with ExitStack() as resources:
         agents = resources.enter_context(Agents(plan))
         hellos = agents.look(args.preflight_timeout)
-        # A job starts everywhere or nowhere: no agent starts before all of them have answered.
+        # A job starts on all hosts or on none, so report all problems before any agent starts it.
         if problems := _of_hosts(plan, hellos, "problems"):
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
         show = shown_ranks(args.show, plan.num_started)
-        # Write the files before the start, so that `stop` finds the job even if the launcher dies
-        # now.
+        # Write the files before the job starts, so that `stop` finds it even if the launcher dies.
         try:
             folder = resources.enter_context(
                 RunFolder.open(runs.runs_root(), plan.run_id, create=True)
             )
             if folder.exists("plan.json"):
                 raise LaunchError(
-                    f"there is a run {plan.run_id} already; give another --run-id"
+                    f"run {plan.run_id} already exists; give another --run-id"
                 )
             folder.write_json("plan.json", plan.record())
             folder.write_json("launcher.json", runs.record())
             log = resources.enter_context(folder.create("output.log"))
         except OSError as error:
-            remedy = "make room, or set MEGATRON_EXT_RUNS to another directory"
+            remedy = "free some space, or set MEGATRON_EXT_RUNS to another directory"
             raise LaunchError(cannot_write(directory, error, remedy)) from None
         for warning in _of_hosts(plan, hellos, "warnings"):
             say(f"warning: {warning}")
@@ -180,8 +181,8 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if _has_view(args, plan):
             view = PersonView()
             if len(plan.hosts) == 1:
-                # With several hosts, each shown rank costs bandwidth. On a single host, the view
-                # gets all ranks, to count parameters and to show whichever rank fails.
+                # On a single host, give the view the output of all ranks: it adds up their
+                # parameters and shows any rank that fails. On several hosts, this costs bandwidth.
                 show = list(range(plan.num_started))
             if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")
@@ -189,6 +190,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
                 say(f"everything ranks {args.show} print: {log_path}")
         with closing(Display(sys.stdout.buffer, log, view)) as display:
             outcome = supervise(agents, plan, hellos, display, show)
+        # The log is complete now, because the display has written its last lines.
         end = _End(plan, outcome, display, view, show, log_path)
         try:
             folder.write_json("result.json", end.record())
@@ -209,7 +211,7 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 
 
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
-    """Return whether the output is shortened: for Megatron's scripts, except with --help."""
+    """Return whether to shorten the output, which is done for Megatron's scripts without --help."""
     is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
     return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
 
@@ -225,16 +227,16 @@ class _End:
     show: Sequence[int]
     """The ranks whose output was shown."""
     log_path: Path
-    """The file with everything that those ranks have printed."""
+    """The file with the complete output of those ranks."""
 
     @property
     def _is_seen(self) -> bool:
-        """Whether the view has shown the important output of the failed rank."""
+        """Whether the view has already shown the errors of the failed rank."""
         return self.view is not None and self.outcome.failed_rank in self.show
 
     @property
     def _logs(self) -> str:
-        """The command that shows the output of the ranks, or of the failed one, and its file."""
+        """A hint at the full output: the log file, or the command that shows the logs."""
         failure = self.outcome.failure
         if self._is_seen or (failure is None and self.view is not None):
             return f"everything: {self.log_path}"
@@ -248,7 +250,7 @@ class _End:
         return f"logs: {shlex.join(words)}{place}"
 
     def record(self) -> runs.Json:
-        """Return the record that `status` shows later."""
+        """Return the result of the attempt, which `status` shows later."""
         failure = self.outcome.failure
         return {
             "exit_code": self.outcome.code,
@@ -258,7 +260,7 @@ class _End:
         }
 
     def tell(self) -> None:
-        """Report how the job ended; the last line gives the cause of a failure."""
+        """Print how the job ended; the last line gives the cause of a failure."""
         if self.display.left_out:
             say(
                 f"{self.display.left_out} lines were not shown, because the output was blocked"
@@ -280,11 +282,11 @@ class _End:
             say(f"run {self.plan.run_id} succeeded; {self._logs}")
 
     def _tell_failure(self, failed: Failure) -> None:
-        """Show the last output of the failed part, unless the view did, and then the cause."""
+        """Print the last output of the failed part, if the view has not shown it, and the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
-        # A rank that was ended by a signal may give the reason in its last line, in a form that the
-        # view does not recognise: `Killed`, or a message of the C library.
+        # The view does not recognise every error. The last line of a rank that a signal ended may
+        # be `Killed` or a message of the C library, so always print that line.
         for line in lines[-1:] if self._is_seen else lines:
             is_repeated = self.view is not None and self.view.has_shown(line)
             if not is_repeated and line not in reason:

@@ -1,4 +1,4 @@
-"""The user's view of a job: the lines of its ranks, and those of the launcher."""
+"""What the user sees of a job: the lines of its ranks and of the launcher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher; a closed terminal must not stop it."""
+    """Print a line of the launcher. A closed terminal must not stop the job."""
     with suppress(OSError):
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Display:
-    """Shows the lines of all hosts in bounded memory.
+    """Shows the lines of all hosts, with bounded memory.
 
-    Ranks write to files on their own hosts, which stay complete; torchrun follows the files of the
-    ranks to show. A thread writes here, because a terminal or a pipe may block for any time. If it
-    blocks for long, output is dropped and counted. The log gets every line, and so does the output,
-    unless a view shortens it. The display closes neither.
+    Ranks write their complete output to files on their hosts, and torchrun follows the files of the
+    ranks to show. A terminal or a pipe may block for any time, so a thread writes to it. If it
+    blocks for long, the display drops output and counts the lines. The log gets every line. So does
+    the output, unless a view shortens it. The display closes neither of them.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Display:
     def show(self, host: str, data: bytes) -> None:
         """Show output of a host, or drop it if the display blocks for a second."""
         try:
-            # This runs in the thread of a connection, and its host would wait as long as we do.
-            # Wait only once for all chunks, because the report of the job's end comes after them.
+            # This runs in the thread of a connection, and its host waits as long as this thread.
+            # After one time-out, drop chunks at once until the display writes again: the report
+            # that the job has ended comes after them on this connection.
             self._chunks.put(
                 (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
             )
@@ -65,7 +66,7 @@ class Display:
             self.left_out += data.count(b"\n")
 
     def close(self) -> None:
-        """Show the remaining output; time out if the display blocks."""
+        """Write the remaining output, unless the display blocks for too long."""
         with suppress(queue.Full):
             self._chunks.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)
@@ -80,7 +81,7 @@ class Display:
                 source, line = host, marked
                 if rank := _MARKED.match(marked):
                     source = f"{host}:{rank[1].decode()}"
-                    # torchrun repeats the mark if a line arrives in parts.
+                    # torchrun repeats the mark within a line that it has read in parts.
                     line = _MARKED.sub(b"", marked)
                 complete.append(b"[%s] %s" % (source.encode(), line))
                 if iteration := _ITERATION.search(line):
@@ -94,7 +95,7 @@ class Display:
             self._write(self._output, map(str.encode, self._view.flush()))
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
-        # A full disk, or a reader that has exited (`| head`), must not stop the job; its hosts keep
+        # A full disk, or a reader that has exited (`| head`), must not stop the job. Its hosts keep
         # all output.
         with suppress(OSError, ValueError):
             file.write(b"\n".join([*lines, b""]))

@@ -1,9 +1,9 @@
-"""torchrun with a machine-readable report, and a limit on the time that it takes to end.
+"""torchrun with a machine-readable report and a limit on the time that it takes to end.
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
-torchrun itself reports the first failed rank only as a drawing in its log. Everything else is
-unchanged.
+torchrun itself reports the first failed rank only as formatted text in its log. Everything else
+works as in torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 
 
 def main() -> int:
-    """Run torchrun; return its exit code, or that of the first failed rank."""
+    """Run torchrun; return its exit code, or the exit code of the first failed rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,19 +33,21 @@ def main() -> int:
         grace_s, lambda: runs.end(Process().children(recursive=True))
     )
     killer.daemon = True
-    # The report for this host's agent: the rank that ended first, and the stopped ones.
+    # The report for this host's agent: the rank that ended first, and the ranks that SIGSTOP has
+    # stopped.
     failure: dict[str, object] = {}
 
     def bound_the_end(record: logging.LogRecord) -> bool:
         if record.funcName == "_close" and "stopped" not in failure:
-            # Look before the first signal: afterwards, a stopped rank looks like one that ends
-            # slowly.
+            # Check before torchrun sends its first signal: afterwards, a stopped rank cannot be
+            # told from one that ends slowly.
             failure["stopped"] = stopped_ranks()
             killer.start()
         return True
 
-    # torchrun logs a warning before it asks its ranks to end. It gives them 30 s; since PyTorch
-    # 2.12 it gives them the time set here, if no rank has failed.
+    # torchrun logs a warning in `_close` before it asks its ranks to end, and then waits 30 s for
+    # them. Since PyTorch 2.12 it waits for the time set here, if no rank has failed. The filter
+    # sees the warning and starts our own limit.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
@@ -59,7 +61,7 @@ def main() -> int:
         return 128 + int(error.sigval)
     finally:
         if failure:
-            # The disk may be full, which may be why the rank failed.
+            # The disk may be full, perhaps the reason why the rank failed.
             with suppress(OSError), RunFolder.open(report.parent) as folder:
                 folder.write_json(report.name, failure)
     return 0
@@ -69,7 +71,7 @@ def stopped_ranks() -> list[dict[str, int]]:
     """Return the ranks of this process that SIGSTOP or a debugger has stopped."""
     stopped = []
     for process in Process().children():
-        # It has already exited, or is not a rank
+        # The process may have exited already, or may not be a rank.
         with suppress(Error, KeyError, ValueError):
             if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
                 variables = process.environ()
@@ -84,6 +86,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # all workers have exited; torch's shutdown would only delay the report
+    # All workers have exited, so torch's shutdown would only delay the report.
+    os._exit(code)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.upstream.cause import KINDS, Cause
 
 CONNECTION_FAILED = 255
-"""Exit code of ssh for its own failures, and for a remote command that was ended by a signal."""
+"""Exit code of ssh if it fails itself, or if a signal ended the remote command."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Failure:
     tail: Sequence[str] = ()
     note: str = ""
     cause: Cause | None = None
-    """The note that the rank has left, or what its agent has observed."""
+    """The reason that the rank has written down, or that its agent has observed."""
     log: str | None = None
     """The folder with the rank's output on its host."""
 
@@ -38,7 +38,8 @@ class Failure:
         if self.cause is None:
             return f"{self.host}: {self.what} {how}{self.note}"
         reason = self.cause.reason
-        blamed = f"{self.what} holds the job up: "  # reported by the watchdog
+        # The reason of the watchdog starts with these words (`tracing/hang.py`).
+        blamed = f"{self.what} holds the job up: "
         if self.cause.kind == "stopped":
             how = "stands still"
         elif self.cause.kind == "left":
@@ -58,10 +59,10 @@ class Failure:
 
     @property
     def precedence(self) -> tuple[int, int, float]:
-        """The sort key; the first failure has the smallest."""
+        """The sort key: the failure that explains the others has the smallest."""
         if self.cause is not None:
             return (*self.cause.precedence[:2], self.at)
-        # An agent or torchrun that died did not fail because of the other hosts.
+        # The death of an agent or of torchrun is not the effect of another host's failure.
         has_died = self.code < 0 or self.code == CONNECTION_FAILED
         return KINDS.index("killed" if has_died else "unknown"), 0, self.at
 
@@ -71,11 +72,11 @@ class Outcome:
     """The outcome of a job."""
 
     code: int = 0
-    """Exit code of the command: that of the first failure, 128 + n after signal n, 255 for a lost
-    host."""
+    """Exit code of the command: the code of the first failure, 128 + n after signal n, 255 for a
+    lost host."""
     failure: Failure | None = None
     stopped_by: str | None = None
-    """The signal with which the user ended it, possibly after the failure."""
+    """The signal with which the user ended the job, possibly after the failure."""
 
     @property
     def failed_rank(self) -> int | None:
@@ -86,8 +87,9 @@ class Outcome:
 def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
     """Return the failure that explains the others, with the last iteration that any host reports.
 
-    Other ranks fail within milliseconds after the loss of a rank, on hosts whose clocks differ. A
-    process that was ended by a signal, or an agent that died, did not fail for that reason.
+    Time alone does not show it: other ranks fail within milliseconds after the loss of a rank, and
+    the clocks of hosts differ. The kind of failure comes first: a process that a signal ended, or
+    an agent that died, did not fail because another rank was lost.
     """
     first = min(failures, key=lambda failure: failure.precedence)
     iterations = []
@@ -104,6 +106,7 @@ def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failu
 
 
 def _signal_name(number: int) -> str:
-    with suppress(ValueError):  # most real-time signals have no name
+    # Most real-time signals have no name.
+    with suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"

@@ -1,4 +1,4 @@
-"""Checks whether a host can take part in a job; its agent runs them before the start."""
+"""Checks whether a host can run its part of a job; its agent calls them before the start."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 MIN_FREE_BYTES = 64 << 20
-"""Having less free space for the logs of a host is a problem."""
+"""Less free space for the logs of a host is a problem."""
 MIN_SHARED_BYTES = 1 << 30
-"""Having less free shared memory is a warning; a container has 64 MiB by default."""
+"""Less free shared memory causes a warning; a container has 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _LOWEST_PORT = 20000
 _HIGHEST_PORT = 32767
-"""Above this, systems assign the ports of outgoing connections."""
+"""Systems assign the ports above this one to outgoing connections."""
 
 
 def look(request: Json, log_dir: Path) -> Json:
-    """Return the fitness of this host for a request, whose environment is already set.
+    """Return whether this host can run the request, in whose environment this process already is.
 
-    The result has problems, warnings, and values that must be equal on every host. The request's
-    directory becomes the current one; the log directory must not exist yet.
+    The answer contains problems, warnings, and values that must be equal on every host. This call
+    changes to the request's work directory. The log directory must not exist yet.
     """
     problems: list[str] = []
     warnings: list[str] = []
@@ -47,7 +47,7 @@ def look(request: Json, log_dir: Path) -> Json:
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
-        # Count without torch, whose import would take most of the time of an answer.
+        # Count without torch, whose import would take longer than all checks.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": warnings,
@@ -59,11 +59,11 @@ def look(request: Json, log_dir: Path) -> Json:
         },
     }
     try:
-        # A relative name of the script is looked up in this directory below.
+        # A relative path of the script refers to this directory.
         os.chdir(request["workdir"])
     except OSError as error:
         problems.append(
-            f"the work directory {request['workdir']} cannot be entered: {error.strerror}; copy it "
+            f"cannot change to the work directory {request['workdir']}: {error.strerror}; copy it "
             f"there with rsync"
         )
     hello["free_bytes"], log_problem = _look_at_logs(log_dir)
@@ -81,8 +81,8 @@ def look(request: Json, log_dir: Path) -> Json:
             problems.append(f"{error}; copy it there with rsync")
     if 0 < hello["devices"] < request["nproc"]:
         problems.append(
-            f"{request['nproc']} processes are planned, but it has {hello['devices']} devices; "
-            f"lower its slots=N, or --nproc"
+            f"the job starts {request['nproc']} processes there, but it has {hello['devices']} "
+            f"devices; lower its slots=N, or --nproc"
         )
     if request["is_first"]:
         hello["port"] = _free_port(request["master_port"], problems)
@@ -93,21 +93,23 @@ def look(request: Json, log_dir: Path) -> Json:
         except OSError as error:
             problems.append(
                 f"it cannot reach {request['peer']}: {error.strerror or error}; give that host an "
-                f"address that all others can reach, with addr=IP in the hostfile"
+                f"address that all other hosts can reach, with addr=IP in the hostfile"
             )
     return hello
 
 
 def open_folder(directory: Path, create: bool = False) -> RunFolder:
-    """Open the folder of a run on this host, ROOT/RUN_ID/HOST; see `RunFolder.open`."""
+    """Open the folder of a run on this host, ROOT/RUN_ID/HOST, as `RunFolder.open` does."""
     run = directory.parent
     return RunFolder.open(run.parent, run.name, directory.name, create=create)
 
 
 def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
-    """Return the free bytes for the logs of a run here, and why they cannot be written, if so."""
-    # The folder is created only at the start, so that a rejected job leaves none behind. Don't use
-    # Path.exists(), which raises inside a folder without access permission.
+    """Return the free bytes for the logs of a run here, and the problem with writing them, if any.
+
+    This does not create the folder, so that a rejected job leaves none behind.
+    """
+    # Don't use Path.exists(), which raises inside a folder without access permission.
     existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     free_bytes = shutil.disk_usage(existing).free
     why = None
@@ -124,8 +126,8 @@ def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
         return free_bytes, f"logs cannot be written to {log_dir}: {why}; {remedy}"
     if free_bytes < MIN_FREE_BYTES:
         return free_bytes, (
-            f"only {free_bytes >> 20} MiB are free for logs in {existing}; make room "
-            f"({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
+            f"only {free_bytes >> 20} MiB are free for logs in {existing}; free at least "
+            f"{MIN_FREE_BYTES >> 20} MiB, or use another --log-dir"
         )
     return free_bytes, None
 
@@ -136,8 +138,8 @@ def _look_at_shared_memory(warnings: list[str]) -> None:
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     if free_bytes < MIN_SHARED_BYTES:
         warnings.append(
-            f"{free_bytes >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL take "
-            f"more; start its container with more (docker run --shm-size=16g)"
+            f"{free_bytes >> 20} MiB are free in {SHARED_MEMORY}, but data loaders and NCCL need "
+            f"more; start the container with more (docker run --shm-size=16g)"
         )
 
 
@@ -157,8 +159,8 @@ def _digest_of(script: str) -> str:
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
     """Return the port at which the ranks meet: the user's or a free one."""
-    # Another program may take a free port before rank 0 listens, seconds later, but nothing is
-    # assigned a port in this range automatically.
+    # Rank 0 listens only seconds later. In this range, no program gets a port automatically, so
+    # the port most likely stays free until then.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
         candidates = [master_port]
@@ -174,7 +176,7 @@ def _free_port(master_port: int | None, problems: list[str]) -> int:
 
 
 def _why_taken(port: int) -> str | None:
-    """Return why nothing can listen at a port, or None."""
+    """Return why a program cannot listen at a port, or None if it can."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

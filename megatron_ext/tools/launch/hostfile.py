@@ -1,4 +1,4 @@
-"""The hostfile: one host on each line, in the simplest case a list of addresses.
+"""The hostfile: one host per line, in the simplest case a list of addresses.
 
     # comment
     node1
@@ -6,7 +6,8 @@
     node3:4             addr=10.0.0.3 rdma=10.1.0.3,10.1.1.3 port=2222 user=me env.NCCL_DEBUG=INFO
 
 The order of the lines is the order of the node ranks. Lists of addresses, DeepSpeed's and
-Open MPI's `slots=N` and MPICH's `host:N` are all valid. Pure functions of text, no network.
+Open MPI's `slots=N` and MPICH's `host:N` are all valid. These functions only parse text, and use no
+network.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.files import read_text
 
 MAX_SLOTS = 1024
-"""Upper bound on the processes of a host; larger numbers are typing mistakes."""
+"""Upper bound on the processes of a host; a larger number is a typing mistake."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
 _HOST = re.compile(
@@ -36,19 +37,21 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """Destination of ssh: a name, an alias in the ssh configuration, or an address."""
+    """The destination for ssh: a name, an alias in the ssh configuration, or an address."""
     slots: int | None = None
     """Number of processes on this host. None: as many as it has devices."""
     addr: str | None = None
     """Address at which the other hosts reach it. None: its name."""
-    port: int | None = None  # of its ssh server; None: what the ssh configuration says
-    user: str | None = None  # to log in as; None: what the ssh configuration says
+    port: int | None = None
+    """Port of its ssh server. None: the ssh configuration decides."""
+    user: str | None = None
+    """User to log in as. None: the ssh configuration decides."""
     rdma: tuple[str, ...] = ()
     """Addresses of its RDMA interfaces."""
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of its processes."""
     number: int = 0
-    """Its index among the hosts of the launch, which stays the same in a restart on other hosts."""
+    """Its index among the hosts of the launch, which a restart on other hosts does not change."""
     local: bool = False
     """True for the launcher's own machine, which needs no ssh."""
 
@@ -73,11 +76,11 @@ def _number(limit: int) -> Callable[[str], int | None]:
 # Key -> (conversion of the text to a value, falsy if invalid; description of valid texts).
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slots": (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
-    # Open MPI's upper bound, which is never exceeded, because at most `slots` are started.
+    # Open MPI's upper bound; it has no effect, because a host starts at most `slots` processes.
     "max_slots": (_number(MAX_SLOTS), "a number"),
     "addr": (lambda text: str(ip_address(text)), "an IP address"),
     "port": (_number(65535), "a port from 1 to 65535"),
-    # A leading dash would be parsed as an option of ssh.
+    # ssh would parse a name with a leading dash as an option.
     "user": (
         lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
         "the name of a user",
@@ -112,6 +115,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         LaunchError: The text is malformed; names the line.
     """
     hosts: list[Host] = []
+    # Name, or address and port -> the line that gives it first.
     lines: dict[object, int] = {}
     # Don't use splitlines(), which also splits at characters that do not end a line in a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
@@ -120,7 +124,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             continue
         try:
             host = _host(words)
-            # Names are case-insensitive; two ssh ports of one address may be two containers.
+            # Names are case-insensitive. Two ssh ports of one address may be two containers.
             for identity in (host.name.lower(), (host.address.lower(), host.port)):
                 if (first := lines.setdefault(identity, number)) != number:
                     raise ValueError(
@@ -140,7 +144,7 @@ def _host(words: list[str]) -> Host:
     if match is None:
         raise ValueError(
             f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets; "
-            f"a name has letters, digits, dots, dashes and underscores"
+            f"a name consists of letters, digits, dots, dashes and underscores"
         )
     name = match["name"] or _value("the address in brackets", match["ipv6"], "addr")
     fields: dict[str, Any] = {}
@@ -169,10 +173,8 @@ def _host(words: list[str]) -> Host:
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
-    for key in (
-        "max_slots",
-        "type",
-    ):  # keys of other launchers, which have no effect here
+    # Accept these keys of other launchers, but ignore them.
+    for key in ("max_slots", "type"):
         fields.pop(key, None)
     return Host(name, env=tuple(env), **fields)
 
@@ -188,10 +190,15 @@ def _value(shown: str, text: str, key: str) -> Any:
 def select(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts in `--include`, or all hosts not in `--exclude`; both are `host1@host2`."""
-    if (
-        include is not None and exclude is not None
-    ):  # don't guess which of them applies first
+    """Return the hosts in `--include`, or all hosts not in `--exclude`.
+
+    Both have the form `host1@host2`.
+
+    Raises:
+        LaunchError: Both are given, or one of them names an unknown host or leaves no host.
+    """
+    # Don't guess which of them applies first.
+    if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude are both given; use one of them")
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:
@@ -199,11 +206,14 @@ def select(
     host_names = [host.name for host in hosts]
     named = {part.strip("[]") for part in text.split("@")}
     for name in sorted(named.difference(host_names)):
-        line = f"{flag} names {name!r}; the hosts are {', '.join(host_names)}"
+        line = f"{flag} names the unknown host {name!r}; the hosts are {', '.join(host_names)}"
         if name.partition(":")[0] in host_names:
-            line += ", and CUDA_VISIBLE_DEVICES chooses devices (env.NAME=VALUE in the hostfile)"
+            # DeepSpeed selects devices like this: host:0,1.
+            line += (
+                "; to select devices, set env.CUDA_VISIBLE_DEVICES=LIST in the hostfile"
+            )
         raise LaunchError(line)
     chosen = tuple(host for host in hosts if (host.name in named) == (exclude is None))
     if not chosen:
-        raise LaunchError("--exclude leaves no host; exclude less")
+        raise LaunchError("--exclude removes every host; exclude fewer")
     return chosen

@@ -1,4 +1,4 @@
-"""Implements `launch`: from flags to the plan of a job, which it prints or runs."""
+"""Implements `launch`: turns flags into the plan of a job, and prints or runs it."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -33,7 +33,7 @@ from megatron_ext.upstream.scripts import find_script
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
-# These belong to one machine or process: a job that starts another job must not pass them on.
+# Variables of one machine or one process, which a job that launches another job must not forward.
 _NOT_FORWARDED = (
     "MEGATRON_EXT_RUNS",
     runs.RUN_ID,
@@ -41,16 +41,17 @@ _NOT_FORWARDED = (
     parent.AGENT_PID,
     parent.SOCKETS,
 )
+# Variables of every job, unless the user sets them.
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
-    # Otherwise every rank would warn about missing kernels and deprecated calls in Megatron.
+    # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
     "PYTHONWARNINGS": "ignore",
 }
 
 
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `launch`; `words` is the command line as typed, for a batch job that runs it later."""
+    """Run `launch`; `words` is the command line as typed, which a batch job repeats later."""
     command: list[str] = args.command_words
     if command[:1] == ["--"]:
         command = command[1:]
@@ -66,25 +67,26 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     if args.slurm is not None:
         say(
-            f"inside of Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits no other"
+            f"already inside Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits nothing"
         )
     plan = planned(args, command, workdir)
     plan.check()
     if plan.reserve is not None and len(plan.hosts) > 1:
         raise LaunchError(
-            f"--keep-going keeps the ranks of one host, and there are {len(plan.hosts)}; use "
+            f"--keep-going supports one host, but there are {len(plan.hosts)}; use "
             "--max-restarts 3 with several hosts"
         )
     hosts = plan.hosts
-    # The last hosts are spares for a restart in which one of the others cannot take part.
+    # The last hosts are spares, which replace a host that is not usable in a restart.
     num_used = len(hosts) - args.spares
     if num_used < 1:
         raise LaunchError(
-            f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
+            f"--spares is {args.spares}, but there are {len(hosts)} hosts; keep at least one in use"
         )
     plan = replace(plan, hosts=hosts[:num_used])
     uncounted = [host.name for host in plan.hosts if not host.slots]
-    if not uncounted:  # report mistakes in these flags before any host is contacted
+    if not uncounted:
+        # Report mistakes in the flags before any host is contacted.
         complete = plan.completed()
         shown_ranks(args.show, complete.num_started)
     if not args.per_node and all(host.local for host in hosts):
@@ -93,7 +95,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         return with_restarts(plan, hosts, args)
     if uncounted:
         raise LaunchError(
-            f"--dry-run contacts no host, so it cannot count devices of {', '.join(uncounted)}; "
+            f"--dry-run contacts no host and cannot count the devices of {', '.join(uncounted)}; "
             f"give slots=N in the hostfile, or --nproc N"
         )
     return _dry_run(complete)
@@ -101,13 +103,14 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def check_command_here(command: Sequence[str]) -> None:
     """Reject a script or flags that this machine's Megatron lacks, before ranks import torch."""
+    # The list is empty on a machine without Megatron's training loop, where nothing can be checked.
     if megatron_flags():
         find_script(command[0])
         read_command_line(command)
 
 
 def _dry_run(plan: JobPlan) -> int:
-    """Print the command of each host, and the result of preflight for the training."""
+    """Print the command of each host, and the result of the training's preflight."""
     print(plan.dry_run(), end="")
     if plan.per_node:
         return 0
@@ -120,13 +123,14 @@ def _dry_run(plan: JobPlan) -> int:
 
 
 def is_inside_allocation() -> bool:
-    """Return whether Slurm has given this process hosts."""
+    """Return whether this process runs inside a Slurm allocation."""
     return bool(os.environ.get("SLURM_JOB_ID"))
 
 
 def preflight_of(plan: JobPlan) -> Preflight:
-    """Return the preflight report on the training of a plan whose ranks are known."""
+    """Return the preflight report on the training of a plan with a known number of ranks."""
     device, device_kind = requested(plan.command), None
+    # Look for devices here only if no other host runs ranks.
     if all(host.local for host in plan.hosts):
         device_kind = kind_of(name_by_driver() or "")
         if device == "auto" and count_devices() == 0:
@@ -157,7 +161,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     """Return the plan of the job, with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
-        # Agents get no flags, so set the variable to make them count no devices.
+        # Agents do not get the flags; this variable makes them count no devices.
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
     flags = [*requested_flags(environ), *command]
@@ -170,13 +174,13 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     elif runs.load(slurm_job, "plan"):
         run_id = f"{slurm_job}-{runs.new_run_id()}"
     else:
-        # `status`, `logs` and `stop` accept the job's id for its first run.
+        # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept its id.
         run_id = slurm_job
     env = dict(_DEFAULTS)
     if not args.raw:
         env["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # read by `tracing/scalars.py`
     for name, value in os.environ.items():
-        # Login shells on the hosts do not know variables that were exported here.
+        # Login shells on the hosts do not have the variables that were exported here.
         if name.startswith(FORWARDED) and name not in _NOT_FORWARDED:
             env[name] = value
     return JobPlan(
@@ -199,7 +203,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Reject a command and flags that cannot be combined on any hosts."""
+    """Reject a command and flags that cannot be combined, whatever the hosts are."""
     if not command:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
@@ -211,20 +215,20 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
         )
     if args.per_node and args.num_microbatches is not None:
         raise LaunchError(
-            "--num-microbatches adds a flag of training, which --per-node does not start; leave "
-            "one of the two out"
+            "--num-microbatches sets a training flag, but --per-node starts no training; leave "
+            "out one of the two"
         )
     if args.reserve is not None and not args.keep_going:
         raise LaunchError(
-            f"--reserve {args.reserve} without --keep-going: no rank would ever stand in; add "
-            "--keep-going, or leave it out"
+            f"--reserve {args.reserve} has no effect without --keep-going; add --keep-going, or "
+            "leave out --reserve"
         )
     if args.keep_going:
         _check_keep_going(args, command)
     if args.spares and not args.max_restarts:
         raise LaunchError(
             f"--spares {args.spares} without restarts leaves hosts idle for the whole run; add "
-            f"--max-restarts 3, or leave it out"
+            f"--max-restarts 3, or leave out --spares"
         )
 
 
@@ -232,28 +236,28 @@ def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Reject jobs that cannot continue after the loss of a rank."""
     if args.per_node:
         raise LaunchError(
-            "--keep-going starts ranks, and --per-node a command on each host; leave one of the "
-            "two out"
+            "--keep-going replaces lost ranks, but --per-node starts a command without ranks; "
+            "leave out one of the two"
         )
     if "--forward-backward-disaggregating" in command:
         raise LaunchError(
             "--keep-going and --forward-backward-disaggregating: a rank in reserve cannot take "
-            "over a role; use --max-restarts 3 in place of --keep-going"
+            "over a role; use --max-restarts 3 instead of --keep-going"
         )
     if flag_value(command, "--load") is None or flag_value(command, "--save") is None:
         raise LaunchError(
-            "--keep-going needs --save DIR --load DIR: with them ranks find what they had before "
-            "the loss"
+            "--keep-going needs --save DIR --load DIR, from which the ranks load their state after "
+            "a loss; add them"
         )
 
 
 def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
-    """Return the hosts that the flags name, and the Slurm job that they belong to, if any.
+    """Return the hosts that the flags select, and the id of their Slurm job, if any.
 
-    Each host starts `nproc` processes, or as many as its slots; without any list, this machine has
-    `alone` slots.
+    Each host starts `nproc` processes, or by default one for each slot. Without a hostfile and
+    without Slurm, the only host is this machine, with `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -272,9 +276,10 @@ def hosts_of(
 
 def _is_this_machine(name: str) -> bool:
     """Return whether a name or an address belongs to this machine, without resolving it."""
-    # A resolver may hang, and may resolve a public name of this machine to another one.
+    # A resolver may hang, or resolve a public name of this machine to another machine.
     if name in ("localhost", socket.gethostname()):
         return True
-    with suppress(ValueError):  # it is not an address
+    # `ip_address` raises for a name.
+    with suppress(ValueError):
         return ip_address(name).is_loopback or interface_of(name) is not None
     return False

@@ -1,12 +1,12 @@
-"""Runs the ranks of one host so that losing one does not end the others (`--keep-going`).
+"""Runs the ranks of one host so that losing one rank does not end the others (`--keep-going`).
 
     python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE TORCHRUN_FLAGS SCRIPT ...
 
-It takes torchrun's flags and writes the same files. torchrun ends all ranks within a second of the
-first loss, and so does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped the policy
-that tolerated losses. The ranks restart themselves, inside their processes
+It takes torchrun's flags and writes the same files. torchrun itself ends all ranks within a second
+of the first loss. So does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped the
+policy that tolerated losses. The ranks restart themselves, inside their processes
 (`megatron_ext/training/survival.py`). This process hosts the stores through which they rendezvous,
-so that any rank may be lost.
+so that the job can lose any rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megatron_ext.tools.launch.losses import Loss, Losses
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.upstream import parent
 
-_STORES = {1: "the ranks' own", 2: "the one of nvidia-resiliency-ext"}
-"""By distance from the master port, as Megatron and nvidia-resiliency-ext choose it."""
+_STORES = {1: "the store of the ranks", 2: "the store of nvidia-resiliency-ext"}
+"""Distance from the master port, as Megatron and nvidia-resiliency-ext choose it -> the store."""
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
-"""A line of Megatron's log about a step."""
+"""Matches the line that Megatron logs after a step."""
 _RESTART = re.compile(
     rb"\brestart \d+ in the same processes: (\d+) of (\d+) ranks are left"
 )
-"""The line with which the ranks begin a restart (`megatron_ext/training/survival.py`)."""
+"""Matches the line that announces a restart (`megatron_ext/training/survival.py`)."""
 
 
 class Rank:
@@ -68,10 +68,11 @@ class Rank:
         )
 
     def follow(self, losses: Losses) -> None:
-        """Write every line to the log, and show it if required, until the rank ends."""
+        """Write every line of the rank to its log, and show it if required, until the rank ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with suppress(OSError):  # a full disk
+            # A full disk must not end this loop: the rank would block when its pipe is full.
+            with suppress(OSError):
                 self._log.write(line)
             if self._is_shown:
                 _show(self.rank, line)
@@ -82,16 +83,17 @@ class Rank:
         self._log.close()
 
     def end_children(self) -> None:
-        """End processes that a lost rank has started, such as writers of a checkpoint.
+        """End the processes that a lost rank has started, such as writers of a checkpoint.
 
-        NVRx's monitor runs in another session and survives, because it reports the loss.
+        NVRx's monitor survives, because it runs in another session. It must report the loss.
         """
-        # SIGTERM, which Python's resource trackers ignore: they remove semaphores and shared memory
-        # once the other processes have ended.
+        # Use SIGTERM, which Python's resource trackers ignore. They remove semaphores and shared
+        # memory once the other processes have ended.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
 
 
+# The threads of all ranks write to the same stream; the lock keeps their lines whole.
 _OUTPUT = threading.Lock()
 
 
@@ -108,7 +110,7 @@ def _say(rank: int, text: str) -> None:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    """Parse torchrun's flags, in the form that the launcher writes, and the command of a rank."""
+    """Parse torchrun's flags, as the launcher writes them, and the command of a rank."""
     parser = argparse.ArgumentParser()
     for flag in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         parser.add_argument(flag, type=int, required=True)
@@ -121,7 +123,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _hosted_stores(args: argparse.Namespace) -> list[Any]:
-    """Return the stores that rank 0 usually hosts; there, they would end if rank 0 were lost."""
+    """Return the stores that rank 0 usually hosts, where they would end with rank 0."""
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
@@ -173,7 +175,8 @@ class Keeper:
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
         )
-        # Before the first rank starts: without a handler, a signal would end only this process.
+        # Install the handlers before the first rank starts: without them, a signal would end this
+        # process and leave the ranks.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         command = [sys.executable, "-u", "-m", *args.command]
@@ -184,7 +187,7 @@ class Keeper:
         ]
 
     def run(self) -> Loss | None:
-        """Wait for all ranks; return the loss that ended the job, if one did."""
+        """Wait for all ranks; return the loss that ended the job, or None."""
         threads = []
         for rank in self._ranks:
             thread = threading.Thread(
@@ -199,7 +202,8 @@ class Keeper:
                 break
             time.sleep(_TURN_S)
         else:
-            self._note_losses()  # all ranks have ended since the last turn
+            # The last ranks have ended since the last turn, perhaps with a failure.
+            self._note_losses()
         for thread in threads:
             thread.join(self._grace_s)
         if self._stopped_by is not None:
@@ -233,14 +237,14 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough of them finished, else that of the fatal loss."""
+    """Run the ranks; return 0 if enough of them finished, else the code of the fatal loss."""
     report, grace_s, reserve = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     parent.die_with_parent()
     args = _parsed(sys.argv[4:])
     stores = _hosted_stores(args)
     losses = Losses(report.parent, reserve, _say)
     fatal_loss = Keeper(args, losses, grace_s).run()
-    del stores  # the stores must be served until here
+    del stores  # ranks need them until here
     if fatal_loss is None:
         return 0
     failure = {

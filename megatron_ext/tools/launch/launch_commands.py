@@ -15,7 +15,7 @@ from typing import Any
 
 
 def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -> Any:
-    """Return an argparse converter for numbers in a range."""
+    """Return an argparse converter for a number in a range; `rule` describes it in errors."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):
@@ -27,7 +27,7 @@ def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -
 
 
 def whole_number(first: int, last: int) -> Any:
-    """Return a converter of whole numbers in a range, for argparse."""
+    """Return an argparse converter for a whole number in a range."""
     return _number(int, first, last, f"from {first} to {last}")
 
 
@@ -47,7 +47,7 @@ def _assignment(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(
             f"{name} is not set here; export it, or give {name}=VALUE"
         )
-    # Take the value from here, so that a secret need not appear on the command line.
+    # Take the value from the environment, so that secrets need not appear on the command line.
     return name, os.environ[name]
 
 
@@ -56,7 +56,7 @@ def _program(text: str) -> tuple[str, ...]:
 
     words = split_words(text, "--ssh-cmd")
     if not words:
-        raise argparse.ArgumentTypeError("it is empty; give a program like ssh")
+        raise argparse.ArgumentTypeError("it is empty; give a program, such as ssh")
     return words
 
 
@@ -110,34 +110,34 @@ def add_subcommands(subparsers: Any) -> None:
     add(
         "--keep-going",
         action="store_true",
-        help="go on after the loss of a rank, in the same processes, with one of the ranks in "
+        help="continue after the loss of a rank, in the same processes, with a rank from the "
         "reserve (needs nvidia-resiliency-ext: pip install 'megatron-ext[resilience]')",
     )
     add(
         "--reserve",
         type=whole_number(1, 1024),
         metavar="N",
-        help="ranks that wait to stand in for lost ones, with --keep-going (default: 1)",
+        help="number of extra ranks that wait to replace lost ones, with --keep-going (default: 1)",
     )
-    add("--run-id", metavar="ID", help="name of this run (default: from the time)")
+    add("--run-id", metavar="ID", help="name of this run (default: the time)")
     add = parser.add_argument_group("output").add_argument
     add(
         "--dry-run",
         action="store_true",
-        help="print the command of each host and do nothing",
+        help="print the command of each host without running it",
     )
     add(
         "--raw",
         action="store_true",
-        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: a short "
-        "line for each stage of the start and each logged step, and what goes wrong)",
+        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: one "
+        "short line for each stage of the start and each logged step, and the errors)",
     )
     add(
         "--show",
         default="0,last",
         metavar="RANKS",
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
-        "full logs stay on the hosts",
+        "hosts keep the full logs",
     )
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -152,7 +152,11 @@ def add_subcommands(subparsers: Any) -> None:
             name, help=text, description=f"{text.capitalize()}."
         )
         add = parser.add_argument
-        add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
+        add(
+            "run_id",
+            metavar="RUN_ID",
+            help="the id that launch printed, or Slurm's job id",
+        )
         add_programs(add)
         add(
             "--timeout",
@@ -166,29 +170,29 @@ def add_subcommands(subparsers: Any) -> None:
                 "--grace",
                 type=_seconds,
                 metavar="S",
-                help="seconds until it is killed, where the launch gives it more",
+                help="seconds before the job is killed, if less than the --grace of its launch",
             )
         if name == "logs":
             add(
                 "--rank",
                 type=int,
                 metavar="R",
-                help="a rank (default: torchrun's own log)",
+                help="rank whose log to show (default: torchrun's own log)",
             )
             add(
                 "--lines",
                 type=_count,
                 default=20,
                 metavar="N",
-                help="lines (default: 20)",
+                help="number of lines (default: 20)",
             )
         parser.set_defaults(run=_run)
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select the hosts and how to reach them."""
+    """Add the flags that select the hosts and define how to reach them."""
     add = parser.add_argument_group("hosts").add_argument
-    add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
+    add("--hostfile", type=Path, metavar="FILE", help="a file with one host per line")
     add("--include", metavar="HOST@...", help="only these hosts")
     add("--exclude", metavar="HOST@...", help="not these hosts")
     add_programs(add)
@@ -207,31 +211,32 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     add(
         "--slurm",
         metavar="OPTIONS",
-        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
-        "allocation neither this nor a hostfile is needed",
+        help="submit the job to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        "allocation, neither this nor a hostfile is needed",
     )
     add(
         "--nproc",
         type=whole_number(1, 1024),
         metavar="N",
-        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
+        help="processes on each host (default: its slots or devices; on one machine without "
+        "devices, as many as the flags need)",
     )
     add(
         "--allow-uneven",
         action="store_true",
-        help="different numbers of processes on the hosts",
+        help="allow different numbers of processes on the hosts",
     )
     add(
         "--num-microbatches",
         type=_count,
         metavar="M",
-        help="adds --global-batch-size = M x micro-batch x data-parallel size",
+        help="add --global-batch-size = M x micro-batch size x data-parallel size",
     )
     add(
         "--master-port",
         type=whole_number(1, 65535),
         metavar="P",
-        help="where the ranks meet (default: a free port)",
+        help="port at which the ranks meet (default: a free port)",
     )
     add(
         "--env",
@@ -239,8 +244,8 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="an environment variable of all processes, NAME alone with the value that it has here "
-        "and that nobody sees; may be repeated",
+        help="an environment variable for all processes; NAME alone passes on its current value "
+        "without showing it; may be repeated",
     )
     add(
         "--grace",
@@ -265,13 +270,13 @@ def add_programs(add: Callable[..., Any]) -> None:
         type=_program,
         default=("ssh",),
         metavar="COMMAND",
-        help="the ssh program, with further options (default: ssh)",
+        help="the ssh program, with options (default: ssh)",
     )
     add(
         "--python",
         default=sys.executable,
         metavar="PATH",
-        help="path of Python on the hosts (default: the path of this one)",
+        help="path of Python on the hosts (default: the path of this Python)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Records the ranks that a job has lost while it continued, and reports the losses."""
+"""Records and reports the ranks that a job has lost while it continued."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 _USER_ERROR = 2  # the exit code of a rank whose flags or files are wrong
 
 LOSSES = "losses.json"
-"""File in a run's folder on a host: the ranks that were lost, and the cost of each loss."""
+"""File in a run's folder on a host, with the lost ranks and the cost of each loss."""
 
 
 @dataclass
 class Loss:
-    """A rank that ended while others continued."""
+    """A rank that ended while the other ranks continued."""
 
     rank: int
     exit_code: int
-    """Exit code of the rank; negative: the signal that ended it."""
+    """Exit code of the rank; negative if a signal ended it."""
     at: float
     """Time of the loss, in seconds since 1970."""
     back_after_s: float | None = None
     """Time from the loss to the first step after a restart; None: no such step yet."""
     is_early: bool = False
-    """Whether the rank was lost before all ranks had met, when no rank can stand in for it yet."""
+    """Whether the rank was lost before all ranks had met, when no rank can replace it yet."""
 
 
 def loss_in_words(loss: Json) -> str:
-    """Return a description of when and how a rank was lost, and what it cost."""
+    """Return a description of when and how a rank was lost, and of the time that it cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
     cost = "no step since"
     if loss["back_after_s"] is not None:
@@ -51,7 +51,7 @@ def _ending(exit_code: int) -> str:
         return f"exit code {exit_code}"
     try:
         return signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # most real-time signals have no name
         return f"signal {-exit_code}"
 
 
@@ -61,24 +61,26 @@ class Losses:
 
     folder: Path
     reserve: int
-    """Number of ranks that were in reserve at the start."""
+    """Number of ranks in reserve when the job started."""
     say: Callable[[int, str], None]
-    """Shows a line as part of a rank's output."""
+    """Prints a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
-    """Number of lost ranks, the earliest ones, without which the ranks have restarted."""
+    """Number of lost ranks that the last restart left out; they are the first ones of `items`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def fatal(self) -> Loss | None:
         """The loss that ends the job; None: the job continues."""
+        # A replacement would fail in the same way, or has no other ranks to meet.
         for loss in self.items:
             if loss.exit_code == _USER_ERROR or loss.is_early:
                 return loss
         if len(self.items) <= self.reserve:
             return None
         for loss in self.items:
-            if loss.back_after_s is None:  # training has continued after the others
+            # Training has recovered from the losses with a time, so it is not they that end it.
+            if loss.back_after_s is None:
                 return loss
         return self.items[-1]
 
@@ -95,25 +97,25 @@ class Losses:
 
     def _outlook(self, loss: Loss) -> str:
         if loss.exit_code == _USER_ERROR:
-            return "so would its stand-in, so the job ends"
+            return "its replacement would fail too, so the job ends"
         if loss.is_early:
-            return "no rank can stand in before all have met, so the job ends"
+            return "no rank can replace it before all ranks have met, so the job ends"
         num_left = self.reserve - len(self.items)
         if num_left < 0:
-            return f"more are lost than the {self.reserve} in reserve, so the job ends"
+            return f"only {self.reserve} ranks were in reserve, so the job ends"
         return f"{num_left} of {self.reserve} ranks in reserve are left"
 
     def note_restart(self, num_lost: int) -> None:
-        """Record that the ranks have begun to restart without the ones lost since the start."""
+        """Record that the ranks restart without the `num_lost` ranks lost since the start."""
         with self._lock:
             self._num_replaced = num_lost
 
     def note_step(self) -> None:
-        """Record a step. The first one after a restart ends the recovery from its losses."""
-        # Ranks complete a step that they were in, and those that were lost in reserve are missed
-        # by nobody: a step right after a loss does not show that the job has recovered. Nor must
-        # the loss come before the restart: a rank that fails lets the others restart before its
-        # process ends.
+        """Record a step. The first step after a restart ends the recovery from its losses."""
+        # Count only losses that a restart has left out. A step right after a loss does not show
+        # that the job has recovered: the ranks may complete the step that they were in, and losing
+        # a reserve rank stops no step. The order of loss and restart shows nothing either: if a
+        # rank fails, the other ranks may restart before its process ends.
         now = time.time()
         with self._lock:
             replaced = self.items[: self._num_replaced]

@@ -1,4 +1,4 @@
-"""Implements `stop`, `status` and `logs`, for a job that `launch` has started on this machine."""
+"""Implements `stop`, `status` and `logs` for a job that `launch` has started on this machine."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -24,14 +24,15 @@ from megatron_ext.tools.launch.plan import JobPlan
 def manage(args: argparse.Namespace) -> int:
     """Run `stop`, `status` or `logs`; return 1 if a host does not answer or reports a failure.
 
-    They read the plan that `launch` wrote on this machine; an agent on each host does the work.
+    The commands read the plan that `launch` wrote on this machine, and start an agent on each host,
+    which does the work.
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
     plan = _reachable_plan(run_id, args)
     launcher = runs.recorded(runs.load(run_id, "launcher"))
     if command != "stop" and (restarts := _restarts(run_id)):
         say(
-            f"this was its first attempt; it was started again as {', '.join(restarts)}"
+            f"this was the first attempt; the job was restarted as {', '.join(restarts)}"
         )
     timeout_s = args.timeout
     details: runs.Json = {}
@@ -41,17 +42,18 @@ def manage(args: argparse.Namespace) -> int:
         timeout_s += plan.grace_s
         if launcher is not None:
             with suppress(psutil.Error):
-                # The launcher stops the job properly, and writes the result.
+                # The launcher stops the job in order and writes its result.
                 launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
-        # Ask the agents even after a proper end, to verify that no process is left.
+        # Ask the agents even if the launcher has stopped the job: a process may be left.
     elif command == "status":
         print(_state_of(run_id, launcher))
     else:
         plan, local_rank = _of_rank(plan, args.rank)
         details = {"lines": args.lines, "local_rank": local_rank}
     if plan.slurm_job is not None:
-        # After a Slurm job, only files are left, which its hosts share with this machine.
+        # srun starts nothing in a Slurm job that has ended. Only files are left then, which the
+        # hosts share with this machine, so read them here.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(
             plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)
@@ -63,14 +65,14 @@ def manage(args: argparse.Namespace) -> int:
         and plan.slurm_job
         and slurm.state(plan.slurm_job) != "RUNNING"
     ):
-        # If the job ended with its launcher, the answers may have been cut off.
+        # The allocation may end together with the launcher, which cuts off the answers.
         print(f"Slurm's job {plan.slurm_job} has ended")
         return 0
     return _print_answers(plan, answers, is_output=command == "logs")
 
 
 def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
-    """Return the plan of a run, with this command line's programs to reach its hosts."""
+    """Return the plan of a run, with the programs that this command line gives to reach hosts."""
     record = runs.load(run_id, "plan")
     if (
         record is None
@@ -83,18 +85,19 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
-    # Never take a program from a file, whoever wrote it.
+    # Never run a program that a file names.
     plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
     if reached_by != plan.flags_to_reach():
         say(
-            f"its launch had {line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if "
-            f"hosts do not answer, give the same here"
+            f"the job was launched with "
+            f"{line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if hosts do not "
+            f"answer, use the same here"
         )
     return plan
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan reduced to the host of a rank, and its local rank. None: all hosts."""
+    """Return the plan reduced to the host of a rank, and the local rank; without a rank, all."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:
@@ -133,14 +136,14 @@ def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
         latest = (
             f"the latest are {', '.join(run_ids)}"
             if run_ids
-            else "none was started from here"
+            else "no run was started from here"
         )
         raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
     try:
         return JobPlan.of_record(record)
     except (KeyError, TypeError, ValueError):
         raise LaunchError(
-            f"{root / run_id / 'plan.json'} is not of this version; launch the run again"
+            f"{root / run_id / 'plan.json'} was written by another version; launch the run again"
         ) from None
 
 
@@ -153,7 +156,7 @@ def _restarts(run_id: str) -> list[str]:
 
 
 def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
-    """Return how a run ended, or that it runs; `launcher` is its process, if it runs here."""
+    """Return a description of how a run ended, or `running` if its launcher runs here."""
     if launcher is not None:
         return "running"
     result = runs.load(run_id, "result")
@@ -161,7 +164,7 @@ def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
         machine = (runs.load(run_id, "launcher") or {}).get("machine")
         if machine in (None, socket.gethostname()):
             return "the launcher has ended without a result"
-        return line_of(f"there is no result yet; the launcher is on {machine}")
+        return line_of(f"no result yet; the launcher runs on {machine}")
     if result.get("exit_code") == 0:
         return "succeeded (exit code 0)"
     why = result.get("failure") or f"stopped by {result.get('stopped_by')}"

@@ -1,6 +1,7 @@
 """Turns hosts and options into one command for each host, in pure functions.
 
-Derives world size, data-parallel size, batch size and addresses, so that users need not give them.
+It derives the world size, data-parallel size, batch size and addresses, so users need not give
+them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,8 @@ FORWARDED = (
 )  # fmt: skip
 """Prefixes of the environment variables that every host gets from the launcher's environment."""
 _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_BETWEEN_HOSTS = (
-    "auto",
-    "tcp",
-    "rdma",
-)  # values of --pipeline-transport that need --node-ips
+# Values of --pipeline-transport that need --node-ips.
+_BETWEEN_HOSTS = ("auto", "tcp", "rdma")
 _IMPLYING_TRANSPORT = frozenset({"--use-dpp", "--forward-backward-disaggregating"})
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
@@ -42,7 +40,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag in a command line, or None."""
-    # Parse only this flag: Megatron's parser, which knows all of them, runs on other machines.
+    # Parse only this flag. Only Megatron's parser knows all flags, and it runs on other machines.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
@@ -80,7 +78,7 @@ class Parallel:
     replica_size: int
     """Number of ranks that hold one replica of the model."""
     smallest_job: int
-    """Number of ranks of the smallest job, whose replicas together hold all experts."""
+    """Smallest number of ranks whose replicas together hold all experts."""
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
@@ -104,7 +102,7 @@ class Parallel:
         experts = shards * sizes.expert_model_parallel_size * stages
         dense = tensor * context * pipeline
         replica = dense + forward * pipeline
-        # The smallest number of replicas that holds all experts.
+        # Expert parallelism spans replicas, so the job needs a common multiple of both sizes.
         smallest = replica * math.lcm(dense, experts) // dense
         return cls(tensor, pipeline, context, forward, replica, smallest)
 
@@ -129,7 +127,7 @@ class JobPlan:
 
     run_id: str
     hosts: tuple[Host, ...]
-    """The hosts, with the number of processes as `slots`; None until the host has counted its
+    """The hosts. Their `slots` are the numbers of processes; None: the host has yet to count its
     devices."""
     command: tuple[str, ...]
     """The script and its flags, or any command with `per_node`."""
@@ -141,20 +139,20 @@ class JobPlan:
     num_microbatches: int | None = None
     """None: the flags set the batch."""
     reserve: int | None = None
-    """Number of ranks in reserve if the job continues after a loss; None: the job ends with the
-    first loss."""
+    """Number of ranks in reserve, if the job continues after the loss of a rank; None: it ends."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
     log_root: str | None = None
     grace_s: float = 5.0
-    """Grace period in seconds. After a failure, a job ends within about twice this time: first the
-    peers on the same host, then the other hosts."""
+    """Grace period in seconds. After a failure, a job ends within about twice this time, because
+    first the ranks on the same host end, and then those on the other hosts."""
     silence_s: float = 60.0
+    """Seconds without a message after which launcher and agent consider each other lost."""
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
-    """The Slurm job in whose allocation it runs; srun then replaces ssh."""
+    """The Slurm job whose allocation runs the job, where srun replaces ssh."""
 
     @property
     def world_size(self) -> int:
@@ -163,12 +161,12 @@ class JobPlan:
 
     @property
     def num_started(self) -> int:
-        """Number of ranks with those in reserve."""
+        """Number of ranks, including those in reserve."""
         return self.world_size + (self.reserve or 0)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The training flags: those from the environment, then its own, which take precedence."""
+        """The flags from the environment, and then those of the command, which take precedence."""
         return (*requested_flags(self.env), *self.command[1:])
 
     def first_rank(self, index: int) -> int:
@@ -176,7 +174,7 @@ class JobPlan:
         return sum(host.slots or 0 for host in self.hosts[:index])
 
     def check(self) -> None:
-        """Reject hosts with different numbers of processes, or that cannot reach each other.
+        """Reject hosts that have different numbers of processes or cannot reach each other.
 
         Raises:
             LaunchError: Names the hosts and the remedy.
@@ -202,9 +200,10 @@ class JobPlan:
     def completed(self, devices: Sequence[int] | None = None) -> JobPlan:
         """Return the plan with all process counts, and the flags that follow from its hosts.
 
-        These are `--global-batch-size` if the number of micro-batches was given, and `--node-ips`
-        if the script requests a transport that needs addresses. `devices` are the counts that the
-        hosts have reported. None: every host has slots.
+        These flags are `--global-batch-size` if the user gave the number of micro-batches,
+        `--node-ips` if the script requests a transport that needs addresses, and the flags of
+        restarts within processes. `devices` are the counts that the hosts have reported. None:
+        every host has slots.
         """
         hosts = []
         for host, count in zip(
@@ -212,8 +211,8 @@ class JobPlan:
         ):
             if not host.slots and not count:
                 raise LaunchError(
-                    f"{host.name}: no devices were found there; say how many processes to "
-                    f"start, with slots=N in the hostfile or --nproc N"
+                    f"{host.name}: no devices were found there; give the number of processes "
+                    f"with slots=N in the hostfile or --nproc N"
                 )
             hosts.append(replace(host, slots=host.slots or count))
         plan = replace(self, hosts=tuple(hosts))
@@ -230,8 +229,8 @@ class JobPlan:
             return []
         if flag_value(self.flags, "--global-batch-size") is not None:
             raise LaunchError(
-                "--num-microbatches and --global-batch-size are both given; one follows from "
-                "the other, so leave one out"
+                "--num-microbatches and --global-batch-size are both given, but one determines "
+                "the other; leave one out"
             )
         micro_batch_size = _sizes_of(self.flags).micro_batch_size
         if micro_batch_size is None:
@@ -242,7 +241,7 @@ class JobPlan:
         return ["--global-batch-size", str(global_batch_size)]
 
     def _address_flag(self) -> list[str]:
-        """Return `--node-ips` if the transport connects hosts and the user gave no addresses."""
+        """Return `--node-ips` if the transport needs addresses and the user gave none."""
         wire = flag_value(self.flags, "--pipeline-transport")
         if wire is None and not _IMPLYING_TRANSPORT.isdisjoint(self.flags):
             wire = "auto"  # the default of `PipelineConfig.wire`
@@ -258,19 +257,20 @@ class JobPlan:
         return ["--node-ips", *addresses]
 
     def _restart_flags(self) -> list[str]:
-        """Return the flags for restarts within processes that the user has not given."""
+        """Return the flags that restarts within processes need and the user has not given."""
         if self.reserve is None:
             return []
         restart_flags = {
             "--inprocess-active-world-size": str(self.world_size),
             "--inprocess-granularity": "rank",
-            # Of the seconds between two looks, which all are waits of a restart.
+            # Seconds between two checks. A restart waits for each of them, so they are short.
             "--inprocess-monitor-thread-interval": "0.2",
             "--inprocess-monitor-process-interval": "0.2",
             "--inprocess-progress-watchdog-interval": "0.1",
             "--inprocess-last-call-wait": "0.1",
         }
         restart_flags |= self._hang_timeouts()
+        # Save a local checkpoint in each step, so that a restart repeats at most one step.
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
             restart_flags |= {
                 "--non-persistent-ckpt-type": "local",
@@ -284,7 +284,7 @@ class JobPlan:
         return flags
 
     def _hang_timeouts(self) -> dict[str, str]:
-        """Return when a rank that stands still is ended, from `--hang-timeout`."""
+        """Return NVRx's time-outs for a rank that makes no progress, from `--hang-timeout`."""
         text = flag_value(self.flags, "--hang-timeout")
         if text is None:
             return {}
@@ -294,7 +294,8 @@ class JobPlan:
             raise LaunchError(
                 f"--hang-timeout is {text!r}; it must be a number of seconds"
             ) from None
-        # The second one ends the rank, which is lost then. The third one has to be above it.
+        # The hard time-out kills the rank, which is lost then. The barrier, where the other ranks
+        # wait for it, must have a longer time-out.
         return {
             "--inprocess-soft-timeout": f"{hang_s:g}",
             "--inprocess-hard-timeout": f"{1.5 * hang_s:g}",
@@ -302,7 +303,7 @@ class JobPlan:
         }
 
     def log_folder(self, index: int) -> str:
-        """Return a host's folder for the logs of this run, where hosts have the same home."""
+        """Return the folder for a host's logs of this run, if all hosts have the same home."""
         host = self.hosts[index]
         root = self.log_root or runs_root()
         name = re.sub(r"[^A-Za-z0-9._-]", "_", host.name)
@@ -311,7 +312,7 @@ class JobPlan:
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a global rank runs."""
         if self.world_size <= rank < self.num_started:
-            return len(self.hosts) - 1  # in reserve
+            return len(self.hosts) - 1  # a rank in reserve
         return next(
             index
             for index in range(len(self.hosts))
@@ -319,16 +320,16 @@ class JobPlan:
         )
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the job's variables on a host, in addition to those of the login shell."""
+        """Return the variables that processes on a host get besides those of the login shell."""
         return {**self.env, **dict(self.hosts[index].env)}
 
     def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
-        # A single host needs no name that others could resolve.
+        # Several hosts must be able to resolve the address; a single host uses the loopback.
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str((self.hosts[index].slots or 0) + (self.reserve or 0)),
-            # torchrun's own restarts would need agents on the spare hosts from the start.
+            # The launcher restarts jobs: torchrun could not use spare hosts without agents there.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
@@ -336,7 +337,7 @@ class JobPlan:
     def agent_argv(
         self, index: int, hello: Json, port: int, show: Sequence[int]
     ) -> list[str]:
-        """Return the command that the agent of a host starts, given its fitness.
+        """Return the command that the agent of a host starts; `hello` is the agent's answer.
 
         The ranks meet at a port of the first host. `show` lists local ranks whose output is shown.
         """
@@ -355,7 +356,8 @@ class JobPlan:
             "3",
         ]
         if show:
-            # Write files for all ranks (3: both streams), and also follow those to show.
+            # torchrun writes files for all ranks and forwards the output of these; 3 means both
+            # streams.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
@@ -365,12 +367,12 @@ class JobPlan:
         return [*starter, *self._torchrun_words(index, port, *options)]
 
     def request(self, index: int, op: str = "run") -> Json:
-        """Return the first message to the agent of a host: its part of this plan."""
+        """Return the first message to the agent of a host, with its part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
-            # Any other host serves to find out which of its addresses this host must use.
+            # By the route to any other host, the agent finds the address that it must use.
             peer = self.hosts[0].address if index else self.hosts[1].address
-        # Leave out the flags: an agent gets its whole command when the job starts.
+        # Send only the script, to check it. The agent gets its whole command when the job starts.
         shared = replace(
             self, hosts=(), command=self.command[:1], env=self.environment(index)
         )
@@ -384,7 +386,7 @@ class JobPlan:
 
     def record(self) -> Json:
         """Return the data that `stop`, `status` and `logs` need, as JSON."""
-        # Leave out the values of variables, which include tokens, because this is stored on disk.
+        # The record is stored on disk, so leave out the variables, whose values may be secrets.
         hosts = tuple(replace(host, env=()) for host in self.hosts)
         return asdict(replace(self, env={}, hosts=hosts))
 
@@ -393,29 +395,27 @@ class JobPlan:
         """Return the plan from a record.
 
         Raises:
-            KeyError, TypeError, ValueError: The record is of another version, or damaged.
+            KeyError, TypeError, ValueError: Another version wrote the record, or it is damaged.
         """
         hosts = tuple(Host(**host_fields) for host_fields in fields["hosts"])
         for host in hosts:
             if host.name.startswith("-"):
-                raise ValueError(f"ssh would take the host {host.name} for an option")
+                raise ValueError(f"ssh would parse the host {host.name} as an option")
         return cls(**{**fields, "hosts": hosts, "ssh": tuple(fields["ssh"])})
 
     def flags_to_reach(self) -> list[str]:
-        """Return the flags for `stop`, `status` and `logs` to reach the hosts like this plan."""
+        """Return the flags with which `stop`, `status` and `logs` reach the hosts of this plan."""
         if all(host.local for host in self.hosts) or self.slurm_job is not None:
             return []
         flags = [] if self.ssh == ("ssh",) else ["--ssh-cmd", shlex.join(self.ssh)]
-        return (
-            flags
-            if self.python == sys.executable
-            else [*flags, "--python", self.python]
-        )
+        if self.python != sys.executable:
+            flags += ["--python", self.python]
+        return flags
 
     def dry_run(self) -> str:
-        """Return the command for each host, to be run manually when ssh is unavailable.
+        """Return the command for each host, which users can run by hand without ssh.
 
-        Values of variables that may be secrets are taken from the shell that runs the command.
+        The command takes the values of possible secrets from the shell that runs it.
         """
         parts = []
         for index, host in enumerate(self.hosts):
@@ -445,7 +445,7 @@ class JobPlan:
         return keeper + self._torchrun_words(index, port, *options)
 
     def summary(self) -> str:
-        """Return one line: hosts, ranks, the parallel sizes of the model, the batch."""
+        """Return one line with the hosts, the ranks, the parallel sizes and the batch."""
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
@@ -458,22 +458,23 @@ class JobPlan:
             f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "
             f"CP {sizes.context}, DP {sizes.data_parallel(self.world_size)}"
             + (", forward and backward apart" if sizes.forward else "")
-            + (f"; {batch} samples in a step" if batch is not None else "")
+            + (f"; {batch} samples per step" if batch is not None else "")
         )
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return the assignment of a variable in bash, without a value that may be secret."""
-    # Any variable of the user may be a password; those of libraries are secret only by their name.
+    """Return the assignment of a variable in bash, without a value that may be a secret."""
+    # Any variable of the user may be a password. A library's variable is one if its name says so.
     if name.startswith(FORWARDED) and not _SECRET.search(name):
         return f"{name}={_quoted(value)}"
-    return f'{name}="${{{name}?}}"'  # bash stops with the name if it is not set
+    # ${NAME?} makes bash stop with an error that names the variable if it is not set.
+    return f'{name}="${{{name}?}}"'
 
 
 def _quoted(word: str) -> str:
-    """Return a word for bash in which control characters are visible."""
+    """Return a word quoted for bash, with visible escapes for control characters."""
     if word.isprintable():
         return shlex.quote(word)
-    # Escape as bytes, which bash accepts in every locale and which need not be text.
+    # Escape the bytes: they need not be valid text, and bash accepts them in every locale.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

@@ -1,10 +1,10 @@
 """The folders of runs, which only their owner can change.
 
 A run folder names the hosts of a job and the process of its launcher, so anyone who can write to it
-controls where `stop` connects and which process it ends. It may lie in a place where others can
-write too, such as a shared disk. So a folder of another user, or one that others can write to, is
-rejected, and links are not followed. A folder is opened once, and its files are opened relative to
-it, so the folder that was checked is the one that is used, even if something is renamed in between.
+controls where `stop` connects and which process it ends. The folder may be on a shared disk, where
+other users can write. Therefore this module rejects a folder that belongs to another user or that
+other users can write to, and it follows no links. It opens a folder once, and opens its files
+relative to it, so that the folder it checked is the folder it uses, even after a rename.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RunFolder:
-    """An open folder of this user, closed at the end of a `with` block.
+    """An open folder of this user; the end of a `with` block closes it.
 
-    `path` is its name in messages. Files are read and written by their names in the folder.
+    `path` is the folder's name in messages. Methods take the names of files in the folder.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -82,14 +82,14 @@ class RunFolder:
         return True
 
     def read_json(self, name: str) -> Any:
-        """Return the content of a JSON file, which may be of any type; None if there is no file.
+        """Return the content of a JSON file, which may be of any type; None if it does not exist.
 
         Raises:
             LaunchError: It cannot be read, or another user could have written it.
         """
         path = self.path / name
         try:
-            # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
+            # Without O_NONBLOCK, opening a pipe blocks until the pipe has a writer.
             with open(
                 _open_below(self._descriptor, name, path, os.O_NONBLOCK), "rb"
             ) as file:
@@ -108,9 +108,10 @@ class RunFolder:
         """Replace a file with a JSON document that only this user can read.
 
         Raises:
-            OSError: It cannot be written; the old content is intact.
+            OSError: It cannot be written. The old content stays intact.
         """
-        # Use a random name, so that two writers never share a scratch file.
+        # Write to another file and rename it, so that readers never see half a document. Its name
+        # is random, so that two writers never share it.
         scratch = f".{name}.{secrets.token_hex(4)}"
         try:
             with self.create(scratch) as file:
@@ -124,14 +125,14 @@ class RunFolder:
             raise
 
     def create(self, name: str) -> BinaryIO:
-        """Create or empty a file, which only this user can read, and open it for writing.
+        """Create or empty a file that only this user can read, and open it for writing.
 
-        It is unbuffered: with a buffer, a full disk would cause an error only when it is closed.
+        The file is unbuffered: with a buffer, a full disk would raise an error only on closing it.
 
         Raises:
             OSError: It cannot be created, or is a link.
         """
-        # O_NOFOLLOW: a link in its place must not redirect the write.
+        # O_NOFOLLOW: a link with this name must not redirect the write to another file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, _NEW_FILE_MODE, dir_fd=self._descriptor)
         return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - of a descriptor
@@ -146,8 +147,8 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
             mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
             if stat.S_ISLNK(mode):
                 raise LaunchError(
-                    f"{path} is a link, and links are not followed in folders of runs; remove it, "
-                    f"or take another --run-id"
+                    f"{path} is a link, and run folders must not contain links; remove it, or use "
+                    f"another --run-id"
                 ) from None
         raise
     try:
@@ -160,17 +161,20 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
 
 
 def _require_private(status: os.stat_result, path: Path) -> None:
-    """Reject an entry that another user owns or can write, and anything but files and folders."""
+    """Reject an entry that another user owns or can write to, and anything but files and folders.
+
+    Raises:
+        LaunchError: Names the entry and the remedy.
+    """
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
         raise LaunchError(f"{path} is a pipe or a device; delete it")
     if status.st_uid != os.geteuid():
         raise LaunchError(
-            f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: another "
-            f"user's run is not read; take another --run-id, or set MEGATRON_EXT_RUNS to a folder "
-            f"of yours"
+            f"{path} belongs to user {status.st_uid}, but you are user {os.geteuid()}; use another "
+            f"--run-id, or set MEGATRON_EXT_RUNS to a folder of yours"
         )
     if status.st_mode & _OTHERS_MAY_WRITE:
         raise LaunchError(
-            f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); if you "
+            f"other users can write to {path} (mode {stat.S_IMODE(status.st_mode):o}); if you "
             f"trust its content: chmod -R go-w {path}"
         )

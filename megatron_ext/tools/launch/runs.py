@@ -1,12 +1,13 @@
-"""Runs by their id: where their files are stored, messages about them, and their processes.
+"""Runs by their id: their files, the messages between launcher and agents, and their processes.
 
 Launcher and agent exchange lines, each with a mark and a JSON object. Login scripts and ssh may
-write to the same stream before the agent does: lines without the mark are kept for error messages.
+write to the same stream before the agent does, so lines without the mark are kept for error
+messages.
 
-A process is identified by its id *and* its start time, because the system reuses ids; psutil does
-that within one process, `record` across processes. The processes of a run carry its mark in their
-environment: torchrun makes each rank the leader of a process group, so killing groups would leave
-ranks behind, and if the agent has died, its orphans are not among our descendants.
+A process is identified by its id *and* its start time, because the system reuses ids. psutil does
+this within one process, and `record` across processes. The processes of a run have the run's id in
+their environment. Killing a process group would not find them, because torchrun makes each rank the
+leader of a group. Searching descendants would not find them either once the agent has died.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Json = dict[str, Any]
 RANK_MARK = b"\x1e"
 """Precedes the rank in each line of a rank's output."""
 STOPPED = "megatron-ext stop"
-"""Why an agent stopped its job, if the user did not do so through the launcher."""
+"""The reason that an agent reports if `megatron-ext stop` stopped its job."""
 _MARK = b"\x1emegatron-ext "
 # Environment variables of every process of a run: its id, and the index of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
@@ -40,13 +41,13 @@ NODE = "MEGATRON_EXT_NODE"
 
 
 def encode(message: Json) -> bytes:
-    """Return a message as a line."""
+    """Return a message as one line."""
     return _MARK + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Json | None:
     """Return the message at the end of a line, or None for any other line."""
-    # A login script may have printed text before it, without ending the line.
+    # A login script may have printed text without a newline before the message.
     _, mark, text = line.partition(_MARK)
     with suppress(ValueError):
         message = json.loads(text)
@@ -55,7 +56,7 @@ def decode(line: bytes) -> Json | None:
 
 
 def runs_root() -> Path:
-    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, or in ~/.local/state."""
+    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, or one in ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     named = os.environ.get("MEGATRON_EXT_RUNS") or f"{state}/megatron_ext/runs"
     home = os.path.expanduser(named)  # noqa: PTH111 - Path.expanduser() raises for unknown users
@@ -64,12 +65,12 @@ def runs_root() -> Path:
 
 def new_run_id() -> str:
     """Return a unique id that sorts by time."""
-    # Two launches within one second differ in the random suffix.
+    # The random suffix distinguishes launches within the same second.
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the user's run id, which may be that of a restart.
+    """Return a run id that the user gave, such as `job` or, for a restart, `job-r1`.
 
     Raises:
         LaunchError: It is not a valid run id.
@@ -82,12 +83,10 @@ def check_run_id(run_id: str) -> str:
 
 
 def load(run_id: str, name: str) -> Json | None:
-    """Return the `plan`, `launcher` or `result` of a run on this machine.
-
-    None if it does not exist.
+    """Return the `plan`, `launcher` or `result` of a run on this machine; None if it has none.
 
     Raises:
-        LaunchError: It cannot be read, or others could have written it.
+        LaunchError: It cannot be read, or other users could have written it.
     """
     path = runs_root() / check_run_id(run_id)
     try:
@@ -100,12 +99,14 @@ def load(run_id: str, name: str) -> Json | None:
             f"{path} cannot be read: {reason_of(error)}; delete it"
         ) from None
     if not isinstance(content, dict | None):
-        raise LaunchError(f"{path / name}.json is not of this version; delete it")
+        raise LaunchError(
+            f"{path / name}.json was written by another version; delete it"
+        )
     return content
 
 
 def record() -> Json:
-    """Return JSON data that identifies this process even if its id is reused later."""
+    """Return JSON data that identifies this process even after the system reuses its id."""
     return {
         "pid": os.getpid(),
         "start": _start(os.getpid()),
@@ -114,22 +115,19 @@ def record() -> Json:
 
 
 def _start(pid: int) -> str:
-    """Return when a process started: the system's boot, and the ticks since then."""
-    # Don't use psutil's create_time(), which changes when the clock of the host is set.
+    """Return when a process started: the id of the system's boot, and the clock ticks since it."""
+    # Don't use psutil's create_time(), which changes when somebody sets the clock of the host.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    ticks = (
-        Path(f"/proc/{pid}/stat")
-        .read_text(errors="replace")
-        .rpartition(")")[2]
-        .split()[19]
-    )
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
+    ticks = stat.rpartition(")")[2].split()[19]
     return f"{boot} {ticks}"
 
 
 def recorded(entry: Any) -> Process | None:
     """Return the process of a `record`, or None if it has ended or the record is invalid.
 
-    The entry comes from a file, and may be of any type.
+    The entry comes from a file, so it may be of any type.
     """
     try:
         process = Process(int(entry["pid"]))
@@ -140,9 +138,8 @@ def recorded(entry: Any) -> Process | None:
 
 
 def _is_alive(process: Process) -> bool:
-    with suppress(
-        psutil.Error
-    ):  # a process that has ended but was not waited for is a zombie
+    with suppress(psutil.Error):
+        # A zombie has ended, but its parent has not waited for it.
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
@@ -151,9 +148,8 @@ def marked(run_id: str, node: int) -> set[Process]:
     """Return the processes of a run on a host."""
     processes = set()
     for process in psutil.process_iter():
-        with suppress(
-            psutil.Error
-        ):  # it has already exited, or belongs to another user
+        # The process may have exited already, or belong to another user.
+        with suppress(psutil.Error):
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)
@@ -163,12 +159,11 @@ def marked(run_id: str, node: int) -> set[Process]:
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes and return the survivors, such as processes blocked on a device."""
     remaining = set(filter(_is_alive, processes))
-    # Kill all before waiting for any, since a parent could start new ones
+    # Kill all processes before waiting for any: one that still runs could start new ones.
     for process in remaining:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
-    # Don't use psutil.wait_procs(), which would take a child's exit code from the `Popen` that
-    # waits for it.
+    # Don't use psutil.wait_procs(), which would reap a child whose exit code its `Popen` needs.
     deadline = time.monotonic() + timeout_s
     while remaining and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,8 +1,8 @@
 """Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
 
-Inside an allocation srun replaces ssh; agents, preflight and supervision are the same. Outside one,
-`launch --slurm` submits the same command. The Slurm job id is the run id, so `status`, `logs` and
-`stop` accept it, on any machine that shares the directory of runs.
+Inside an allocation, srun replaces ssh; agents, preflight and supervision do not change. Outside
+an allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is the run
+id, so `status`, `logs` and `stop` accept it, on any machine that shares the folder of runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TIMEOUT_S = 60
 def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
     """Return the command that runs `remote` once on a host, with all resources of the job."""
     return [
-        # --overlap and --mem=0 let it run beside the job's own steps, without waiting for
-        # resources.
+        # --overlap and --mem=0 let it share resources with other steps of the job; otherwise, it
+        # would wait until they end.
         "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
         f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
         "--unbuffered", "--quiet", *remote,
@@ -35,8 +35,8 @@ def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
 def hosts() -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
-    A host with a single task, Slurm's default, gets no `slots`: it starts a process for each
-    device.
+    A host with one task, which is Slurm's default, gets no `slots`, so it starts one process for
+    each device.
     """
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
@@ -50,9 +50,9 @@ def hosts() -> tuple[Host, ...]:
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
-    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`.
+    """Return the number of tasks on each host, from Slurm's notation, such as `2(x3),1`.
 
-    One each if empty.
+    An empty text means one task on each host.
     """
     if not text:
         return [1] * num_hosts
@@ -66,7 +66,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
             counts += [int(match[1])] * int(match[2] or 1)
     if not is_valid or len(counts) not in (num_hosts, 0):
         raise LaunchError(
-            f"SLURM_TASKS_PER_NODE={text} does not say the tasks of the {num_hosts} hosts in "
+            f"SLURM_TASKS_PER_NODE={text} does not match the {num_hosts} hosts in "
             "SLURM_JOB_NODELIST; unset it to start one task on each"
         )
     return counts or [1] * num_hosts
@@ -83,22 +83,22 @@ def state(job: str) -> str | None:
 
 
 def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
-    """Return the command that submits this launch, to run inside an allocation.
+    """Return the sbatch command that runs this launch inside an allocation.
 
-    `options` are options of sbatch, `arguments` those of `megatron-ext`.
+    `options` are the user's options for sbatch, `arguments` are the arguments of `megatron-ext`.
     """
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
-    # Disable requeueing: the launcher itself restarts, using its knowledge of the hosts.
+    # Disable requeueing, because the launcher restarts the job itself and knows the bad hosts.
     defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
     return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]
 
 
 def without_values(words: Sequence[str]) -> list[str]:
-    """Return arguments of `launch` in which `--env` has names of variables without values.
+    """Return the arguments of `launch` without the values of `--env`.
 
-    Everyone on a cluster can read the command of a batch job. sbatch passes on the environment,
-    which contains the values.
+    All users of a cluster can read the command of a batch job. The values reach the job in its
+    environment, which sbatch passes on.
     """
     names = list(words)
     for index, word in enumerate(names):
@@ -110,7 +110,7 @@ def without_values(words: Sequence[str]) -> list[str]:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of Slurm's commands, with additional variables, and return its output.
+    """Run one of Slurm's commands and return its output; `environment` adds variables.
 
     Raises:
         LaunchError: The command is missing, failed or timed out.
@@ -122,7 +122,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise LaunchError(
-            f"there is no {command[0]}; load Slurm's commands, or use --hostfile"
+            f"{command[0]} is not installed here; load Slurm's commands, or use --hostfile"
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(

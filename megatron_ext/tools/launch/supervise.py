@@ -1,4 +1,4 @@
-"""Runs a planned job: starts it on its hosts, watches it, and ends it everywhere as a whole."""
+"""Runs a planned job: starts it on its hosts, watches it, and ends it on all hosts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.cause import Cause
 
 _ALIVE_S = 2.0
-# How long a host may take to answer when its first connection is lost.
+# How long a host may take to answer a second connection after losing the first one.
 _REPORT_S = 15.0
-# How long to wait for failures of other hosts after the first: any of them may be the cause.
+# How long to wait for the failures of other hosts after the first: any of them may be the cause.
 _SETTLE_S = 1.5
 
 
@@ -42,35 +42,36 @@ def supervise(
     display: Display,
     show: Sequence[int],
 ) -> Outcome:
-    """Start a job whose agents have answered, and run it to its end.
+    """Start a job whose agents have answered, and wait until it ends.
 
-    `plan` contains all process counts, `hellos` are the answers of the hosts in order, and `show`
-    lists the global ranks whose output is shown.
+    `plan` contains all process counts, `hellos` holds the answer of each host of the plan, and
+    `show` lists the global ranks whose output is shown.
     """
     agents.display = display
     with _signals_to(agents.events):
         for index, connection in agents.connections.items():
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
-            end += plan.reserve or 0  # of the one host that has some
+            end += plan.reserve or 0  # only jobs on a single host have reserve ranks
             shown_here = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, hellos[index], hellos[0]["port"], shown_here)
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # A lost connection does not tell whether the agent died or only ssh did; a second
-        # connection does.
+        # Losing a connection does not show whether the agent or only ssh has died. A second
+        # connection shows it, and stops what is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
     stopped_by = watch.stopped_by
-    while not agents.events.empty():  # signals that arrived during that check
+    # A signal may have arrived during that check.
+    while not agents.events.empty():
         caught, message = agents.events.get()
         if message == "signal":
             stopped_by = caught
     code, stopped_name = 0, None
     if stopped_by is not None:
         code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
-    # After the user has stopped the job, failures are only its consequences.
+    # If the user stopped the job before anything failed, later failures result from that.
     if not watch.failures or display.is_stopping:
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
@@ -84,11 +85,10 @@ def supervise(
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that stop a job into the events of its agents."""
+    """Put the signals that stop a job into the event queue of its agents."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    if (
-        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    ):  # under nohup, the job outlives a login
+    # nohup ignores SIGHUP, so that the job outlives the login.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         stopping.append(signal.SIGHUP)
     handlers = {}
     for number in stopping:
@@ -103,9 +103,11 @@ def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
 
 
 def _what_was_left(answer: Json | str, hello: Json) -> str:
-    """Describe what a second connection found on a host whose first one was lost."""
+    """Describe what a second connection found on a host that lost its first connection."""
     if isinstance(answer, str):
-        return ", and it cannot be reached to see what is left; its agent stops the job"
+        return (
+            ", and it cannot be reached to check what is left; its agent stops the job"
+        )
     if answer["agent"]:
         return "; its agent was still there and has been stopped"
     return (
@@ -115,7 +117,7 @@ def _what_was_left(answer: Json | str, hello: Json) -> str:
 
 
 class Watch:
-    """A running job: which hosts still run, what failed, and what has stopped it."""
+    """A running job: the hosts that still run it, its failures, and what has stopped it."""
 
     def __init__(
         self, agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display
@@ -135,13 +137,13 @@ class Watch:
         """The signal with which the user stopped the job."""
         self._is_stopping = False
         self._stop_at = math.inf
-        """When the hosts that still run are stopped after a failure."""
+        """When to stop the remaining hosts after a failure, by `time.monotonic()`."""
 
     def run(self) -> None:
-        """Wait until no host runs the job any more."""
+        """Wait until the job has ended on all hosts."""
         alive_at = time.monotonic() + _ALIVE_S
         while self._running:
-            # Agents that were told to stop the job do so by themselves.
+            # Once stopped, agents end the job by themselves, so `_stop_at` has no effect.
             until = alive_at if self._is_stopping else min(alive_at, self._stop_at)
             index, message = self._agents.next_event(until)
             now = time.monotonic()
@@ -151,7 +153,7 @@ class Watch:
             if message == "signal":
                 self._stop_for_user(index, signal.Signals(index).name)
             elif message is not None:
-                # `stop` on another machine reaches only the agents.
+                # `megatron-ext stop` on another machine reaches only the agents, not this launcher.
                 if message["stopped"] == STOPPED and not self._is_stopping:
                     self._stop_for_user(signal.SIGTERM, STOPPED)
                 if index in self._running:
@@ -164,7 +166,8 @@ class Watch:
                         silent, f" was silent for {self._plan.silence_s:g} s"
                     )
             if self.failures and not self._is_stopping:
-                # Another host's failure may have caused the one that arrived first.
+                # The first failure to arrive may be the effect of another host's failure, so let
+                # the other reports arrive before stopping.
                 self._stop_at = min(self._stop_at, now + _SETTLE_S)
                 if now >= self._stop_at:
                     self._is_stopping = True
@@ -175,28 +178,28 @@ class Watch:
             connection.send(**message)
 
     def _stop_for_user(self, number: int, name: str) -> None:
-        """Stop the job, or kill it if it is already stopping, after a signal or a failure."""
+        """Stop the job for the user, or kill it if it is already stopping."""
         if self.stopped_by is None:
             self.stopped_by = number
-            # Ranks that are being stopped print meaningless errors about each other; those of an
-            # earlier failure are meaningful.
+            # Ranks that are being stopped print meaningless errors about each other, so hide them,
+            # unless a failure came first.
             self._display.is_stopping = not self.failures
         if self._is_stopping:
-            say(f"{name}: kills the job")
+            say(f"{name}: killing the job")
         else:
-            say(f"{name}: stops the job; once more kills it")
+            say(f"{name}: stopping the job; repeat to kill it")
         self._send_all(
             op="stop", grace_s=0 if self._is_stopping else self._plan.grace_s
         )
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:
-        """Process the report of an agent whose part of the job has ended."""
+        """Process the report of an agent that its part of the job has ended."""
         del self._running[index]
         noted = message.get("cause")
         ending = None if noted is None else cause.from_json(noted)
-        # A part that ended because it was stopped did not fail, unless it is a cause that was
-        # slower to end.
+        # A host that was stopped because of another failure did not fail, unless its cause shows
+        # that it failed by itself but ended later.
         is_effect = message["stopped"] and (self._is_stopping or self.failures)
         is_cause = bool(self.failures) and ending is not None and ending.is_sure
         if message["code"] != 0 and (is_cause or not is_effect):
@@ -208,13 +211,13 @@ class Watch:
             host=self._plan.hosts[index].name,
             what=message["what"],
             code=message["code"],
-            # Hosts' clocks differ, so compare failures by the launcher's clock.
+            # The clocks of hosts differ, so convert times to the launcher's clock.
             at=message["time"] - ahead_s,
             tail=message["tail"],
             log=message.get("log"),
         )
         if ending is not None:
-            # A rank that waits may blame a rank of another host.
+            # A waiting rank may blame a rank on another host.
             host = self._plan.hosts[self._plan.host_of(ending.rank)].name
             return replace(failure, host=host, at=ending.at - ahead_s, cause=ending)
         if message["stopped"]:

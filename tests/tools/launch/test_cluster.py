@@ -106,9 +106,7 @@ def test_llama3_trains_on_two_hosts(hosts: Cluster) -> None:
         *hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
-    )
+    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples per step" in done.stderr
     found = losses(done.stdout)
     assert len(found) == 3
     assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank logs the loss

@@ -133,10 +133,18 @@ def test_hosts_are_chosen_as_in_deepspeed(
 @pytest.mark.parametrize(
     ("include", "exclude", "message"),
     [
-        ("d", None, "--include names 'd'; the hosts are a, b, fe80::1"),
+        (
+            "d",
+            None,
+            "--include names the unknown host 'd'; the hosts are a, b, fe80::1",
+        ),
         ("", None, "--include names ''"),
-        ("a:0,2", None, "names 'a:0,2'; .*, and CUDA_VISIBLE_DEVICES chooses devices"),
-        (None, "a@b@fe80::1", "leaves no host"),
+        (
+            "a:0,2",
+            None,
+            "host 'a:0,2'; .*; to select devices, set env.CUDA_VISIBLE_DEVICES",
+        ),
+        (None, "a@b@fe80::1", "removes every host"),
         ("a", "b", "both given"),
     ],
 )

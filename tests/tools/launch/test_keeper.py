@@ -114,7 +114,7 @@ def test_more_losses_than_reserves_end_the_job_with_the_first_cause(
 def test_a_loss_before_all_ranks_have_met_ends_the_job_at_once(tmp_path: Path) -> None:
     done, folder = keep(tmp_path, 2, "deaf", "dies early", "deaf", "deaf")
     assert done.returncode == 128 + signal.SIGKILL
-    assert "no rank can stand in before all have met" in done.stdout
+    assert "no rank can replace it before all ranks have met" in done.stdout
     assert json.loads((folder / "failure.json").read_text())["rank"] == 1
 
 
@@ -123,7 +123,7 @@ def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(
 ) -> None:
     done, _ = keep(tmp_path, 2, "deaf", "exits2", "deaf")
     assert done.returncode == 2
-    assert "so would its stand-in" in done.stdout
+    assert "its replacement would fail too" in done.stdout
 
 
 def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:

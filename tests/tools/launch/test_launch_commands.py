@@ -92,14 +92,14 @@ ROLES = ("--forward-backward-disaggregating", *SAVED)
         ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
         ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
         ("a:4", ("--per-node", "--show", "1", "--", "true"), "--show names '1'"),
-        ("a:1", ("--per-node", "--num-microbatches", "4", "--", "true"), "adds a flag of training"),
+        ("a:1", ("--per-node", "--num-microbatches", "4", "--", "true"), "sets a training flag"),
         ("a:1\nb:1", ("--spares", "1", "--", "job.py"), "--spares 1 without restarts"),
         ("a:1", ("--reserve", "2", "--", "job.py"), "--reserve 2 without --keep-going"),
         ("a:1", ("--keep-going", "--", "job.py"), "--keep-going needs --save DIR --load DIR"),
         ("a:1", ("--keep-going", "--per-node", "--", "true"), "leave one of the two out"),
         ("a:1\nb:1", ("--keep-going", "--", "job.py", *SAVED), "there are 2; use --max-restarts"),
         ("a:2", ("--keep-going", "--", "job.py", *ROLES), "cannot take over a role"),
-        ("a", ("--dry-run", "--", "job.py"), "cannot count devices of a"),
+        ("a", ("--dry-run", "--", "job.py"), "cannot count the devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
         ("a:1", ("--run-id", "x" * 65, "--", "job.py"), "xx' is not a run id; use up to 64"),
     ],
@@ -199,7 +199,7 @@ def test_a_python_that_is_not_there() -> None:
     [line] = in_other_words(
         launch("a:1", "--python", "/nowhere/python", "--", "job.py")
     )
-    assert line.startswith("a: the Python of this machine is not there")
+    assert line.startswith("a: the path of this machine's Python does not exist")
     assert "--python PATH" in line
 
 
@@ -351,7 +351,7 @@ def test_a_launcher_on_another_machine_has_not_ended(
         Path(f"runs/r0/{name}.json").write_text(json.dumps(record))
     assert cli.main(["status", "r0"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == "there is no result yet; the launcher is on node7"
+    assert first == "no result yet; the launcher runs on node7"
 
 
 @pytest.mark.parametrize("name", ["plan", "result", "launcher"])
@@ -528,7 +528,7 @@ def test_stop_on_another_machine_ends_a_job_that_would_start_again() -> None:
         assert stopped.returncode == 0, stopped.stderr
         rest = launcher.stdout.read()
         assert launcher.wait(30) == 128 + signal.SIGTERM, rest
-    assert "megatron-ext stop: stops the job" in rest
+    assert "megatron-ext stop: stopping the job" in rest
     assert "restart 1" not in rest
 
 
@@ -583,7 +583,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         begin = time.monotonic()
         launcher.send_signal(signal.SIGINT)
         for line in launcher.stdout:
-            if "once more kills it" in line:
+            if "repeat to kill it" in line:
                 break
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(30) == 128 + signal.SIGINT

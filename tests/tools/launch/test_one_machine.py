@@ -47,7 +47,7 @@ def test_without_a_hostfile_one_replica_trains_here_in_a_few_lines() -> None:
     ]
     done = run_package("launch", "--", "pretrain_gpt.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 host, 2 ranks: TP 1, PP 2, CP 1, DP 1; 8 samples in a step" in done.stderr
+    assert "1 host, 2 ranks: TP 1, PP 2, CP 1, DP 1; 8 samples per step" in done.stderr
     steps = re.findall(r"^iteration [123]/3  loss \S+ .*", done.stdout, re.MULTILINE)
     assert len(steps) == 3, done.stdout
     assert len(done.stdout.splitlines()) < 25, done.stdout

@@ -138,7 +138,7 @@ def test_the_batch_follows_from_the_plan() -> None:
     flags = "train.py --micro-batch-size 2 --tensor-model-parallel-size 2"
     plan = plan_of("a:4\nb:4", flags, num_microbatches=8).completed()
     assert flag_value(plan.command, "--global-batch-size") == str(8 * 2 * 4)
-    assert "DP 4; 64 samples in a step" in plan.summary()
+    assert "DP 4; 64 samples per step" in plan.summary()
     with pytest.raises(LaunchError, match="both given"):
         plan.completed()
 

@@ -64,7 +64,7 @@ def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
         run_package("status", name, MEGATRON_EXT_RUNS=str(tmp_path / "runs"))
         for name in ("flaky", "flaky-r1")
     )
-    assert "it was started again as flaky-r1" in first.stderr
+    assert "the job was restarted as flaky-r1" in first.stderr
     assert first.stdout.startswith("failed (exit code 7)")
     assert second.stdout.startswith("succeeded")
     assert not second.stderr
@@ -137,7 +137,10 @@ def test_a_job_does_not_shrink(
     assert len(restarted(hosts, "--spares", "1", "--allow-uneven", "--", "job.py")) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "127.0.0.2: logs cannot be written" in lines[-2]
-    assert "the job needs 1 hosts with 2 ranks, and 1 of 2 can take part" in lines[-1]
+    assert (
+        "the job needs 1 hosts with 2 ranks, but only 1 of 2 hosts can run it"
+        in lines[-1]
+    )
 
 
 def test_a_spare_takes_the_place_of_a_host_that_answers_and_cannot_take_part(

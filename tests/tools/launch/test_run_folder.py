@@ -79,7 +79,7 @@ def test_what_others_can_write_to_is_refused(
     path.chmod(0o777)
     assert cli.main([command, "r0"]) == 2
     error = capsys.readouterr().err
-    assert f"{path} can be written by others (mode 777)" in error
+    assert f"other users can write to {path} (mode 777)" in error
     remedy = error.rpartition(": ")[2].split()
     assert remedy[:3] == ["chmod", "-R", "go-w"]
     Path(remedy[3]).chmod(0o755)
@@ -93,7 +93,7 @@ def test_the_run_of_another_user_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert cli.main(["status", "r0"]) == 2
     assert (
-        f"{path} belongs to user {os.getuid()}, and this is user"
+        f"{path} belongs to user {os.getuid()}, but you are user"
         in capsys.readouterr().err
     )
 
@@ -110,7 +110,10 @@ def test_no_program_is_taken_from_a_file(
     assert cli.main([command, "r0", "--ssh-cmd", "false", "--timeout", "20"]) == 1
     assert not (tmp_path / "was-run").exists()
     printed = capfd.readouterr()
-    assert f"its launch had --ssh-cmd {program} --python {program}; " in printed.err
+    assert (
+        f"the job was launched with --ssh-cmd {program} --python {program}; "
+        in printed.err
+    )
     assert "localhost: " in printed.out
 
 
@@ -119,7 +122,7 @@ def test_a_host_that_ssh_would_take_for_an_option_is_refused(
 ) -> None:
     record(root, replace(_PLAN, hosts=(Host("-oProxyCommand=touch x", 1),)))
     assert cli.main(["status", "r0"]) == 2
-    assert "is not of this version" in capsys.readouterr().err
+    assert "was written by another version" in capsys.readouterr().err
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(
     launch = ["launch", *words]
     code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
     assert code == 0, output
-    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in output
+    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples per step" in output
     assert len(losses(output)) == 3
     assert "[n2:3]" in output  # the last rank logs the loss
     assert f"--node-ips {' '.join(ADDRESSES)}" in allocated(
@@ -94,7 +94,7 @@ def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
     words = ["--nproc", "1", "--", "waiting.py"]
     job = submitted(cluster, "--nodes 2", *words)
     wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
-    assert f"inside of Slurm's job {job}: --slurm submits no other" in log_of(
+    assert f"already inside Slurm's job {job}: --slurm submits nothing" in log_of(
         cluster, job
     )
     code, status = cluster.run(*cluster.ours("status", job))

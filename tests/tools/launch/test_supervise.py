@@ -127,7 +127,7 @@ def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
     assert (outcome.code, outcome.stopped_by) == (255, "SIGINT"), (
         "so it does not start again"
     )
-    assert "cannot be reached to see what is left" in str(outcome.failure)
+    assert "cannot be reached to check what is left" in str(outcome.failure)
 
 
 def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
