@@ -1,4 +1,4 @@
-"""The flags of `compare`, with light imports only."""
+"""The flags of `compare`; imports only what is needed to parse them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from megatron_ext.tools.launch.launch_commands import add_hosts, add_job, whole_number
 
 _MIN_STEPS = 4
-"""Three steps that warm up, and one that counts."""
+"""Three warm-up steps, and one step that counts."""
 
 
 def add_subcommand(subparsers: Any) -> None:
     """Register `compare`."""
     parser = subparsers.add_parser(
         "compare",
-        help="measure a recipe under several pipelines, and prove that the numbers are equal",
+        help="measure a recipe under several pipelines, and check that the numbers are equal",
         usage="megatron-ext compare [--with SCHEDULE|'FLAGS']... [options of launch] -- SCRIPT.py "
         "FLAGS...\n       megatron-ext compare --folders REFERENCE CANDIDATE [ROUNDED]",
-        description="Train a recipe some steps under Megatron's own schedule and under each "
-        "candidate, with the same weights and data, on the same ranks, and say what each is worth. "
-        "Exit code 0: the numbers are equal as docs/schedules.md states; 3: they differ; 2: a run "
-        "was refused; 1: one failed.",
+        description="Train a recipe for some steps under Megatron's own schedule and under each "
+        "candidate, with the same weights and data, on the same ranks, and compare speed, memory "
+        "and numbers. Exit code 0: the numbers are as equal as docs/schedules.md states; 3: they "
+        "differ; 2: a run was rejected; 1: a run failed.",
     )
     add_comparison(parser)
     add_hosts(parser)
@@ -46,46 +46,45 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SCHEDULE|'FLAGS'",
-        help="another candidate: the name of a schedule, or flags in place of the recipe's own of "
-        "this package (one flag alone as --with=FLAG); may be repeated",
+        help="another candidate: the name of a schedule, or flags that replace the recipe's flags "
+        "of this package (write a single flag as --with=FLAG); may be repeated",
     )
     add(
         "--best",
         type=whole_number(1, 100),
         default=0,
         metavar="N",
-        help="the N schedules that the planner expects to be fastest, as --pipeline-schedule auto "
-        "ranks them",
+        help="add the N schedules that the planner expects to be fastest, as ranked by "
+        "--pipeline-schedule auto",
     )
     add(
         "--trace-dir",
         metavar="DIR",
-        help="with --best: rank them by the times of this traced run",
+        help="with --best: rank the schedules by the times of this traced run",
     )
     add(
         "--reference",
         default="",
         metavar="SCHEDULE|'FLAGS'",
-        help="flags of the run that the others are held against (default: none, so Megatron's own "
-        "schedule)",
+        help="flags of the run to compare with (default: none, for Megatron's own schedule)",
     )
     add(
         "--self",
         dest="against_itself",
         action="store_true",
-        help="train the recipe as it is twice: does it repeat itself to the last bit?",
+        help="train the unchanged recipe twice, and check that both runs are bit-identical",
     )
     add(
         "--locate",
         action="store_true",
-        help="if a candidate's numbers differ, train both again, record digests of their tensors, "
-        "and name the first tensor that differs",
+        help="if a candidate's numbers differ, train it and the reference again, record digests of "
+        "their tensors, and name the first tensor that differs",
     )
     add(
         "--calibrate",
         action="store_true",
-        help="where a candidate sums in another order, learn how much its numbers may differ from "
-        "one more run of the reference, whose activations are changed in their last digits",
+        help="where a candidate sums in another order, learn the tolerances from one more run of "
+        "the reference, in which the last digits of all activations are changed",
     )
     add(
         "--steps",
@@ -97,20 +96,20 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=whole_number(1, 100),
         metavar="N",
-        help="runs of each candidate, every other round in reverse order, which cancels a steady "
-        "drift of the machine (default: 2)",
+        help="runs of each candidate; every other round runs in reverse order, which cancels a "
+        "steady drift of the machine (default: 2)",
     )
     add(
         "--speed-only",
         action="store_true",
-        help="save no weights to start all runs from: each draws its own, and numbers are not "
-        "judged",
+        help="save no weights for all runs to start from: each run initializes its own weights, "
+        "and the numbers are not compared",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="check the candidates, print the runs and what their numbers must be, and train "
-        "nothing",
+        help="check the candidates, print the runs and how close their numbers must be, without "
+        "training",
     )
     add(
         "--folders",
@@ -118,9 +117,9 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="train nothing: compare the digests that two trainings recorded with "
-        "MEGATRON_EXT_DIGESTS=DIR, whatever launched them; a third folder, recorded with "
-        "MEGATRON_EXT_DIGESTS_ROUNDING=1 too, gives the tolerances",
+        help="compare the digests that two trainings recorded with MEGATRON_EXT_DIGESTS=DIR, "
+        "without training; a third folder, recorded with MEGATRON_EXT_DIGESTS_ROUNDING=1 as well, "
+        "gives the tolerances",
     )
     add("--json", action="store_true", help="print JSON, with the numbers of each step")
     add(
@@ -128,8 +127,8 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="new folder for the page, the logs and the traces (default: compare/TIME), which all "
-        "hosts share",
+        help="new folder for the page, the logs and the traces, which all hosts must share "
+        "(default: compare/TIME)",
     )
 
 
@@ -143,8 +142,8 @@ def launch_words(words: Sequence[str]) -> list[str]:
 
 def _run(args: argparse.Namespace) -> int:
     words = sys.argv[1:]
-    # The words after the subcommand and before the training's command, which argparse has left
-    # over.
+    # Take the words between the subcommand and the command of the training. Those that `compare`
+    # does not use are options of `launch`, which each run passes on unchanged.
     options = launch_words(words[1 : len(words) - len(args.command_words)])
     if args.folders:
         from megatron_ext.tools.compare.folders import compare_folders

@@ -1,4 +1,4 @@
-"""`compare --folders`: compares the digests that two trainings recorded, and trains nothing."""
+"""`compare --folders`: compares the digests that two trainings recorded, without training."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -34,7 +34,7 @@ _TRAINING_FLAGS = {
     "output": "--output",
     "command_words": "the command after --",
 }
-"""Settings of a comparison that trains, by the name of the parsed argument."""
+"""Parsed argument -> its flag, for the settings of a comparison that trains."""
 
 
 def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> int:
@@ -42,16 +42,16 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
 
     Args:
         args: The flags of `compare`.
-        launch_options: The words for `launch`, which nothing here would read.
+        launch_options: The words for `launch`, which must be empty.
 
     Raises:
-        ArgumentsError: There are not two or three folders, or a flag is for trainings.
-        DataError: A folder has no digests, damaged ones, or ones of another kind of run.
+        ArgumentsError: There are not two or three folders, or a flag applies only to training.
+        DataError: A folder has no digests, damaged digests, or those of another kind of run.
     """
     for name, flag in _TRAINING_FLAGS.items():
         if getattr(args, name):
             raise ArgumentsError(
-                f"--folders compares what was recorded; leave {flag} out"
+                f"--folders compares recorded digests without training; leave {flag} out"
             )
     if launch_options:
         raise ArgumentsError(
@@ -60,13 +60,13 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     folders: Sequence[Path] = args.folders
     if len(folders) not in (2, 3):
         raise ArgumentsError(
-            f"--folders got {len(folders)}; name the reference's folder and the candidate's, and "
-            "as a third one that of a run to learn tolerances from"
+            f"--folders got {len(folders)}; give the folders of the reference and the candidate, "
+            "and optionally the folder of a run to learn tolerances from"
         )
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
             raise ArgumentsError(
-                "--folders got folders of operators, for which no tolerance is learned; leave "
+                "--folders got folders of operators, which have no learned tolerance; leave "
                 f"{folders[2]} out"
             )
         return _compare_operators(folders[0], folders[1], as_json=args.json)
@@ -95,7 +95,7 @@ def _text(comparison: Comparison) -> str:
     difference = comparison.difference
     verdict = (
         f"no difference in {comparison.num_tensors:,} tensors of {comparison.num_steps} steps, "
-        "with the weights before the first as one"
+        "counting the initial weights as one"
     )
     if difference is not None:
         verdict = difference.sentence()
@@ -103,8 +103,8 @@ def _text(comparison: Comparison) -> str:
     place = None if difference is None else place_of(difference)
     if place is not None:
         lines.append(
-            "for the operator, record both again in new folders with "
-            f"{OPERATORS}={shlex.quote(str(place))} as well"
+            "to find the operator, record both runs again into new folders, also with "
+            f"{OPERATORS}={shlex.quote(str(place))}"
         )
     return "\n".join(lines)
 

@@ -3,12 +3,12 @@
 First means first in the order of a training step: the initial weights, forwards from the first
 layer to the last, backwards from the last layer to the first, then weight gradients as they
 accumulate over micro-batches, their reduction, and the weights after the step. If several
-micro-batches differ at the same place, all of them are named.
+micro-batches differ at the same place, the result names all of them.
 
-Two runs that sum in the same order must be bit-identical. If the order differs (because of
-different numbers of replicas, tensor-parallel ranks or slices), tensors may differ by a tolerance:
-the stated one, or one learned from a run like the reference whose outputs were rounded differently
-(`tracing/rounding.py`).
+Two runs that sum in the same order must be bit-identical. If the order differs, because the runs
+have different numbers of replicas, tensor-parallel ranks or slices, tensors may differ by a
+tolerance. It is either a fixed one, or learned from a run with the flags of the reference whose
+outputs were rounded differently (`tracing/rounding.py`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megatron_ext.tracing.digest_files import (
 _Key = tuple[Kind, int, str]
 
 STATED_TOLERANCE = 1e-4
-"""Relative difference that a different order of the same sums may cause in the first step, in
-single precision; `_GROWTH` times as much in each later step."""
+"""Relative difference that another order of the same sums may cause in the first step, in single
+precision. It grows by the factor `_GROWTH` in each later step."""
 _GROWTH = 2.0
 _UNKNOWN_BITS = ""
-"""Differs from the bits of every record."""
+"""A value that no record has as its bits."""
 LEARNED_MARGIN = 4.0
-"""A tensor may differ by this many times what the same module's tensors differ by in the run that
-was rounded differently."""
+"""Allowed difference of a tensor, relative to the largest difference of its module's tensors in the
+run that was rounded differently."""
 _RESOLUTION = 1e-6
-"""Relative differences that digests do not resolve: norms and projections are summed in single
+"""Smallest relative difference that digests resolve: they sum norms and projections in single
 precision."""
 _SIZES = {
     "tensor_size": "tensor-parallel ranks",
@@ -57,9 +57,9 @@ _SIZES = {
     "slices": "slices",
     "slice_tokens": "tokens per slice",
 }
-"""Fields of a header that decide the order of sums in every tensor."""
+"""Field of a header -> its description. These fields decide the order of sums in every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
-"""A module or parameter in a layer."""
+"""Matches the name of a layer, or of a module or parameter inside one."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,24 @@ class Difference:
     """Numbers, within the global batch, of all micro-batches that differ here; empty: the tensor
     belongs to the whole step."""
     num_microbatches: int
-    """Micro-batches of the global batch."""
+    """Number of micro-batches in the global batch."""
     kind: Kind
     layer: int | None
     """Number of the layer in the model, from 0; None: the tensor belongs to no layer."""
     module: str
     """Module or parameter, relative to the layer if there is one; empty: the layer itself."""
     name: str
-    """Module or parameter as it is recorded, with the number of its layer."""
+    """Full name of the module or parameter, including the number of its layer."""
     reference: Origin | None
     """None: the reference never computed it."""
     candidate: Origin | None
     """None: the candidate never computed it."""
     relative: float | None
-    """Approximate norm of the difference, relative to the norm in the reference; 0: less than
-    single precision can resolve. None: only one run computed the tensor, or its parts are cut
+    """Approximate norm of the difference, relative to the norm in the reference. 0: smaller than
+    single precision can resolve. None: only one run computed the tensor, or the runs split it
     differently."""
     tolerance: float = 0.0
-    """Allowed relative difference; 0: equal bits."""
+    """Allowed relative difference; 0: the bits must be equal."""
 
     @property
     def tensor(self) -> str:
@@ -165,10 +165,10 @@ class Comparison:
     """The result of comparing two runs."""
 
     difference: Difference | None
-    """None: no tensor differs by more than it may."""
+    """The first difference; None: no tensor differs by more than its tolerance."""
     num_steps: int
-    """Steps that were compared, up to the one with the difference; the weights before the first
-    step count as one."""
+    """Number of compared steps, up to the one with the difference. The weights before the first
+    step count as one step."""
     num_tensors: int
     tolerance: str
     """How much tensors may differ, and why."""
@@ -185,21 +185,21 @@ def compare(
         reference: Folder with the digests of one run, such as a run under Megatron's own schedule.
         candidate: Folder of the other run. Both must start with the same weights and read the same
             data.
-        rounded: Folder of a run like the reference whose outputs were rounded differently. Where
-            the candidate sums in another order, its tensors may then differ by `LEARNED_MARGIN`
-            times as much as those of this run, in place of the stated tolerance.
+        rounded: Folder of a run with the flags of the reference whose outputs were rounded
+            differently. Its differences from the reference, times `LEARNED_MARGIN`, replace the
+            stated tolerance.
 
     Raises:
-        DataError: A folder has no digests or damaged ones, the micro-batches of the two runs cannot
-            be matched, or a folder is of the wrong kind of run.
+        DataError: A folder has no digests, damaged digests, or those of another kind of run, or the
+            micro-batches of the two runs cannot be matched.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
     for folder, run in ((reference, first), (candidate, second)):
         if run.header.rounded:
             raise DataError(
-                f"{folder} was recorded with {ROUNDING}, which changes outputs; name it third, as "
-                "the run to learn tolerances from"
+                f"{folder} was recorded with {ROUNDING}, which changes outputs; give it as the "
+                "third folder, to learn tolerances from it"
             )
     tolerances: _Tolerances = _StatedTolerances(first.first_step)
     if rounded is not None:
@@ -208,7 +208,7 @@ def compare(
 
 
 def locate(reference: Path, candidate: Path) -> Difference | None:
-    """Return the first tensor that differs between two runs, or None; see `compare`."""
+    """Return the first tensor that differs between two runs, or None, as `compare` finds it."""
     return compare(reference, candidate).difference
 
 
@@ -221,10 +221,10 @@ class _Tensor:
 
     parts: Mapping[str, Record]
     ranks: Mapping[str, Header]
-    """By part: the header of the rank that recorded it."""
+    """Part -> the header of the rank that recorded it."""
 
     def scaled(self, factor: float) -> _Tensor:
-        """Return the tensor multiplied by a factor, after which its bits are unknown."""
+        """Return the tensor multiplied by a factor; the bits of the result are unknown."""
         if factor == 1.0:
             return self
         parts = {}
@@ -242,7 +242,7 @@ class _Tensor:
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part (by default any part) was computed."""
+        """Return where a part was computed; without a name, or for an unknown one, any part."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]
@@ -250,7 +250,7 @@ class _Tensor:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Stage, and position of the tensor in its action."""
+        """The stage, and the position of the tensor within its action."""
         record = self.parts[self.any_part]
         return record.stage, record.position
 
@@ -266,15 +266,16 @@ class _Run:
 
     @classmethod
     def read(cls, folder: Path, *, settings: str = "") -> _Run:
-        """Read the records in a folder; see `read_folder`.
+        """Read the records in a folder, as `read_folder` does.
 
         Raises:
-            DataError: The folder has no digests, or damaged ones.
+            DataError: The folder has no digests, or damaged digests.
         """
         files = read_folder(folder, settings=settings)
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
         notes = []
+        # A rank that was killed may lack the last steps, so compare only steps of all ranks.
         if common != longest:
             notes.append(
                 f"{folder}: not all ranks completed step {min(longest - common)}"
@@ -302,8 +303,9 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
     ranks: dict[_Key, dict[str, Header]] = defaultdict(dict)
     for file in files:
         for record in file.steps[step]:
-            # Stages that hold copies of a module, such as the embedding for multi-token prediction
-            # or both ends of a tied weight, use the same name, whatever ranks have them.
+            # Several stages may hold copies of a module under the same name, such as the embedding
+            # for multi-token prediction or a tied weight. Take the copy of the first stage, so that
+            # the result does not depend on which ranks hold the copies.
             earlier = parts[record.key].get(record.part)
             if earlier is None or record.stage < earlier.stage:
                 parts[record.key][record.part] = record
@@ -314,13 +316,13 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
 def _check_alignment(first: Header, second: Header) -> None:
     if first.balance != second.balance:
         raise DataError(
-            "one of the runs has --pipeline-balance, which numbers micro-batches by their lengths; "
-            "record both runs with it, or both without"
+            "only one of the runs has --pipeline-balance, which numbers micro-batches by their "
+            "lengths; record both runs with it, or both without"
         )
     if first.loss_is_per_token != second.loss_is_per_token:
         raise DataError(
-            "one of the runs has --calculate-per-token-loss, which scales gradients differently; "
-            "record both runs with it, or both without"
+            "only one of the runs has --calculate-per-token-loss, which scales gradients "
+            "differently; record both runs with it, or both without"
         )
 
 
@@ -338,7 +340,7 @@ class _Sized(Protocol):
 
 
 def relative_difference(first: _Sized, second: _Sized) -> float:
-    """Return the approximate norm of two tensors' difference, relative to the first's norm."""
+    """Return the approximate norm of the difference of two tensors, relative to the first norm."""
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
@@ -346,6 +348,7 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
         first.projections, second.projections, strict=True
     ):
         squares += (projection - other_projection) ** 2
+    # The mean square of random projections of a tensor estimates its squared norm.
     distance = math.sqrt(squares / len(first.projections))
     if not first.norm:
         return math.inf if distance else 0.0
@@ -358,7 +361,7 @@ def _norm_of_parts(tensor: _Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A tensor that differs; a candidate for the first difference."""
+    """A tensor that differs, which may be the first one."""
 
     key: _Key
     order: tuple[int, int]
@@ -370,7 +373,10 @@ class _Mismatch:
 
     @property
     def place_in_step(self) -> tuple[int, ...]:
-        """Sort key: when a step computes the tensor; micro-batch last, except for sums."""
+        """The sort key, by when a step computes the tensor.
+
+        The micro-batch comes last, except for weight gradients, which accumulate over them.
+        """
         kind, microbatch, _ = self.key
         stage, position = self.order
         phase = KINDS.index(kind)
@@ -394,11 +400,11 @@ class _Tolerances(Protocol):
         """The steps for which there are tolerances; None: all."""
 
     def of(self, step: int, key: _Key) -> float:
-        """Return the largest relative difference of a tensor."""
+        """Return the allowed relative difference of a tensor."""
 
 
 class _StatedTolerances:
-    """Tolerances that hold for any model in single precision."""
+    """Fixed tolerances, for any model in single precision."""
 
     description = (
         f"the stated {STATED_TOLERANCE:g} of a tensor's norm, and {_GROWTH:g} times as much in "
@@ -417,7 +423,7 @@ class _StatedTolerances:
 class _LearnedTolerances:
     """Tolerances learned from a run that was rounded differently.
 
-    The tensors of the same module in all layers, and of all micro-batches, share a tolerance.
+    The tensors of a module share one tolerance over all layers and micro-batches.
     """
 
     def __init__(
@@ -432,7 +438,7 @@ class _LearnedTolerances:
 
     @classmethod
     def of_runs(cls, reference: _Run, folder: Path) -> _LearnedTolerances:
-        """Learn from the digests in a folder.
+        """Learn tolerances from the digests of the run in `folder`.
 
         Raises:
             DataError: The run was not rounded differently, or its ranks hold other tensors.
@@ -440,8 +446,9 @@ class _LearnedTolerances:
         run = _Run.read(folder, settings=f" {ROUNDING}=1")
         if not run.header.rounded:
             raise DataError(
-                f"{folder} was recorded without {ROUNDING}=1; record it again with it"
+                f"{folder} was recorded without {ROUNDING}=1; record it again with {ROUNDING}=1"
             )
+        # (step, kind, module without the number of its layer) -> largest relative difference
         largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
         steps = set(reference.steps) & set(run.steps)
         for step in steps:
@@ -451,14 +458,14 @@ class _LearnedTolerances:
                     tensor, rounded_tensor
                 ):
                     raise DataError(
-                        f"{folder}: its ranks hold other tensors than the reference's; record it "
-                        "with the reference's flags"
+                        f"{folder}: its ranks hold other tensors than those of the reference; "
+                        "record it with the flags of the reference"
                     )
                 kind, _, name = key
                 place = step, kind, _role(name)
                 for part, record in tensor.parts.items():
                     relative = relative_difference(record, rounded_tensor.parts[part])
-                    # A NaN, an infinity or a zero in one of the runs is no measure of rounding.
+                    # A NaN, an infinity or a zero in one of the runs does not measure rounding.
                     if math.isfinite(relative):
                         largest[place] = max(largest[place], relative)
         return cls(dict(largest), steps, folder)
@@ -466,8 +473,8 @@ class _LearnedTolerances:
     @property
     def description(self) -> str:
         return (
-            f"{LEARNED_MARGIN:g} times what each module's tensors differ by in {self._folder}, at "
-            f"most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.2g} of a norm"
+            f"{LEARNED_MARGIN:g} times the differences of each module's tensors in {self._folder}, "
+            f"at most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.2g} of a norm"
         )
 
     def of(self, step: int, key: _Key) -> float:
@@ -484,14 +491,18 @@ def _role(name: str) -> str:
 
 @dataclass
 class _Comparing:
-    """Two runs, and how much they may differ."""
+    """A comparison of two runs under given tolerances."""
 
     reference: _Run
     candidate: _Run
     tolerances: _Tolerances
 
     def result(self) -> Comparison:
-        """Compare the steps that both runs have, up to the first difference."""
+        """Compare the steps that both runs have, up to the first difference.
+
+        Raises:
+            DataError: The runs have no step or no tensor in common.
+        """
         common = sorted(set(self.reference.steps) & set(self.candidate.steps))
         if not common:
             raise DataError(
@@ -501,8 +512,8 @@ class _Comparing:
         counts = len(self.reference.steps), len(self.candidate.steps)
         if set(self.reference.steps) != set(self.candidate.steps):
             notes.append(
-                f"the runs have {counts[0]} and {counts[1]} steps, and only the {len(common)} that "
-                "both have were compared"
+                f"the runs have {counts[0]} and {counts[1]} steps, of which they share "
+                f"{len(common)}; only these were compared"
             )
         learned_steps = self.tolerances.steps
         if self._tolerates and learned_steps is not None:
@@ -510,8 +521,8 @@ class _Comparing:
             common = [step for step in common if step in learned_steps]
             if not common:
                 raise DataError(
-                    "the run to learn tolerances from has none of the steps that the other two "
-                    "have; record it again with as many steps"
+                    "the run to learn tolerances from has none of the steps of the other two runs; "
+                    "record it again with as many steps"
                 )
             if num_unlearned:
                 notes.append(
@@ -521,7 +532,7 @@ class _Comparing:
         precision = self.reference.header.precision
         if self._tolerates and learned_steps is None and precision != "float32":
             notes.append(
-                f"the stated tolerance is for float32, and the runs compute in {precision}: learn "
+                f"the stated tolerance is for float32, but the runs compute in {precision}; learn "
                 f"one with compare --calibrate, or from a third folder recorded with {ROUNDING}=1"
             )
         num_steps = num_tensors = 0
@@ -538,7 +549,7 @@ class _Comparing:
         if difference is None and not num_tensors:
             raise DataError(
                 "the two runs have no tensor in common, so nothing was compared; record both with "
-                f"{VARIABLE} alone, or with an {OPERATORS} that both run"
+                f"{VARIABLE} alone, or set {OPERATORS} to a module that both run"
             )
         return Comparison(
             difference, num_steps, num_tensors, self._tolerance_text, tuple(notes)
@@ -558,7 +569,8 @@ class _Comparing:
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                return  # ranks sum different micro-batches, or different tokens
+                # Ranks sum other micro-batches or tokens, so only the reduced gradient can match.
+                return
             if kind == "backward":
                 candidate = candidate.scaled(self._gradient_scale)
         tolerance = self._tolerance(step, key)
@@ -590,18 +602,19 @@ class _Comparing:
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether the ranks that sum gradients hold other shares of a batch."""
+        """Whether the ranks of the two runs sum gradients over different shares of a batch."""
         first, second = self.reference.header, self.candidate.header
         shares = first.data_size, first.context_size
         return shares != (second.data_size, second.context_size)
 
     @property
     def _gradient_scale(self) -> float:
-        """The factor between the two runs' gradients of micro-batches.
+        """The factor by which a candidate's gradients of a micro-batch must be multiplied.
 
-        Megatron averages gradients over data- and context-parallel ranks: a rank divides the loss
-        of a micro-batch by the number of its micro-batches and of its tokens. If the loss is per
-        token, it adds them up, and divides by the tokens of the batch at the end of the step.
+        Megatron averages gradients over data- and context-parallel ranks, because each rank divides
+        the loss of a micro-batch by the numbers of its own micro-batches and tokens. With a loss
+        per token, Megatron sums the gradients instead, and divides by the number of all tokens at
+        the end of the step.
         """
         first, second = self.reference.header, self.candidate.header
         if first.loss_is_per_token:
@@ -612,9 +625,9 @@ class _Comparing:
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
     ) -> Iterator[_Mismatch]:
-        """Yield tensors of micro-batches that only one run has computed.
+        """Yield the tensors of micro-batches that only one run has computed.
 
-        A module that a run never records does not count: pairs, for example, call parts of layers.
+        Modules that a run never records are left out: pairs, for example, call parts of layers.
         """
         for tensors, others in ((references, candidates), (candidates, references)):
             recorded = {(kind, module) for kind, _, module in others}
@@ -643,32 +656,33 @@ class _Comparing:
 
     @cached_property
     def _reason_for_all(self) -> str:
-        """Why all tensors come from sums in different orders; empty: they do not."""
+        """Why the runs compute all tensors from sums in different orders; empty: they do not."""
         first, second = self.reference.header, self.candidate.header
         for name, description in _SIZES.items():
             sizes = getattr(first, name), getattr(second, name)
             if sizes[0] != sizes[1]:
                 return f"the runs have {sizes[0]} and {sizes[1]} {description}"
-        # Experts of both twins then sum over tokens in an order that depends on the routing.
+        # With mirrored pipelines, the order in which experts sum over tokens depends on which twin
+        # each token is routed to.
         if first.routing != second.routing and first.expert_size > 1:
             return "the experts of mirrored pipelines sum over tokens in another order"
         return ""
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
-        """Return whether the two runs compute a tensor from sums in different orders."""
+        """Return whether the two runs compute this kind of tensor from sums in other orders."""
         if self._reason_for_all:
             return True
         if not self._replicas_differ:
             return False
-        # Tensors computed before any sum over replicas have the same bits, but gradients are scaled
-        # differently.
+        # The forwards of the first step precede any sum over replicas, so their bits are equal. Its
+        # backwards precede the sums too, but their gradients are scaled differently.
         first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
 
     @property
     def _tolerates(self) -> bool:
-        """Whether some tensors may differ by a tolerance."""
+        """Whether some tensors may differ at all."""
         return bool(self._reason_for_all) or self._replicas_differ
 
     @property
@@ -687,7 +701,8 @@ class _Comparing:
         kind, microbatch, name = first.key
         numbers: set[int] = set()
         if kind == "weight gradient":
-            numbers = {microbatch}  # later sums contain this one
+            # The sums after later micro-batches contain this one, so they differ too.
+            numbers = {microbatch}
         elif microbatch != NO_MICROBATCH:
             numbers = {
                 m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)
@@ -726,16 +741,17 @@ def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
-    """Return the relative difference of the norms of two tensors that are cut differently.
+    """Return the relative difference of the norms of two tensors that the runs split differently.
 
-    None: the parts of one are neither parts nor copies of the other.
+    None: the norms cannot be compared, because the parts are neither a split nor copies.
     """
     counts = [
         sum(record.num_elements for record in t.parts.values()) for t in (first, second)
     ]
     norms = [_norm_of_parts(tensor) for tensor in (first, second)]
     if counts[0] != counts[1]:
-        # Each copy, such as one per replica, has the norm of the whole.
+        # One run may hold several copies of the tensor, such as one per replica. Each copy has the
+        # norm of the whole tensor, so divide it by their number.
         for index, tensor in enumerate((first, second)):
             num_copies = (
                 len({record.num_elements for record in tensor.parts.values()}) == 1

@@ -20,24 +20,25 @@ _MAX_LISTED = 4
 
 
 def place_of(difference: Difference) -> Place | None:
-    """Return where to look for the operator of a difference; None: it is not inside a module."""
+    """Return where to record operators for a difference; None: no module computes the tensor."""
     kind = difference.kind
     if kind not in ("forward", "backward") or difference.name == "model":
         return None
     if difference.reference is None or difference.candidate is None:
         return None
     match = LAYER.fullmatch(difference.name)
-    # The whole layer: what precedes a part, such as a norm, has no digests.
+    # Record the whole layer: the operators before one of its parts, such as a norm, have no
+    # digests and may have caused the difference.
     module = difference.name if match is None else f"{match['stack']}.{match['number']}"
     return Place(difference.iteration, difference.microbatches[0], kind, module)
 
 
 @dataclass(frozen=True)
 class OperatorComparison:
-    """The operators of two runs in one module, compared."""
+    """The result of comparing the operators of two runs in one module."""
 
     sentence: str
-    """The first operator that differs, or that none does."""
+    """A sentence that names the first operator that differs, or states that none differs."""
     are_equal: bool
 
 
@@ -46,16 +47,16 @@ def first_operator(
 ) -> OperatorComparison:
     """Find the first operator that differs.
 
-    Operators are paired by name and shapes, in order: a schedule that splits backwards runs fewer
-    of them in the same module.
+    Operators are paired by name and shapes, in order, because runs may differ in their operators:
+    a schedule that splits backwards runs fewer of them in the same module.
 
     Args:
         reference: Folder of the operators of one run.
         candidate: Folder of the other run.
-        tolerance: The largest relative difference of a result that does not count.
+        tolerance: The largest relative difference of a result that is ignored.
 
     Raises:
-        DataError: A folder has no operators, or the two are of different places.
+        DataError: A folder has no operators, or the folders belong to different modules.
     """
     runs = [read_folder(folder) for folder in (reference, candidate)]
     for folder, run in zip((reference, candidate), runs, strict=True):
@@ -69,12 +70,12 @@ def first_operator(
     if len(places) > 1:
         raise DataError(
             f"the folders have operators of different places, {' and '.join(sorted(places))}; "
-            "record both for the same one"
+            "record both runs for the same place"
         )
     if first_run.keys() != second_run.keys():
         raise DataError(
             "the runs have different numbers of tensor- or context-parallel ranks, whose results "
-            "have other shapes; record both with equal ones"
+            "have other shapes; record both with equal numbers"
         )
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} of {place.module}"
@@ -101,12 +102,12 @@ class _Pairs:
         self._first = first
         self._second = second
         self.count = 0
-        """Pairs so far."""
+        """Number of pairs compared so far."""
 
     def first_difference(self, tolerance: float) -> str:
         """Return a description of the first pair that differs; empty: none does.
 
-        Operators of one run alone are ignored if a pair that agrees follows them.
+        Operators that only one run has are ignored if a pair with equal results follows.
         """
         first, second = self._first, self._second
         first_keys = [operator.text for operator in first]
@@ -135,6 +136,7 @@ class _Pairs:
                 other = second[second_begin + index - first_begin]
                 self.count += 1
                 if operator.bits == other.bits:
+                    # Equal results show that the unpaired operators before them changed nothing.
                     only_reference.clear()
                     only_candidate.clear()
                     continue
@@ -154,7 +156,7 @@ class _Pairs:
                 if self.count
                 else "no operator is in both"
             )
-            # Nothing that both runs have shows the effect of these.
+            # No pair follows these operators, so nothing shows whether they change the result.
             return (
                 after
                 + _only("reference", last_reference[:_MAX_LISTED], "")

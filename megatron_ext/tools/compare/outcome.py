@@ -1,4 +1,4 @@
-"""Judges the runs of a comparison: which one is fastest, and whether the numbers are equal."""
+"""Judges the runs of a comparison: which run is fastest, and whether the numbers are equal."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Contender:
     promise: Promise
     """How close its numbers must be to the reference's."""
     notes: list[str] = field(default_factory=list)
-    """Settings that the schedule drops, changes or takes over."""
+    """Settings that the schedule ignores, changes or replaces, and other notes for the user."""
     records: list[RunRecord] = field(default_factory=list)
-    """By round."""
+    """The results of each round."""
     bubble_ratio: float | None = None
-    """Share of the pipeline's time in which ranks compute nothing; None: not measured."""
+    """Share of the pipeline's time in which ranks are idle; None: not measured."""
     timeline: dict[str, Any] | None = None
-    """A traced step, as drawn on a trace's page; None: no step was traced."""
+    """A traced step, in the form that the page of a trace draws; None: no step was traced."""
     failure: str = ""
     """Why one of its runs failed; empty: none failed."""
     is_refused: bool = False
@@ -59,13 +59,13 @@ class Row:
     reason: str
     """Why the numbers are not equal or not judged, or what failed; may be empty."""
     step_s: float | None
-    """Median duration of a step: the mean of the rounds, which cancels a steady drift."""
+    """Mean, over the rounds, of the median step time, which cancels a steady drift."""
     fast_s: float | None
-    """Nine out of ten steps take longer."""
+    """10th percentile of the step time."""
     slow_s: float | None
-    """Nine out of ten steps take less."""
+    """90th percentile of the step time."""
     drift: float
-    """Range of the rounds' medians, relative to the smallest."""
+    """Range of the medians of the rounds, relative to the smallest one."""
     speed: float | None
     """Speed relative to the reference."""
     tokens_per_s: float | None
@@ -73,7 +73,7 @@ class Row:
     """Peak memory of the rank that needs the most."""
     bubble_ratio: float | None
     num_steps: int
-    """Steps of each run."""
+    """Number of steps of the shortest run."""
     deviations: Deviations | None
     """Differences from the reference; None: this is the reference, or nothing was judged."""
     repeats: Deviations | None
@@ -92,7 +92,7 @@ class Answer:
     verdict: str
     """The conclusion in one sentence."""
     keep: list[str]
-    """Flags of the fastest contender with correct numbers; empty: no pipeline flags are needed."""
+    """Flags of the fastest contender whose numbers are right; empty: the reference is fastest."""
     code: int
 
 
@@ -105,8 +105,8 @@ def judge(
     """Return the answer of a comparison; the first contender is the reference.
 
     Args:
-        contenders: The contenders with their finished runs; some may be missing if the comparison
-            was stopped.
+        contenders: The contenders with their finished runs, of which some may be missing if the
+            comparison was stopped.
         speed_only: Whether each run drew different weights, so that numbers cannot be compared.
         against_itself: Whether the contenders are two runs of the same unchanged recipe.
     """
@@ -191,30 +191,30 @@ def _judged(
     if lengths[0] != lengths[1]:
         return (
             "different",
-            f"it trained {lengths[1]} steps, and the reference {lengths[0]}",
+            f"it trained {lengths[1]} steps, but the reference trained {lengths[0]}",
         )
     if difference.are_none:
         return "equal", ""
     if difference.skipped is not None:
         return (
             "different",
-            f"only one of the two skipped iteration {difference.skipped}",
+            f"only one of the two runs skipped iteration {difference.skipped}",
         )
     if (
         _relative(difference.loss) <= promise.loss
         and _relative(difference.norm) <= promise.norm
     ):
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two runs of the same contender differ, a difference of similar size means nothing.
+    # If two rounds of one contender differ by a similar amount, the difference shows nothing.
     spread = max(_spread(reference), _spread(contender))
     if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
         return "close", (
-            "the recipe does not repeat itself: two runs with the same flags differ as much; "
-            "compare --self says more"
+            "the recipe is not deterministic: two runs with the same flags differ as much; "
+            "compare --self shows more"
         )
     if promise.is_exact:
         return "different", "the numbers should be equal to the last bit"
-    return "different", f"more than what is allowed: {promise.allowance}"
+    return "different", f"the differences exceed the allowed {promise.allowance}"
 
 
 def _relative(deviation: Deviation | None) -> float:
@@ -230,7 +230,7 @@ def _spread(contender: Contender) -> float:
 
 
 def median_s(records: Sequence[RunRecord]) -> float | None:
-    """Return the mean of the rounds' median steps."""
+    """Return the mean, over the rounds, of the median step time."""
     medians = _medians_s(records)
     return statistics.fmean(medians) if medians else None
 
@@ -249,7 +249,7 @@ def _drift(records: Sequence[RunRecord]) -> float:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of the sorted values, by linear interpolation."""
+    """Return a quantile of sorted values, by linear interpolation."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = math.ceil(position)
@@ -257,7 +257,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest row with correct numbers; None: the reference is as fast."""
+    """Return the fastest row whose numbers are right; None: no row is faster than the reference."""
     usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)
@@ -273,7 +273,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         return f"{reference.label} failed, so there is nothing to compare with: {reference.reason}"
     if wrong:
         parts.append(
-            f"{' and '.join(wrong)} trained other numbers than {reference.label}"
+            f"{' and '.join(wrong)} produced other numbers than {reference.label}"
         )
     if failed:
         parts.append(f"{' and '.join(failed)} failed")
@@ -304,19 +304,19 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
             return f"{row.label}, failed: {row.reason}."
     if second.judgement == "equal":
         return (
-            f"the recipe repeats itself: two runs have the same losses and gradient norms to the "
+            f"the recipe is deterministic: two runs have the same losses and gradient norms to the "
             f"last bit over {first.num_steps} steps."
         )
     if second.deviations is None or second.deviations.first_iteration is None:
-        return f"whether the recipe repeats itself is not known: {second.reason}."
+        return f"unknown whether the recipe is deterministic: {second.reason}."
     return (
-        "the recipe does not repeat itself: two runs differ from iteration "
+        "the recipe is not deterministic: two runs differ from iteration "
         f"{second.deviations.first_iteration} on."
     )
 
 
 def is_noise(row: Row, reference: Row) -> bool:
-    """Return whether a row's speed differs from the reference by less than rounds differ."""
+    """Return whether a row's speed is as close to the reference as rounds are to each other."""
     assert row.speed is not None
     return abs(row.speed - 1) <= max(row.drift, reference.drift)
 
@@ -326,7 +326,7 @@ def _noise_text(row: Row, reference: Row) -> str:
 
 
 def _numbers_text(row: Row) -> str:
-    """Return the part of a verdict about a row's losses and gradient norms."""
+    """Return the part of the verdict about the losses and gradient norms of a row."""
     if row.judgement == "equal":
         return f"with the same losses and gradient norms to the last bit over {row.num_steps} steps"
     if row.judgement == "close":
@@ -387,7 +387,7 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def with_finite_numbers(content: Any) -> Any:
-    """Return JSON content with `nan` and `inf` as text: JSON has no such numbers."""
+    """Return JSON content with `nan` and `inf` as text, because JSON has no such numbers."""
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     if isinstance(content, dict):
@@ -398,7 +398,7 @@ def with_finite_numbers(content: Any) -> Any:
 
 
 def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:
-    """Return the largest difference of a kind; None: no difference, or nothing was compared."""
+    """Return the largest difference of a kind as JSON; None: nothing was compared."""
     if difference is None:
         return None
     deviation: Deviation | None = getattr(difference, kind)

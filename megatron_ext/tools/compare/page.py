@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Step
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
-"""Palette variables for the contenders' lines; the reference gets the first."""
+"""Palette variables for the lines of the contenders; the reference gets the first one."""
 _WIDTH, _HEIGHT, _MARGIN = 960, 240, 70
 """Size of a chart in pixels; the margin holds the numbers of the left axis."""
 _ROW = 18
+"""Height of a rank in a timeline, in pixels."""
 _MAX_ROWS = 64
 """Maximum number of ranks in a timeline."""
 
@@ -89,7 +90,7 @@ class _Line:
 
 
 def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield charts of each loss, of the gradient norm, and of the durations of steps."""
+    """Yield one chart for each loss, one for the gradient norm, and one for the step times."""
     names: list[str] = []
     for contender in contenders:
         for record in contender.records[:1]:
@@ -127,7 +128,10 @@ def _line(
 
 
 def _chart(title: str, lines: Sequence[_Line]) -> str:
-    """Return a chart of lines over iterations; the first is broader, so that equal lines show."""
+    """Return a chart of lines over iterations.
+
+    The line of the reference is broader, so that it stays visible below an equal line.
+    """
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
@@ -166,7 +170,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 
 
 def _timelines(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield a drawing of a traced step of each contender, all on the same scale."""
+    """Yield the timeline of one traced step of each contender, all on the same scale."""
     traced = [owner for owner in contenders if owner.timeline is not None]
     longest = max(
         (owner.timeline["length"] for owner in traced if owner.timeline), default=1.0

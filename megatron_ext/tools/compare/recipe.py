@@ -1,4 +1,4 @@
-"""Splits a command line into flags shared by all runs, and flags that a candidate adds."""
+"""Splits a command line into the flags that all runs share and the flags that a candidate adds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ REFERENCE = "Megatron's own"
 _SHARED = frozenset(
     {"--device-backend", "--microbatch-rng", "--variable-seq-lengths", "--hang-timeout"}
 )
-"""Our flags that determine what is trained on which device, and not how the pipeline runs."""
+"""Flags of this package that do not change how the pipeline runs, so all runs share them."""
 _SCHEDULE = "--pipeline-schedule"
 
 _LEFT_OUT = {
-    "--save": "no run writes a checkpoint of yours",
+    "--save": "no run writes to your checkpoints",
     "--save-interval": "",
     "--save-retain-interval": "",
     "--async-save": "",
     "--non-persistent-save-interval": "",
-    "--exit-interval": "--steps says how long each run is",
-    "--exit-duration-in-mins": "--steps says how long each run is",
-    "--tensorboard-dir": "no run adds to your TensorBoard",
-    "--wandb-project": "no run adds to your W&B",
+    "--exit-interval": "--steps sets the length of each run",
+    "--exit-duration-in-mins": "--steps sets the length of each run",
+    "--tensorboard-dir": "no run writes to your TensorBoard",
+    "--wandb-project": "no run writes to your W&B",
     "--ext-list-patches": "",
     "--trace": "compare traces each run itself",
     "--trace-interval": "",
     "--trace-iterations": "",
     "--trace-dir": "",
 }
-"""Flags that no run gets, each with the reason to report (empty: not reported)."""
+"""Flags that no run gets -> the reason to report; empty: not reported."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Recipe:
     flags: tuple[str, ...]
     """Flags shared by all runs: Megatron's, the script's, and some of ours."""
     pipeline: tuple[str, ...]
-    """Our other flags that were given: the default candidate."""
+    """The user's other flags of this package, which form the default candidate."""
     notes: tuple[str, ...] = ()
     """Notes about omitted flags, one line each."""
 
@@ -126,12 +126,13 @@ class Recipe:
 def candidates(
     recipe: Recipe, reference: Sequence[str], additions: Sequence[Sequence[str]]
 ) -> list[Candidate]:
-    """Return the reference, then each candidate once: the recipe's pipeline flags, then additions.
+    """Return the reference and then the candidates, without duplicates.
+
+    The recipe's own pipeline flags are the first candidate, and the additions follow.
 
     Args:
         recipe: The recipe that all of them train.
-        reference: Flags of the run that the others are compared with; empty: Megatron's own
-            schedule.
+        reference: Flags of the reference; empty: Megatron's own schedule.
         additions: Flags of each additional candidate.
 
     Raises:

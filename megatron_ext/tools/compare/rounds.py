@@ -1,9 +1,9 @@
-"""Carries out a comparison: checks each candidate, trains all in rounds, reports the result.
+"""Carries out a comparison: checks each candidate, trains all of them in rounds, and reports.
 
     weights -> round 1: own, a, b -> round 2: b, a, own -> answer, page
 
-If it ends early (after a failure or Ctrl-C), the finished runs are judged, and the weights that it
-saved are removed.
+If the comparison ends early, after a failure or Ctrl-C, it judges the finished runs. It always
+removes the weights that it saved.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _NUM_STEPS = 20
 _NUM_ROUNDS = 2
 _TRACED_STEPS = 3
-"""Traced steps of each run: the warm-up steps, so that no step that counts is traced."""
+"""Traced steps of each run. These are warm-up steps, so tracing slows down no step that counts."""
 _START = (
     "--exit-interval",
     "1",
@@ -60,7 +60,7 @@ _START = (
 )
 """Flags that save the weights after the first step."""
 _WHOLE = ("--ckpt-format", "torch_dist")
-"""Flags for the checkpoint format that loads under any cut."""
+"""Flags for the checkpoint format that loads however the model is cut into stages."""
 
 
 def compare(
@@ -77,7 +77,9 @@ def compare(
     script, *flags = command or [""]
     recipe = Recipe.of([script, *requested_flags(), *flags])
     if args.slurm is not None and not jobs.is_inside_allocation():
-        if not args.best:  # only the devices of the allocation rank schedules
+        # Report mistakes before the job waits in the queue. --best ranks schedules for the devices
+        # of the allocation, so it can only run inside.
+        if not args.best:
             _planned(args, recipe, options)
         option_words = words[: len(words) - len(args.command_words)]
         jobs.submit(args, option_words, command, str(Path.cwd()))
@@ -110,11 +112,11 @@ def _planned(
         raise ArgumentsError("--dry-run has no results; leave --json out")
     if args.locate and args.speed_only:
         raise ArgumentsError(
-            "--locate holds tensors of equal weights against each other; leave --speed-only out"
+            "--locate needs runs that start from equal weights; leave --speed-only out"
         )
     if args.calibrate and args.speed_only:
         raise ArgumentsError(
-            "--calibrate learns how much numbers may differ, and --speed-only judges none; leave "
+            "--calibrate learns how much numbers may differ, but --speed-only compares none; leave "
             "one of them out"
         )
     if args.against_itself:
@@ -175,8 +177,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:
         flags = split_words(ranked.flags, "--best")
-        # Our schedule of that name has the same table as the reference, which Megatron's own
-        # schedule runs.
+        # Our schedule of this name has the same table as Megatron's own schedule, the reference.
         is_reference = ranked.schedule == automatic.REFERENCE
         if is_reference or not ranked.fits or len(chosen) == args.best:
             continue
@@ -185,7 +186,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     say(f"--best ranks {ranking.basis}")
     if not chosen:
         raise ArgumentsError(
-            f"--best {args.best} finds no schedule that runs with these flags; name one with --with"
+            f"--best {args.best} found no schedule that runs with these flags; name one with --with"
         )
     return chosen
 
@@ -201,7 +202,10 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 def _with_equal_masks(
     args: argparse.Namespace, recipe: Recipe, reference: Candidate
 ) -> Recipe:
-    """Return the recipe, with dropout drawing the same masks under all schedules if possible."""
+    """Return the recipe with `--microbatch-rng` if it uses dropout and the flag is possible.
+
+    Dropout then draws the same masks under all schedules, so the numbers can be compared.
+    """
     settings = _preflight(args, recipe, reference).checked_args
     rates = (
         getattr(settings, name, None)
@@ -209,7 +213,7 @@ def _with_equal_masks(
     )
     if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
         return recipe
-    note = "added: --microbatch-rng, by which dropout draws the same masks in all runs"
+    note = "added: --microbatch-rng, so that dropout draws the same masks in all runs"
     changed = replace(
         recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
     )
@@ -242,7 +246,7 @@ def _preflight(
         jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
         return jobs.preflight_of(plan.completed())
-    # Only the hosts know their number of devices; the run itself checks that.
+    # Only the hosts know their number of devices, so the run itself checks it.
     return preflight(command)
 
 
@@ -264,17 +268,17 @@ class Comparison:
     """Whether to learn how much numbers may differ from a run that is rounded differently."""
     folder: Path = Path()
     rounded_digests: Path | None = None
-    """The digests of that run; None: there is none."""
+    """The digests of the run that was rounded differently; None: there is no such run."""
     calibration_failure: str = ""
-    """Why that run gave no tolerances; empty: it did, or there was none."""
+    """Why that run gave no tolerances; empty: it gave some, or there was no such run."""
 
     @property
     def saves_weights(self) -> bool:
-        """Whether a first run saves the weights that all others start from."""
+        """Whether a first run saves the weights from which all other runs start."""
         return not (self.speed_only or self.recipe.loads)
 
     def plan(self) -> str:
-        """Return the runs, and for each candidate its flags and how close its numbers must be."""
+        """Return a description of the runs: their flags, and how close their numbers must be."""
         num_runs = self.num_rounds * len(self.contenders)
         first = (
             "saves weights to start from, then trains"
@@ -300,7 +304,7 @@ class Comparison:
     def _requirement(self, contender: outcome.Contender) -> str:
         promise = contender.promise
         if self.speed_only:
-            return "numbers are not judged"
+            return "numbers are not compared"
         if contender is self.contenders[0]:
             return "the reference"
         if promise.is_exact:
@@ -330,6 +334,7 @@ class Comparison:
             for number in range(1, self.num_rounds + 1):
                 order = self.contenders if number % 2 else self.contenders[::-1]
                 for contender in order:
+                    # Without the reference there is nothing to compare with.
                     if stop.number is not None or self.contenders[0].failure:
                         return
                     if not contender.failure:
@@ -357,7 +362,7 @@ class Comparison:
             if has_results:
                 print(f"Page: {self.folder / 'compare.html'}")
         if stopped_by is not None:
-            say("stopped: the answer is of the runs that have ended")
+            say("stopped: the answer covers the runs that have ended")
             return 128 + stopped_by
         return answer.code
 
@@ -373,7 +378,7 @@ class Comparison:
 
     @property
     def _candidates(self) -> list[outcome.Contender]:
-        """All but the reference."""
+        """All contenders except the reference."""
         return self.contenders[1:]
 
     def _calibrate(
@@ -416,7 +421,7 @@ class Comparison:
             except DataError as error:
                 reason = str(error)
         if not self.locates:
-            # They are what rounds the run, but only --locate reads them.
+            # Rounding needs digests to be recorded, but only --locate reads them.
             shutil.rmtree(digests, ignore_errors=True)
         if reason:
             counter.end(reason)
@@ -432,7 +437,7 @@ class Comparison:
         counter.end(f"allows {tolerant[0].promise.allowance}")
 
     def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
-        """Train differing contenders again, up to that step; name the first tensor that differs."""
+        """Train differing contenders again, and name the first tensor that differs."""
         reference = self.contenders[0]
         for contender, row in zip(self.contenders, self._answer().rows, strict=True):
             is_different = row.judgement == "different" and row.deviations is not None
@@ -442,12 +447,13 @@ class Comparison:
             last_step = (
                 row.deviations.first_iteration if row.deviations is not None else None
             )
+            # Train only up to the first iteration whose numbers differ: digests are slow and large.
             num_steps = (last_step or first_step) - first_step + 1
             try:
                 digests = self._record(contender, num_steps, {}, load, counter, stop)
                 comparison = compare_digests(*digests, self.rounded_digests)
             except DataError as error:
-                contender.located = f"no tensor was located: {error}"
+                contender.located = f"the tensor could not be located: {error}"
                 continue
             contender.notes += comparison.notes
             difference = comparison.difference
@@ -481,9 +487,9 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> str:
-        """Train twice more, and return a sentence about the first operator that differs."""
+        """Train both once more, and return a sentence about the first operator that differs."""
         if reason := why_unavailable():
-            return f"no operator was located: {reason}"
+            return f"the operator could not be located: {reason}"
         first_step = self.contenders[0].records[0].steps[0].iteration
         num_steps = max(place.iteration - first_step + 1, 1)
         variables = {OPERATORS: str(place)}
@@ -491,7 +497,7 @@ class Comparison:
             folders = self._record(contender, num_steps, variables, load, counter, stop)
             return first_operator(*folders, difference.tolerance).sentence
         except DataError as error:
-            return f"no operator was located: {error}"
+            return f"the operator could not be located: {error}"
 
     def _record(
         self,
@@ -507,7 +513,7 @@ class Comparison:
         Args:
             contender: The contender that differs.
             num_steps: Steps of each run.
-            variables: What to record besides or in place of digests.
+            variables: Further environment variables, which decide what is recorded.
             load: Flags that load the common weights.
             counter: Shows the two runs.
             stop: Passes signals on to them.
@@ -542,7 +548,7 @@ class Comparison:
 
     @contextmanager
     def _weights(self) -> Iterator[Path]:
-        """Yield the folder of the weights that all runs start from; remove it at the end."""
+        """Yield the folder for the weights that all runs start from, and remove it at the end."""
         path = self.folder / "weights"
         try:
             yield path
@@ -550,13 +556,13 @@ class Comparison:
             shutil.rmtree(path, ignore_errors=True)
 
     def _save_weights(self, path: Path, counter: _Progress, stop: run.Stop) -> bool:
-        """Save weights to start from; return whether that succeeded."""
+        """Save the weights that all runs start from; return whether that succeeded."""
         self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
         reference = self.contenders[0]
         command = self.recipe.command(
             reference.candidate, *_START, "--save", str(path), *_WHOLE
         )
-        counter.begin("saves weights to start from")
+        counter.begin("saving the weights to start from")
         ended = run.launch(
             [*self.options, "--", *command],
             log_path=self.folder / "weights.log",
@@ -585,6 +591,7 @@ class Comparison:
         )
         record_folder = self.folder / "steps" / name
         trace_folder = self.folder / "traces" / name
+        # Trace only at the start: the next interval would begin after the last step.
         interval = max(self.num_steps, _TRACED_STEPS)
         tracing = (
             "--trace", "--trace-dir", str(trace_folder),
@@ -621,19 +628,19 @@ class Comparison:
 
 
 def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
-    """Set a contender's bubble and timeline from its traced steps."""
+    """Set the bubble and the timeline of a contender from its traced steps."""
     try:
         traced = aggregate.read_run(trace_folder)
         median_step, *_ = report.measured_timelines(traced)
     except DataError as error:
-        contender.notes.append(f"its steps are not drawn: {error}")
+        contender.notes.append(f"its timeline is missing: {error}")
         return
     contender.bubble_ratio = survey.figures(traced.surveys).bubble_ratio
     contender.timeline = median_step
 
 
 def _file_name(label: str) -> str:
-    """Return a label in a form that is valid in a file name."""
+    """Return a label with only characters that are valid in a file name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
 
 
@@ -652,7 +659,7 @@ class _Progress:
         self._shown = ""
 
     def add(self, num_runs: int) -> None:
-        """Expect more runs."""
+        """Increase the expected number of runs."""
         self._num_runs += num_runs
 
     def begin(self, label: str) -> None:
@@ -667,6 +674,7 @@ class _Progress:
         if record_folder is not None:
             record = record_folder / "rank-0.jsonl"
             if record.exists():
+                # The first line is a header.
                 num_recorded = max(0, record.read_bytes().count(b"\n") - 1)
         if num_recorded:
             self._show(f"step {num_recorded} of {num_steps}")

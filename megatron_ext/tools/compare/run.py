@@ -34,7 +34,7 @@ class Ended:
 
 
 class Stop:
-    """A signal that stops the comparison, passed on to the current run."""
+    """The signal that stops the comparison, which the current run gets too."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -45,16 +45,15 @@ class Stop:
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
         if self.process is not None:
-            # The launcher then stops its ranks on all hosts; a second signal kills them.
+            # The launcher then stops its ranks on all hosts, and kills them on a second signal.
             self.process.send_signal(number)
 
     @contextmanager
     def installed(self) -> Iterator[Stop]:
         """Handle the signals that stop a command, inside this context."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if (
-            signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-        ):  # under nohup it continues
+        # nohup ignores SIGHUP, so that the command continues.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}
         try:
@@ -79,18 +78,19 @@ def launch(
         log_path: File that receives all output.
         environment: Environment variables for the launcher and its ranks, in addition to this
             process's.
-        stop: Passes signals on to the run.
+        stop: Forwards signals to the run.
         progress: Called twice a second.
     """
-    # The words already include the flags of the environment.
+    # The words already include the flags from the environment, so clear them there.
     variables = {**os.environ, **environment, FLAGS: ""}
     for name in _RECORDING:
-        # Two runs cannot record to the same folder, and only one is to be rounded differently.
+        # Two runs must not record into the same folder, and only the calibrating run is rounded
+        # differently, so ignore the user's own settings.
         if name not in environment:
             variables.pop(name, None)
     command = [sys.executable, "-m", "megatron_ext", "launch", *words]
     with log_path.open("wb") as log:
-        # Start a new session, so that Ctrl-C reaches the run only once, through `stop`.
+        # In a new session, Ctrl-C reaches the run only once, through `stop`.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -101,9 +101,8 @@ def launch(
         )
         stop.process = process
         try:
-            if (
-                stop.number is not None
-            ):  # it arrived while the process was being created
+            # The signal may have arrived while the process was being created.
+            if stop.number is not None:
                 process.send_signal(stop.number)
             while process.poll() is None:
                 progress()

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_ext.errors import DataError
 
 WARMUP_STEPS = 3
-"""First steps of a run, whose time does not count because they connect ranks and allocate
-memory."""
+"""First steps of a run. Their time does not count, because they connect ranks and allocate memory.
+"""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
 
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def durations_s(self) -> list[float]:
-        """Durations of the steps that count."""
+        """Durations of the steps that count; of a run with fewer steps, only the last duration."""
         durations = [step.duration_s for step in self.steps]
         measured = [duration for duration in durations if duration is not None]
         counted = [
@@ -81,7 +81,7 @@ def read(folder: Path) -> RunRecord:
     world_size = headers[0]["world_size"]
     if len(ranks) < world_size:
         notes.append(f"{len(ranks)} of {world_size} ranks left a record")
-    # A rank that was killed may lack the last steps that others recorded.
+    # A rank that was killed may lack the last steps that other ranks recorded.
     num_steps = max(len(body) for body in bodies)
     steps = [
         _step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)
@@ -92,7 +92,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record, leaving out an incomplete last one."""
+    """Yield the lines of a record, except an incomplete last line."""
     text = path.read_bytes()[:_MAX_BYTES].decode(errors="replace")
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -105,7 +105,7 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
     durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
     losses: dict[str, float] = {}
     for line in lines:
-        # Not every loss function averages over replicas, so use the last rank's value, as
+        # Some loss functions do not average over replicas, so take the value of the last rank, as
         # Megatron's log does.
         losses |= line["losses"]
     norms = [
@@ -175,6 +175,7 @@ class Deviations:
     loss: Deviation | None
     """The largest deviation of a loss; None: all losses are bit-identical."""
     norm: Deviation | None
+    """The largest deviation of a gradient norm; None: all norms are bit-identical."""
     first_iteration: int | None
     """The first iteration in which any number differs."""
     num_steps: int

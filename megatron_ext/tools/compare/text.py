@@ -1,4 +1,4 @@
-"""Shows the answer of a comparison on one screen."""
+"""Formats the answer of a comparison as text for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How close the numbers of two runs of a recipe must be: docs/schedules.md as data."""
+"""How close the numbers of two runs of a recipe must be, as docs/schedules.md states it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Deviations
 
 _RESOLUTION = 1e-6
-"""A learned tolerance is at least this: a few roundings in single precision."""
+"""Smallest learned tolerance: a few roundings in single precision."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Promise:
     """How close a run's numbers must be to the reference's."""
 
     loss: float | None
-    """Largest relative difference of a loss; 0: bit-identical; None: nothing is promised."""
+    """Largest relative difference of a loss; 0: bit-identical; None: losses are not judged."""
     norm: float | None
-    """The same for gradient norms."""
+    """Largest relative difference of a gradient norm; 0: bit-identical; None: not judged."""
     reason: str = ""
     """Why the numbers are not bit-identical."""
     is_learned: bool = False
-    """Whether the differences were learned from a run of the reference; otherwise they are stated
+    """Whether the tolerances were learned from a run of the reference; otherwise, they are fixed
     for all models."""
 
     @property
     def allowance(self) -> str:
-        """The differences that are allowed, and where they come from."""
+        """A description of the allowed differences and their origin."""
         source = (
             "learned by --calibrate" if self.is_learned else "stated for all models"
         )
@@ -42,7 +42,7 @@ class Promise:
 
     @property
     def has_tolerance(self) -> bool:
-        """Whether the numbers are judged, but need not be bit-identical."""
+        """Whether the numbers are judged but need not be bit-identical."""
         return self.loss is not None and not self.is_exact
 
     def learned(self, rounded: Deviations) -> Promise:
@@ -62,12 +62,12 @@ class Promise:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all numbers are bit-identical."""
+        """Whether all numbers must be bit-identical."""
         return self.loss == 0 and self.norm == 0
 
 
 def are_rounding(rounded: Deviations) -> bool:
-    """Return whether the differences of a run that was rounded differently can set a tolerance."""
+    """Return whether all differences come from rounding, so that tolerances can be learned."""
     deviations = [item for item in (rounded.loss, rounded.norm) if item is not None]
     are_finite = all(math.isfinite(item.relative) for item in deviations)
     return are_finite and rounded.skipped is None
@@ -75,18 +75,18 @@ def are_rounding(rounded: Deviations) -> bool:
 
 REASONS = {
     "dropout": "dropout draws other masks; add --hidden-dropout 0 --attention-dropout 0 to judge",
-    "flags": "flags of Megatron's differ, so sums may be added up in another order",
-    "lengths": "--pipeline-balance adds micro-batches up in another order",
-    "slices": "slices add the tokens of a micro-batch up in another order",
+    "flags": "Megatron's flags differ, so sums may have another order",
+    "lengths": "--pipeline-balance sums over micro-batches in another order",
+    "slices": "slices sum over the tokens of a micro-batch in another order",
     "merged": "merged forward ranks sum over the width of a layer in another order",
-    "twins": "mirrored pipelines share out the micro-batches, which are added up in another order",
+    "twins": "mirrored pipelines split the micro-batches, which are summed in another order",
     "clip": "the norm that clips gradients is summed over other ranks; exact with --clip-grad 0",
 }
-"""By what differs between two runs, in the order of the checks: why their numbers may differ."""
+"""What differs between two runs, in the order of the checks -> why their numbers may differ."""
 
-# Rounding errors grow from step to step; these tolerances hold for a few tens of steps.
+# Rounding errors grow from step to step, so these tolerances hold for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
-"""By precision: the largest relative differences of a loss and of a gradient norm."""
+"""Precision -> the largest relative differences of a loss and of a gradient norm."""
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
@@ -95,7 +95,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
     Args:
         reference: The preflight of the reference.
         candidate: The preflight of the candidate.
-        same_flags: Whether both get the same Megatron flags.
+        same_flags: Whether both runs have the same Megatron flags.
     """
     kind = _difference(reference, candidate, same_flags=same_flags)
     if kind is None:
@@ -113,12 +113,10 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
 def _difference(
     reference: Preflight, candidate: Preflight, *, same_flags: bool
 ) -> str | None:
-    """Return the key in `REASONS` of what makes the numbers of two runs differ, or None."""
-    settings, config, reference_config = (
-        candidate.checked_args,
-        candidate.config,
-        reference.config,
-    )
+    """Return the key in `REASONS` for why the numbers of two runs may differ, or None."""
+    settings = candidate.checked_args
+    config = candidate.config
+    reference_config = reference.config
     assert config is not None
     assert reference_config is not None
     stages = _placement(candidate)
@@ -130,6 +128,7 @@ def _difference(
     draws_by_microbatch = (
         config.draws_by_microbatch and reference_config.draws_by_microbatch
     )
+    # Masks are equal if both runs draw them by micro-batch, on the same stages.
     if any(rates) and not (draws_by_microbatch and has_same_stages):
         return "dropout"
     if not same_flags:
@@ -143,6 +142,7 @@ def _difference(
         return "merged"
     if config.twins != reference_config.twins:
         return "twins"
+    # Clipping sums the squares of gradients over ranks, which hold other layers.
     clips = getattr(settings, "clip_grad", None) != 0
     if clips and not has_same_stages:
         return "clip"
@@ -153,7 +153,7 @@ def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank."""
     if answer.pipeline is not None:
         return answer.pipeline.placement.stages_of
-    # Megatron's own schedules use this placement, and so do the weights of forward and backward
-    # ranks.
+    # Megatron's own schedules have this placement. With disaggregation, forward ranks and backward
+    # ranks each hold the weights like this.
     ranks = answer.checked_args.pipeline_model_parallel_size
     return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of

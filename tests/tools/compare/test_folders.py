@@ -25,7 +25,7 @@ def test_equal_folders_end_with_exit_code_0(
     folders = [str(write(tmp_path / name, step_records())) for name in ("one", "two")]
     assert compare(monkeypatch, "--folders", *folders) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "no difference in 32 tensors of 1 steps, with the weights before the first as one",
+        "no difference in 32 tensors of 1 steps, counting the initial weights as one",
         "tolerance: none, all bits must be equal",
     ]
 
@@ -61,13 +61,15 @@ def test_a_third_folder_gives_the_tolerances(
     ):  # fmt: skip
         folders.append(str(write(tmp_path / name, step_records(), header=header)))
     assert compare(monkeypatch, "--folders", *folders) == 0
-    assert "4 times what each module's tensors differ by in" in capsys.readouterr().out
+    assert (
+        "4 times the differences of each module's tensors in" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--folders", "a"], "--folders got 1; name the reference's folder"),
+        (["--folders", "a"], "--folders got 1; give the folders of the reference"),
         (["--folders", "a", "b", "--self"], "leave --self out"),
         (["--folders", "a", "b", "--steps", "9"], "leave --steps out"),
         (["--folders", "a", "b", "--nproc", "2"], "leave --nproc 2 out"),
@@ -122,7 +124,7 @@ def test_lower_precision_needs_a_learned_tolerance(
     for name, header in zip(("one", "two"), headers, strict=True):
         folders.append(str(write(tmp_path / name, step_records(), header=header)))
     assert compare(monkeypatch, "--folders", *folders) == 0
-    hint = "the stated tolerance is for float32, and the runs compute in bfloat16"
+    hint = "the stated tolerance is for float32, but the runs compute in bfloat16"
     assert (hint in capsys.readouterr().out) == (precision == "bfloat16")
 
 

@@ -271,7 +271,7 @@ def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
     comparison = compare(first, second, learned_from)
     assert (comparison.difference is None) == is_allowed
     assert comparison.tolerance.startswith(
-        "4 times what each module's tensors differ by in"
+        "4 times the differences of each module's tensors in"
     )
     assert comparison.tolerance.endswith(
         "at most 2e-05 of a norm, because the runs have 1 and 2 slices"
@@ -311,7 +311,7 @@ def test_steps_of_one_run_alone_are_said(tmp_path: Path) -> None:
     [note] = compare(first, second).notes
     assert (
         note
-        == "the runs have 3 and 1 steps, and only the 1 that both have were compared"
+        == "the runs have 3 and 1 steps, of which they share 1; only these were compared"
     )
 
 
@@ -363,8 +363,8 @@ def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(
             (Header(0, "a"), Header(0, "b"), Header(0, "c")),
             "without MEGATRON_EXT_DIGESTS_ROUNDING=1",
         ),
-        ((Header(0, "a"), ROUNDED, ROUNDED), "name it third"),
-        ((ROUNDED, Header(0, "a"), ROUNDED), "name it third"),
+        ((Header(0, "a"), ROUNDED, ROUNDED), "give it as the third folder"),
+        ((ROUNDED, Header(0, "a"), ROUNDED), "give it as the third folder"),
     ],
 )
 def test_a_folder_of_the_wrong_kind_of_run_is_refused(
@@ -384,7 +384,7 @@ def test_tolerances_of_another_cut_are_refused(tmp_path: Path) -> None:
     second = write(tmp_path / "candidate", step_records(), header=Header(0, slices=2))
     other_parts = [item._replace(part="t0") for item in step_records()]
     learned_from = write(tmp_path / "rounded", other_parts, header=ROUNDED)
-    with pytest.raises(DataError, match="record it with the reference's flags"):
+    with pytest.raises(DataError, match="record it with the flags of the reference"):
         compare(first, second, learned_from)
 
 

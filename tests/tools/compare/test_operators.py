@@ -149,7 +149,7 @@ def test_operators_of_different_places_are_refused(tmp_path: Path) -> None:
         recorded(tmp_path / "a", LAYER),
         recorded(tmp_path / "b", LAYER, other_place),
     )
-    with pytest.raises(DataError, match="record both for the same one"):
+    with pytest.raises(DataError, match="record both runs for the same place"):
         first_operator(*folders)
 
 

@@ -50,7 +50,7 @@ def test_no_run_saves_logs_or_ends_as_the_recipe_says() -> None:
     )
     recipe = Recipe.of(["--", "pretrain_gpt.py", *words.split()])
     assert recipe.flags == ("--bf16",)
-    assert "left out: --save; no run writes a checkpoint of yours" in recipe.notes
+    assert "left out: --save; no run writes to your checkpoints" in recipe.notes
     assert len(recipe.notes) == 3
 
 
