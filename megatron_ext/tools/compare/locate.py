@@ -348,7 +348,8 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
         first.projections, second.projections, strict=True
     ):
         squares += (projection - other_projection) ** 2
-    # The mean square of random projections of a tensor estimates its squared norm.
+    # Projections are onto fixed vectors (`tracing/fingerprint.py`); the root mean square of their
+    # differences estimates the norm of the tensors' difference.
     distance = math.sqrt(squares / len(first.projections))
     if not first.norm:
         return math.inf if distance else 0.0

@@ -1,5 +1,5 @@
-"""Checks whether a machine, or every host in a hostfile, is fit to train, and names remedies.
+"""Checks whether a machine, or every host of a hostfile, is fit to train, and suggests remedies.
 
-The command is `megatron-ext doctor`. Each check is a function that yields diagnoses: an
-observation, a level, and a remedy if something is wrong.
+The command is `megatron-ext doctor`. Each check is a function that yields diagnoses. A diagnosis
+has a level, a finding, and a remedy if something is wrong.
 """

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 _MIN_LOCKED_BYTES = 1 << 30
 _MIN_OPEN_FILES = 1024
-"""The usual limit per process. Below it, gloo may fail to open its connections, which ends the
+"""The usual limit of a process. Below it, gloo may fail to open its connections, which ends the
 rank."""
 _GIB = 1 << 30
 
 
 def check_versions() -> Iterator[Diagnosis]:
-    """Compare Python, torch and megatron-core with what this package supports."""
+    """Compare Python, torch and megatron-core with the versions that this package supports."""
     from packaging.version import Version
 
     yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
@@ -63,7 +63,8 @@ def check_versions() -> Iterator[Diagnosis]:
     release = releases.installed_release()
     assert release is not None
     oldest = releases.oldest_python(release)
-    # The examples' environment supplies `typing.override`, the only thing missing on Python 3.11.
+    # On Python 3.11, these releases miss only `typing.override`, which the examples' environment
+    # supplies.
     stands_in = sys.version_info[:2] == (3, 11) and hasattr(typing, "override")
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
@@ -72,8 +73,8 @@ def check_versions() -> Iterator[Diagnosis]:
             "FAIL", name, f"{core}, which needs Python {needed} or later", remedy
         )
     elif releases.is_newer_than_known(release):
-        mismatch = f"{core} is newer than this package knows ({supported})"
-        remedy = "`megatron-ext patches check` shows whether it fits"
+        mismatch = f"{core} is newer than the supported releases ({supported})"
+        remedy = "`megatron-ext patches check` shows whether the patches fit"
         yield Diagnosis("WARN", name, mismatch, remedy)
     else:
         tested = releases.reference().version
@@ -83,18 +84,19 @@ def check_versions() -> Iterator[Diagnosis]:
 def check_requirements() -> Iterator[Diagnosis]:
     """Compare installed packages with the requirements of this package and of megatron-core.
 
-    Packages that fit yield nothing; torch and megatron-core are checked separately.
+    Packages that fit yield no diagnosis. `check_versions` checks torch and megatron-core.
     """
     from packaging.requirements import Requirement
 
     for package in ("megatron-ext", "megatron-core"):
         try:
             lines = metadata.requires(package) or []
-        except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        except metadata.PackageNotFoundError:
+            # A checkout on PYTHONPATH has no metadata.
             continue
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # Packages in our extras may be absent, but if installed they must fit; developer tools need
-        # not.
+        # Packages of our extras may be missing, but must fit if they are installed. Packages of
+        # developers need not fit.
         extras = [
             name for name in extras if package == "megatron-ext" and name != "dev"
         ]
@@ -107,7 +109,7 @@ def check_requirements() -> Iterator[Diagnosis]:
 def _check_requirement(
     requirement: Requirement, package: str, extras: Sequence[str]
 ) -> Iterator[Diagnosis]:
-    """Compare one requirement of a package, or of its extras, with the installed package."""
+    """Compare a requirement of a package, or of one of its extras, with the installed package."""
     from packaging.version import Version
 
     def applies_to(extra: str) -> bool:
@@ -122,11 +124,11 @@ def _check_requirement(
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None and is_needed:
         yield Diagnosis(
-            "FAIL", requirement.name, f"not installed, {package} needs it", remedy
+            "FAIL", requirement.name, f"not installed, but {package} needs it", remedy
         )
     # A vendor's build of a release, such as 2.7.0a0+git, counts as that release.
     elif version and not requirement.specifier.contains(Version(version).base_version):
-        mismatch = f"{version}, {package} requires {requirement.specifier}"
+        mismatch = f"{version}, but {package} requires {requirement.specifier}"
         yield Diagnosis("WARN", requirement.name, mismatch, remedy)
 
 
@@ -156,12 +158,10 @@ def check_tree() -> Iterator[Diagnosis]:
         yield Diagnosis.of("FAIL", name, error)
         return
     if tree is None:
-        state = (
-            f"none, and megatron-core {releases.core_version()} trains with one only"
-        )
+        state = f"none, but megatron-core {releases.core_version()} needs one to train"
         if releases.has_training():
-            state = "none, megatron.training of the wheel is used"
-        remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
+            state = "none, so megatron.training of the wheel is used"
+        remedy = "to get upstream's own scripts, run `megatron-ext upstream fetch`"
         yield Diagnosis("WARN", name, state, remedy)
         return
     version, _, problems = upstream.tree_status(tree)
@@ -173,7 +173,7 @@ def check_tree() -> Iterator[Diagnosis]:
 
 
 def check_device() -> Iterator[Diagnosis]:
-    """Report the device backend that a run would use here, and why not an accelerator, if so."""
+    """Report the device backend that a run would use here, and why it uses no accelerator."""
     from megatron_ext.devices import count_devices
     from megatron_ext.devices.cuda import why_idle
 
@@ -182,8 +182,8 @@ def check_device() -> Iterator[Diagnosis]:
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", "device", error)
         return
-    # Count what drivers show, regardless of what torch was built for, because that may be the
-    # problem.
+    # Count the devices that drivers show. torch may have been built without support for them,
+    # which may be the problem.
     count = count_devices()
     backend = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
@@ -191,7 +191,7 @@ def check_device() -> Iterator[Diagnosis]:
         for name, (module, remedy) in device.kernels.items():
             if find_spec(module) is None:
                 yield Diagnosis(
-                    "WARN", name, "not installed, and Megatron expects it", remedy
+                    "WARN", name, "not installed, but Megatron expects it", remedy
                 )
     elif devices.requested() != "auto":
         yield Diagnosis("OK", "device", f"{backend}, as requested")
@@ -199,20 +199,20 @@ def check_device() -> Iterator[Diagnosis]:
         state = f"cpu, with a CUDA build of torch: {reason}"
         if count:
             state += f" ({count} in /dev)"
-        remedy = "nothing is wrong on a machine without a GPU (MEGATRON_EXT_DEVICE=cpu says so); "
-        remedy += "on one with a GPU install NVIDIA's driver, until nvidia-smi shows it"
+        remedy = "on a machine without a GPU, ignore this or set MEGATRON_EXT_DEVICE=cpu; on a "
+        remedy += "machine with a GPU, install NVIDIA's driver, until nvidia-smi shows the GPU"
         yield Diagnosis("WARN", "device", state, remedy)
     elif count:
-        state = f"cpu, though the drivers show {count} devices"
-        yield Diagnosis("WARN", "device", state, "install the build of torch for them")
+        state = f"cpu, although the drivers show {count} devices"
+        yield Diagnosis("WARN", "device", state, "install a build of torch for them")
     else:
-        yield Diagnosis("OK", "device", f"{backend}, no accelerator is needed")
+        yield Diagnosis("OK", "device", f"{backend}, no accelerator was found")
 
 
 def device_here() -> DeviceKind | None:
-    """Return the planner's description of this machine's device, with its actual memory.
+    """Return the planner's description of this machine's device, with the device's actual memory.
 
-    None: there is no accelerator, or the planner does not know it.
+    None: there is no accelerator, or the planner has no data about it.
     """
     try:
         return automatic.device_here()
@@ -221,7 +221,7 @@ def device_here() -> DeviceKind | None:
 
 
 def check_native() -> Iterator[Diagnosis]:
-    """Try to load the native core of the transport."""
+    """Check that the native core of the transport can be loaded."""
     from megatron_ext.transport.native import require_native
 
     try:
@@ -232,7 +232,7 @@ def check_native() -> Iterator[Diagnosis]:
 
 
 def check_patches() -> Iterator[Diagnosis]:
-    """Compare the target of every patch with the Megatron code that the patch was written for."""
+    """Check that the target of every patch is the code that the patch was written for."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 
@@ -257,9 +257,7 @@ def check_patches() -> Iterator[Diagnosis]:
         state = f"{len(rows) - num_pending} of {len(rows)} patch targets verified"
         if absent:
             modules = ", ".join(absent)
-            state += (
-                f", {num_pending} belong to modules that this install lacks: {modules}"
-            )
+            state += f", {num_pending} in modules that are not installed: {modules}"
         yield Diagnosis("OK", "patches", state)
 
 
@@ -273,10 +271,10 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
             "FAIL", name, error.strerror or str(error), "mount a tmpfs there"
         )
         return
-    # Our arenas are anonymous files in memory, and do not count against /dev/shm.
+    # The arenas of our transports are anonymous files in memory, outside of /dev/shm.
     sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
-        remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
+        remedy = "start the container with more (docker run --shm-size=16g), or remove old files"
         yield Diagnosis("WARN", name, sizes, remedy)
     else:
         yield Diagnosis("OK", name, sizes)
@@ -291,17 +289,18 @@ def check_memlock() -> Iterator[Diagnosis]:
     limit = f"{soft_limit >> 10} KiB"
     if soft_limit >= _MIN_LOCKED_BYTES:
         yield Diagnosis("OK", "locked memory", limit)
-    elif os.geteuid() == 0:  # CAP_IPC_LOCK
+    # With CAP_IPC_LOCK, which root usually has, the limit does not apply.
+    elif os.geteuid() == 0:
         yield Diagnosis("OK", "locked memory", f"{limit} (root may lock more)")
     else:
-        remedy = "for RDMA raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
+        remedy = "for RDMA, raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
         yield Diagnosis(
             "WARN", "locked memory", limit, remedy + "run --ulimit memlock=-1"
         )
 
 
 def check_open_files() -> Iterator[Diagnosis]:
-    """Check how many files a process may open; each connection of gloo, NCCL or ours needs one."""
+    """Check how many files a process may open; each connection between ranks needs one."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         yield Diagnosis("OK", "open files", "unlimited")
@@ -309,19 +308,19 @@ def check_open_files() -> Iterator[Diagnosis]:
     if soft_limit >= _MIN_OPEN_FILES:
         yield Diagnosis("OK", "open files", f"{soft_limit} for each process")
         return
-    remedy = f"`ulimit -n {_MIN_OPEN_FILES}` before the start"
+    remedy = f"run `ulimit -n {_MIN_OPEN_FILES}` before the job"
     if hard_limit != resource.RLIM_INFINITY and hard_limit < _MIN_OPEN_FILES:
         remedy = f"raise it: `nofile {_MIN_OPEN_FILES}` in /etc/security/limits.conf, or docker "
         remedy += f"run --ulimit nofile={_MIN_OPEN_FILES}"
     problem = (
-        f"{soft_limit} for each process, and the connections of a rank may take more"
+        f"{soft_limit} for each process, but the connections of a rank may need more"
     )
     yield Diagnosis("WARN", "open files", problem, remedy)
 
 
 def check_rdma() -> Iterator[Diagnosis]:
-    """Try every step of an RDMA link, down to a queue pair."""
-    # Listing devices is not enough: wrong limits, permissions and GIDs show only at the queue pair.
+    """Try every step of opening an RDMA link, up to a queue pair."""
+    # Listing devices is not enough: only a queue pair reveals wrong limits, permissions and GIDs.
     from megatron_ext.transport.native import probe_rdma
 
     try:
@@ -332,7 +331,7 @@ def check_rdma() -> Iterator[Diagnosis]:
     if usable:
         yield Diagnosis("OK", "RDMA", finding)
     else:
-        remedy = remedy or "--pipeline-transport tcp needs none of this"
+        remedy = remedy or "--pipeline-transport tcp works without RDMA"
         yield Diagnosis("WARN", "RDMA", finding, remedy)
 
 
@@ -344,8 +343,8 @@ MACHINE = (
 
 
 def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
-    """Run the preflight checks of a launch on every host, without starting anything."""
-    # Use launch's agents and requests, so that doctor and launch cannot disagree about a host.
+    """Run the preflight checks of `launch` on every host, without starting a job."""
+    # Use the agents and requests of `launch`, so that both commands agree about a host.
     with Agents(plan) as agents:
         answers = agents.look(timeout_s)
     for host, answer in zip(plan.hosts, answers, strict=True):

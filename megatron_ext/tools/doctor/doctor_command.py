@@ -1,4 +1,4 @@
-"""The subcommand `doctor`."""
+"""The subcommand `doctor`: its flags, and which checks it runs."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -24,17 +24,17 @@ def add_subcommand(subparsers: Any) -> None:
         "doctor",
         help="check this machine, or all hosts of a hostfile",
         usage="megatron-ext doctor [options] [-- pretrain_gpt.py FLAGS...]",
-        description="Check versions, patches, device, memory and RDMA of this machine, with "
-        "--hostfile also every host, and after -- the flags of a training: what is refused, known "
-        "to hang, does not fit or leaves devices idle, and the nearest better flags. Exit code 1 "
-        "if anything is a FAIL.",
+        description="Check versions, patches, device, memory and RDMA of this machine. With "
+        "--hostfile, also check every host. With flags of a training after --, report what is "
+        "rejected, known to hang, does not fit or leaves devices idle, and suggest better flags. "
+        "Exit code 1 if any check is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--devices",
         metavar="NxKIND",
-        help=f"check the flags alone, for so many devices of a kind: {', '.join(DEVICES)}, or a "
-        "file, as `plan` takes it (default: a replica of this machine's)",
+        help=f"check only the flags, for N devices of a kind: {', '.join(DEVICES)}, or a file as "
+        "for `plan` (default: one replica on devices like this machine's)",
     )
     add_hosts(parser)
     parser.add_argument(
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
                 raise LaunchError(
-                    f"--{name} is for machines at hand, --devices for any; give one"
+                    f"--{name} checks real machines and --devices none; leave one of them out"
                 )
         if not args.command_words:
             raise ArgumentsError(
@@ -60,18 +60,15 @@ def _run(args: argparse.Namespace) -> int:
         findings = check_training(args.command_words, *parse_devices(args.devices))
     elif args.hostfile is None and not (args.include is None and args.exclude is None):
         flag = "--exclude" if args.include is None else "--include"
-        raise LaunchError(
-            f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE"
-        )
+        raise LaunchError(f"{flag} selects hosts of a hostfile; add --hostfile FILE")
     else:
         findings = _of_machines(args)
     diagnoses = []
     for diagnosis in findings:
         diagnoses.append(diagnosis)
         if not args.json:
-            print(
-                diagnosis, flush=True
-            )  # print each at once, because some checks take seconds
+            # Print each line at once, because some checks take seconds.
+            print(diagnosis, flush=True)
     if args.json:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
     return int(any(diagnosis.level == "FAIL" for diagnosis in diagnoses))
@@ -80,14 +77,14 @@ def _run(args: argparse.Namespace) -> int:
 def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
     """Check this machine, the flags of a training on it, and the hosts of a hostfile."""
     plan = None
-    if args.hostfile is not None:  # report its errors first
+    # Read the hostfile first, so that its errors appear before the slow checks.
+    if args.hostfile is not None:
         from megatron_ext.tools.launch import runs
         from megatron_ext.tools.launch.jobs import hosts_of
         from megatron_ext.tools.launch.plan import JobPlan
 
-        hosts = tuple(
-            replace(host, slots=None) for host in hosts_of(args)[0]
-        )  # to be counted
+        # Without slots, each host counts its devices.
+        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])
         plan = JobPlan(
             runs.new_run_id(),
             hosts,
@@ -97,7 +94,7 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
             per_node=True,
             ssh=args.ssh_cmd,
         )
-    # Imported here because this imports torch, which takes seconds and --devices does not need.
+    # Import here: it imports torch, which takes seconds and which --devices does not need.
     from megatron_ext.tools.doctor import checks, flight
 
     for check in checks.MACHINE:

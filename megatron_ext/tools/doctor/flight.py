@@ -1,8 +1,8 @@
-"""Checks the flags of a training without starting it, for this machine or another one.
+"""Checks the flags of a training without starting it, for this machine or for other devices.
 
-It reports what `preflight` rejects, known hangs, whether each rank's memory fits, how long devices
-wait, and similar flags that are better: the planner's forecast with one thing changed. It needs
-neither torch nor Megatron.
+It reports what `preflight` rejects, known hangs, whether the memory of each rank suffices, and how
+long devices wait. It also suggests better flags, by repeating the planner's forecast with one
+setting changed. It needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
-"""Share of the pipeline's time that devices wait, at which doctor warns."""
+"""From this share of waiting time in the pipeline on, doctor warns."""
 _WORTH = 1.1
-"""Speed-up at which doctor names other flags although nothing is wrong."""
+"""From this speed-up on, doctor suggests other flags although nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Diagnosis:
     """One line of the report."""
 
     level: Literal["OK", "WARN", "FAIL"]
-    """FAIL: the requested training cannot work. WARN: it works, but with a disadvantage."""
+    """FAIL: the training cannot work. WARN: it works, but with a disadvantage."""
     check: str
     """The subject of the check, in two or three words."""
     finding: str
@@ -63,7 +63,7 @@ class Diagnosis:
 
     @classmethod
     def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
-        """Return the diagnosis for a line `finding; remedy`, the form of all our errors."""
+        """Return the diagnosis for a line `finding; remedy`, the format of all our errors."""
         finding, _, remedy = str(line).partition("; ")
         return cls(level, check, finding, remedy)
 
@@ -76,15 +76,15 @@ _OURS = "--pipeline-schedule"
 KNOWN_HANGS = read_rules(f"""
     --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1 &
     !shapes_travel
-        two ranks exchange shapes in both directions at once, and swap them: hangs or fails
+        two ranks exchange shapes in both directions at once and swap them, which hangs or fails
         (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, whose messages have names
     --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size>3 & !shapes_travel
-        with four or more stages, ranks exchange shapes in an order that hangs where the calls of a
+        with four or more stages, ranks exchange shapes in an order that hangs if the calls of a
         batch are started one by one (Megatron-LM#5100, docs/hangs.md); add {_OURS} 1f1b, whose
         messages carry their shape
     --pipeline-model-parallel-layout: ends_without_layers
-        the last stage has nothing but the loss, which was reported to hang (Megatron-LM#1852); give
-        the last stage a layer: ...|tL
+        the last stage has only the loss, which was reported to hang (Megatron-LM#1852); give the
+        last stage a layer: ...|tL
     CUDA graphs: pipeline_model_parallel_size>1 & enable_cuda_graph | cuda_graph_impl!=none
         with pipeline parallelism were reported to hang (Megatron-LM#3802); leave --cuda-graph-impl
         and --enable-cuda-graph out
@@ -93,7 +93,7 @@ KNOWN_HANGS = read_rules(f"""
         each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
         --hang-timeout 300, which names the collectives
 """)
-"""Known hangs of Megatron's own schedules, except the last, which occurs with any schedule."""
+"""Known hangs. The last one occurs with any schedule, the other ones with Megatron's schedules."""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
@@ -105,13 +105,13 @@ _REPLACED = (
     "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers "
     "--recompute-modules"
 )
-"""Flags to remove before adding another layout's: they contradict it, or would stay in effect."""
+"""Flags that the flags of another layout replace: they contradict it, or would stay in effect."""
 
 
 def check_training(
     words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
 ) -> Iterator[Diagnosis]:
-    """Check the flags of a training: what its schedule accepts, changes, rejects and allocates.
+    """Check what the schedule of a training accepts, changes, rejects and allocates.
 
     Args:
         words: The training's command line, with or without the script, as given after `--`.
@@ -129,7 +129,8 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # Our messages have names, so the order in which ranks send them cannot cause a mix-up.
+    # The messages of our schedules have names, so ranks cannot mix them up or wait for the wrong
+    # one, and only the last hang remains.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
@@ -146,17 +147,19 @@ def check_training(
             yield Diagnosis(
                 "WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy
             )
-    yield Diagnosis("OK", "training", f"{name} takes these flags")
+    yield Diagnosis("OK", "training", f"{name} accepts these flags")
     yield from _arenas(answer, is_here=count is None)
     if device is None:
-        line = "memory and time are not forecast: say for which devices, as --devices 64xh100"
+        line = (
+            "memory and time are not forecast: give devices, such as --devices 64xh100"
+        )
         yield Diagnosis("OK", "layout", line)
     else:
         yield from _forecast(answer, _flags_in(words), device)
 
 
 def _set_facts_of_cut(answer: Preflight) -> None:
-    """Set the arguments that `KNOWN_HANGS` reads and that are not flags, for Megatron's schedules.
+    """Set the arguments of Megatron's schedules that `KNOWN_HANGS` reads and that are no flags.
 
     Raises:
         ArgumentsError: The flags of the cut contradict each other, or do not divide.
@@ -171,15 +174,15 @@ def _set_facts_of_cut(answer: Preflight) -> None:
 
 
 def _flags_in(words: Sequence[str]) -> list[str]:
-    """Return the flags of a command line, which argparse may give with the separator."""
+    """Return the flags of a command line, without the separator `--` and the optional script."""
     flags = [word for word in words if word != "--"]
-    if flags and flags[0].endswith(".py"):  # the script is optional
+    if flags and flags[0].endswith(".py"):
         del flags[0]
     return flags
 
 
 def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
-    """Yield the shared memory that a native transport needs, compared with what is free here."""
+    """Compare the shared memory that a native transport needs with the memory that is free here."""
     pipeline = answer.pipeline or answer.transport_only
     settings = vars(answer.checked_args)
     # A message holds the activation of one micro-batch.
@@ -206,7 +209,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
     if pipeline_bytes > available:
         yield Diagnosis("FAIL", "transport arenas", finding, remedy)
-    # On the CPU, the model and its activations need this memory too.
+    # On the CPU, the model and its activations need the same memory.
     elif pipeline_bytes > available // 2:
         yield Diagnosis("WARN", "transport arenas", finding, remedy)
     else:
@@ -214,7 +217,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
-    """Return an upper bound on the memory of one rank's arenas, in bytes."""
+    """Return an upper bound on the memory of the arenas of one rank, in bytes."""
     table = pipeline.full
     peers = defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
@@ -226,7 +229,7 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     slots = arena_slots(table, margin, pipeline.config.stash_ratio)
-    # The model's routes, which add messages past stages, are unknown here and not counted.
+    # A model may add routes, whose messages skip stages. They are unknown here and not counted.
     max_peers = max((len(ranks) for ranks in peers.values()), default=0)
     return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
@@ -241,30 +244,28 @@ def _unforeseen(answer: Preflight) -> str | None:
     if not getattr(args, "padded_vocab_size", None) and not getattr(
         args, "vocab_size", None
     ):
-        return (
-            "the vocabulary is the tokenizer's; add --padded-vocab-size with its size"
-        )
+        return "the tokenizer sets the size of the vocabulary; add --padded-vocab-size with it"
     if config is None:
         return None
     if config.slices > 1:
-        return "with --pipeline-slices the planner would count whole micro-batches"
+        return "with --pipeline-slices, the planner would count whole micro-batches"
     if config.slice_tokens is not None:
-        return "with --pipeline-slice-tokens they depend on the lengths of each step"
+        return "with --pipeline-slice-tokens, they depend on the lengths of each step"
     if config.dynamic is not None and config.dynamic.policy != DynamicOrder.policy:
-        return f"with --dpp-policy {config.dynamic.policy} ranks may keep all micro-batches"
+        return f"with --dpp-policy {config.dynamic.policy}, ranks may keep all micro-batches"
     generator = config.generator
     if generator is None:
         return None
     for key, value in config.options.items():
         if value != generator.options[key][0]:
-            return f"the planner knows no {generator.flag(key)} {value}"
+            return f"the planner does not support {generator.flag(key)} {value}"
     return None
 
 
 def _forecast(
     answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> Iterator[Diagnosis]:
-    """Compare the forecast of memory and waiting with the devices, and name better flags."""
+    """Compare the forecast of memory and waiting with the devices, and suggest better flags."""
     reason = _unforeseen(answer)
     if reason is not None:
         finding, _, remedy = f"memory and time are not checked: {reason}".partition(
@@ -295,22 +296,22 @@ def _forecast(
 def _better_flags(
     differences: str, better: Layout, plan: Layout, flags: Sequence[str]
 ) -> str:
-    """Return text with a better layout's flags, which flags they replace, and their gain."""
+    """Return a suggestion: the flags of a better layout, the flags that they replace, the gain."""
     user_flags = {word.partition("=")[0] for word in flags}
-    # Flags that the better layout has as well only get another value.
+    # A flag that is also in the better layout only gets another value, so do not list it.
     replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
     if replaced:
-        differences += f" in place of {', '.join(sorted(replaced))}"
+        differences += f" instead of {', '.join(sorted(replaced))}"
     return (
-        f"try {differences} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s a step "
-        f"against {plan.step_s:.3g}): {better.flags}"
+        f"try {differences} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s per step "
+        f"instead of {plan.step_s:.3g}): {better.flags}"
     )
 
 
 def _memory(
     plan: Layout, device: DeviceKind, dynamic: DynamicOrder | None, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of whether the memory of the fullest rank is enough."""
+    """Return a diagnosis of whether the memory of the fullest rank suffices."""
     needed_gib = max(plan.memory_gib)
     rank = plan.memory_gib.index(needed_gib)
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
@@ -325,21 +326,21 @@ def _memory(
     remedy = remedy or "use more devices"
     if needed_gib > device.memory_gib:
         return Diagnosis("FAIL", "memory", finding, remedy)
-    finding += f", of which {device.reserve_gib:g} are for workspaces and fragments"
+    finding += f", of which workspaces and fragmentation need {device.reserve_gib:g}"
     return Diagnosis("WARN", "memory", finding, remedy)
 
 
 def _idle_devices(
     plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of how long devices wait, with better flags if these gain much."""
+    """Return a diagnosis of how long devices wait, with better flags if they gain much."""
     finding = (
-        f"devices wait {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s a "
-        "step by forecast"
+        f"devices wait for {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s "
+        "per step by forecast"
     )
     if plan.idle >= _MOSTLY_IDLE:
         return Diagnosis(
-            "WARN", "idle devices", finding, remedy or "give more micro-batches"
+            "WARN", "idle devices", finding, remedy or "use more micro-batches"
         )
     fits = max(plan.memory_gib) <= device.memory_gib - device.reserve_gib
     if fits and better is not None and plan.step_s > _WORTH * better.step_s:
@@ -350,7 +351,9 @@ def _idle_devices(
 def planned(
     answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> tuple[Question, Layout | None]:
-    """Return the forecast for a training with accepted flags, whether or not it fits.
+    """Return the forecast for a training with accepted flags, even if it does not fit.
+
+    The forecast is None if the planner does not support the schedule or the cut.
 
     Raises:
         ArgumentsError: Sizes are missing, or do not divide.
@@ -367,7 +370,7 @@ def planned(
     sizes = _parallel_sizes(cut.sizes, args, batches)
     if model.sequence is None or model.sequence < 1:
         raise ArgumentsError(
-            f"--seq-length is {model.sequence or 'missing'}; give the tokens, say --seq-length 4096"
+            f"--seq-length is {model.sequence or 'missing'}; add, for example, --seq-length 4096"
         )
     job = Question(
         model=model,
@@ -382,11 +385,11 @@ def planned(
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
     )
     name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
-    # The planner supports neither tables from files nor roles.
+    # The planner supports neither tables from files nor forward and backward ranks.
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
         return job, None
-    # Forecast without a memory limit, so that a layout that does not fit can be reported as well.
+    # Forecast without a memory limit, so that a layout that does not fit gets a forecast too.
     boundless = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
     if pp == 1:
         plan = forecast(boundless, sizes, "none", 1)
@@ -406,7 +409,7 @@ def planned(
 def _parallel_sizes(
     sizes: JobSizes, args: Namespace, batches: Batches
 ) -> ParallelSizes:
-    """Return the sizes of a job in the planner's terms.
+    """Return the parallel sizes of a job as the planner describes them.
 
     Raises:
         ArgumentsError: The ranks of a stage do not divide into expert-parallel groups.
@@ -444,22 +447,22 @@ def _parallel_sizes(
 def _layers_by_stage(
     answer: Preflight, placement: Placement, name: str, num_layers: int
 ) -> list[int]:
-    """Return the layers per stage as Megatron builds them.
+    """Return the number of layers of each stage, as Megatron builds them.
 
     Raises:
-        ScheduleError: They do not divide into the stages, or do not match the model.
+        ScheduleError: The layers do not divide into the stages, or do not match the model.
     """
     hosted = {"num_layers": None, **vars(answer.checked_args), **answer.arguments}
     layers_by_stage = UserCut.of(hosted).layers_by_stage(placement)
     if layers_by_stage is None:
         raise ScheduleError(
             f"{num_layers} layers do not divide into {placement.num_stages} stages of {name}, "
-            f"which Megatron refuses; add {_OURS} {name}, which cuts them unevenly"
+            f"which Megatron rejects; add {_OURS} {name}, which supports uneven stages"
         )
     if sum(layers_by_stage) != num_layers:
         raise ScheduleError(
-            f"the cut has {sum(layers_by_stage)} layers, the model {num_layers}; give t as often "
-            "in --pipeline-model-parallel-layout as --num-layers says"
+            f"the cut has {sum(layers_by_stage)} layers, but the model has {num_layers}; use as "
+            "many t in --pipeline-model-parallel-layout as --num-layers"
         )
     return layers_by_stage
 
@@ -486,11 +489,13 @@ class _Change:
 
 
 def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
-    """Return the fastest layout that fits, beats the user's if that fits, and differs in one thing.
+    """Return the fastest layout that fits and differs from the user's in only one setting.
 
-    If there is no such layout, or if it gains little while devices mostly wait, several things may
-    differ. Returns (description of the difference, layout); the layout is None if nothing is
-    better.
+    If the user's layout fits, the returned one is faster. If there is no such layout, or if it
+    gains little while devices mostly wait, several settings may differ.
+
+    Returns:
+        A description of the difference, and the layout; None if no layout is better.
     """
     sizes = user_layout.sizes
     fixed: dict[str, Any] = {"recompute": sizes.mode}
@@ -498,6 +503,7 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
         fixed[name] = getattr(sizes, name)
     if sizes.pp > 1:
         fixed |= {"schedule": user_layout.schedule, "vp": user_layout.chunks}
+    # Search once for each setting, with all other settings fixed.
     changes: list[_Change] = []
     for name, differences in _CHANGES.items():
         free_names = {name}
@@ -509,11 +515,12 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
             key: value for key, value in fixed.items() if key not in free_names
         }
         changes += _better(job, fixed_settings, user_layout, differences)
-    # A sharded optimizer is a field of the question, not a size that a search can keep.
+    # `shards_optimizer` belongs to the question and not to the layout, so it needs its own search.
     sharded = replace(job, shards_optimizer=True)
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")
     fastest_s = min((change.layout.step_s for change in changes), default=math.inf)
+    # If one change does not help enough, let all settings differ.
     gain = user_layout.step_s / fastest_s
     if not changes or (user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH):
         changes += _better(sharded, {}, user_layout, "another layout")
@@ -528,13 +535,14 @@ def _better(
 ) -> list[_Change]:
     """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
-        # Search only for the best: each change needs a separate search, and the user waits for
-        # eight.
+        # Search only for the best layout: the user waits for about ten searches.
         answer = search(replace(job, fixed=kept), keep=1)
-    except ArgumentsError:  # nothing divides
+    except ArgumentsError:
+        # No sizes divide with these settings.
         return []
     if not answer.is_complete:
-        raise KeyboardInterrupt  # Ctrl-C stops one search, but is meant for all
+        # A search stops early at Ctrl-C and returns what it has. The user meant all searches.
+        raise KeyboardInterrupt
     if not answer.plans:
         return []
     fits = max(user_layout.memory_gib) <= job.device.memory_gib - job.device.reserve_gib

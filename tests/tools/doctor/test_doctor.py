@@ -56,7 +56,7 @@ def test_flags_of_a_training_are_checked() -> None:
     assert lines[-1] == {
         "level": "OK",
         "check": "training",
-        "found": "zb-v takes these flags",
+        "found": "zb-v accepts these flags",
         "remedy": "",
     }
     [layout] = [one for one in json.loads(done.stdout) if one["check"] == "layout"]
@@ -111,9 +111,9 @@ def test_packages_that_do_not_go_together(
     found = {finding.check: finding for finding in checks.check_requirements()}
     assert sorted(found) == ["rich", "transformers"]
     assert str(found["rich"]) == (
-        "WARN rich: 12.0, megatron-ext requires >=13; pip install 'rich>=13'"
+        "WARN rich: 12.0, but megatron-ext requires >=13; pip install 'rich>=13'"
     )
-    assert "5.0.1, megatron-ext requires <5,>=4.51" in found["transformers"].finding
+    assert "5.0.1, but megatron-ext requires <5,>=4.51" in found["transformers"].finding
 
 
 def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> N
     assert {"wrapt", "rich", "numpy"} <= set(gone)
     assert "transformers" not in gone
     assert str(gone["numpy"]).startswith(
-        "FAIL numpy: not installed, megatron-core needs it; pip"
+        "FAIL numpy: not installed, but megatron-core needs it; pip"
     )
 
 
@@ -201,7 +201,7 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
     assert line.startswith(
         "WARN device: cpu, with a CUDA build of torch: Found no NVIDIA driver"
     )
-    assert "MEGATRON_EXT_DEVICE=cpu says so" in line
+    assert "set MEGATRON_EXT_DEVICE=cpu" in line
     assert "nvidia-smi" in line
     asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
     assert asked.stdout == "OK   device: cpu, collectives by gloo, as requested\n"
@@ -301,7 +301,7 @@ def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
     [
         ((-1, -1), "OK", ""),
         ((1024, 4096), "OK", ""),
-        ((64, 4096), "WARN", "`ulimit -n 1024` before the start"),
+        ((64, 4096), "WARN", "run `ulimit -n 1024` before the job"),
         ((64, 64), "WARN", "/etc/security/limits.conf"),
     ],
 )

@@ -53,7 +53,7 @@ CASES = {
     "fits": (ONE.format(64) + "--use-distributed-optimizer", "memory", "OK", "needs"),
     "too few micro-batches": (
         ONE.format(2) + PP.format(8) + "--use-distributed-optimizer", "idle devices", "WARN",
-        r"devices wait 7\d %",
+        r"devices wait for 7\d %",
     ),
     "devices left over": (ONE.format(64) + PP.format(5), "layout", "FAIL", "world size 8"),
     "layers left over": (
@@ -122,7 +122,7 @@ CASES = {
     "roles": (
         ONE.format(64) + PP.format(4) + "--forward-backward-disaggregating --hidden-dropout 0 "
         "--attention-dropout 0 --num-layers-per-virtual-pipeline-stage 3", "training", "OK",
-        "--forward-backward-disaggregating takes these flags",
+        "--forward-backward-disaggregating accepts these flags",
     ),
     "no ranks": (
         ONE.format(64) + PP.format(0), "training", "FAIL", "size 0 must be a whole number",
@@ -183,7 +183,7 @@ def test_the_precision_of_the_flags_counts() -> None:
     steps = []
     for precision in ("", "--fp8-format hybrid", "--fp4-format e2m1"):
         found = flight(ONE.format(64) + precision, "8xb200")["idle devices"].finding
-        steps.append(float(re.search(r"([\d.]+) s a step", found)[1]))  # type: ignore[index]
+        steps.append(float(re.search(r"([\d.]+) s per step", found)[1]))  # type: ignore[index]
     assert steps == sorted(set(steps), reverse=True)
     lacking = flight(ONE.format(64) + "--fp4-format e2m1")["layout"]
     assert str(lacking) == "FAIL layout: h100 has no products in 4 bits; use fp8"
@@ -243,7 +243,7 @@ def test_a_vocabulary_of_the_tokenizer() -> None:
     )["layout"]
     assert (found.level, found.remedy) == (
         "OK",
-        "add --padded-vocab-size with its size",
+        "add --padded-vocab-size with it",
     )
 
 
@@ -266,7 +266,7 @@ def test_the_flags_that_it_names_are_better_and_taken(name: str) -> None:
     assert after["memory"].level == "OK"
     assert "FAIL" not in {finding.level for finding in after.values()}
     if name == "too few micro-batches":
-        step, old = (float(re.search(r"([\d.]+) s a step", each["idle devices"].finding)[1])  # type: ignore[index]
+        step, old = (float(re.search(r"([\d.]+) s per step", each["idle devices"].finding)[1])  # type: ignore[index]
                      for each in (after, before))  # fmt: skip
         assert step < 0.8 * old
     require_training()
