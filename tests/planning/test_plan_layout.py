@@ -324,7 +324,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         ),
         (
             ["--trace-dir", "run", "--schedule", "zb-v"],
-            "--trace-dir predicts every schedule with",
+            "--trace-dir takes sizes and costs from the run",
         ),
         ([*LLAMA], "--model needs --devices"),
         (["--no-overlap"], "--no-overlap needs --devices"),

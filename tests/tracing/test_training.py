@@ -109,13 +109,11 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(
     )
     assert done.returncode == 0, done.stderr
     assert "\nrecommended: " in done.stdout
-    flags = done.stdout.partition("\nflags (--json has those of all):\n")[
-        2
-    ].splitlines()
+    flags = done.stdout.partition("\nflags (--json shows all):\n")[2].splitlines()
     assert len(flags) >= 3
     assert all(" --pipeline-model-parallel-size 4 " in line for line in flags)
     assert re.match(
-        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, itself predicted as [\d.]+ ms\b",
+        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, predicted as [\d.]+ ms\b",
         done.stdout,
     )
     settings = run.surveys[0].header.settings

@@ -1,4 +1,4 @@
-"""All traces of a run: their content, slow ranks and links, and a single Chrome trace.
+"""Merges all traces of a run: finds slow ranks and links, and writes a single Chrome trace.
 
 The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
 sends to receives.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
-"""A rank, or a link, is slow from this multiple of the median on."""
+"""A rank or a link is slow if it takes at least this multiple of the median."""
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000
 _TIME = re.compile(r'"ts":([0-9.]+)')
@@ -42,27 +42,28 @@ _TIME = re.compile(r'"ts":([0-9.]+)')
 
 @dataclass
 class Run:
-    """The traces of a run, on one clock."""
+    """The traces of a run, whose times are on one clock."""
 
     directory: Path
     surveys: list[RankSurvey]
     """Sorted by global rank."""
     notes: list[str]
-    """Sentences about missing or damaged traces."""
+    """Notes about missing or damaged traces, and about the clocks."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The table of the run, or None if the run has written none.
+        """The table of the run; None if the run has not written one.
 
         Raises:
-            DataError: Its file is damaged or has an impossible size.
+            DataError: The file of the table is damaged, or its size is impossible.
         """
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
             if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
-            evaluate(schedule, Costs())  # raises for a table whose order is impossible
+            # This raises if the order of the table is impossible.
+            evaluate(schedule, Costs())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -74,15 +75,14 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings of the run, as recorded by its first rank."""
+        """The settings of the run, as its first rank recorded them."""
         return self.surveys[0].header.settings
 
     @cached_property
     def shared_cpus(self) -> dict[str, str]:
-        """Host on which ranks share CPUs -> a phrase that says so; the worst host first.
+        """Host on which ranks share CPUs -> a description; the host with the fewest CPUs first.
 
-        Such ranks wait for a CPU, which traces cannot distinguish from computation or from waiting
-        for a message.
+        Traces cannot distinguish waiting for a CPU from computing or from waiting for a message.
         """
         cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
         for rank in self.surveys:
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def links(self) -> list[Link]:
-        """Every pair of ranks that exchanged messages, the one with the longest waits first."""
+        """All links between ranks that exchanged messages; the longest waits come first."""
         links: list[Link] = []
         for rank in self.surveys:
             links += rank.links.values()
@@ -111,13 +111,10 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """Step number -> the complete steps of all ranks.
-
-        Only the last attempt of a repeated step.
-        """
+        """Step number -> the complete steps of all ranks, with the last attempt of each step."""
         steps: dict[int, list[Step]] = defaultdict(list)
         for rank in self.surveys:
-            # A repeated step has the same number, so its last attempt wins.
+            # All attempts of a step have the same number, so the last one replaces the others.
             last_by_number = {step.number: step for step in rank.complete_steps}
             for number, step in last_by_number.items():
                 steps[number].append(step)
@@ -125,17 +122,18 @@ class Run:
 
 
 def read_run(directory: Path | str) -> Run:
-    """Read the traces of a run once.
+    """Read the traces of a run, and put their times on one clock.
 
     Raises:
-        DataError: The directory contains no trace.
+        DataError: The directory contains no trace, or no complete iteration.
     """
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
     run = Run(directory, surveys, notes)
     table = None
-    with suppress(DataError):  # code that needs the table reports what is wrong with it
+    # If the table is damaged, the code that needs it reports the error.
+    with suppress(DataError):
         table = run.schedule
     full_microbatches = 0
     slices: tuple[float, ...] = (1.0,)
@@ -164,14 +162,14 @@ def read_run(directory: Path | str) -> Run:
 def _notes_on_iterations(
     surveys: Sequence[RankSurvey], full_microbatches: int
 ) -> list[str]:
-    """Return notes about iterations that some ranks lack, or that do not count."""
+    """Return notes about iterations that some ranks lack, or that are ignored."""
     notes: list[str] = []
     counts = sorted({rank.num_iterations for rank in surveys})
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
     num_steps = max(len(rank.steps) for rank in surveys)
     if num_steps < counts[-1]:
-        notes.append(f"of {counts[-1]} iterations the first {num_steps} count")
+        notes.append(f"only the first {num_steps} of {counts[-1]} iterations count")
     steps_by_size = Counter(
         step.microbatches for step in surveys[0].steps if not step.is_full
     )
@@ -180,8 +178,8 @@ def _notes_on_iterations(
             f"{count} of {size}" for size, count in sorted(steps_by_size.items())
         )
         notes.append(
-            f"steps of other sizes than the table's {full_microbatches} micro-batches do not "
-            f"count: {sizes}"
+            f"steps with other sizes than the {full_microbatches} micro-batches of the table do "
+            f"not count: {sizes}"
         )
     failed: set[int] = set()
     for rank in surveys:
@@ -195,16 +193,16 @@ def _notes_on_iterations(
 def _survey_files(
     files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
 ) -> Iterator[RankSurvey | str]:
-    """Survey every file, in order, with a process for each core."""
+    """Survey all files with one process for each core, and yield the results in order."""
     survey_file = partial(_survey_file, full_microbatches, slices)
-    # Below 16 MiB, starting a process costs more than it saves.
+    # For less than 16 MiB, starting processes takes longer than they save.
     num_bytes = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
-    # By fork, because a fresh interpreter would have to import all of this. Records form no cycles,
-    # and the cycle collector would take a third of the time.
+    # Fork, because a new interpreter would have to import all modules again. Disable the cycle
+    # collector, which would take a third of the time, although surveys contain no cycles.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)
@@ -218,7 +216,8 @@ def _survey_file(
         return survey(file, full_microbatches, slices)
     except DataError as error:
         return str(error)
-    except DAMAGED as error:  # not written by one of our ranks
+    except DAMAGED as error:
+        # No rank of ours has written this content.
         return f"{file.path.name} is damaged and left out: {error}"
 
 
@@ -227,15 +226,15 @@ class Slow(NamedTuple):
 
     name: str
     factor: float
-    """Its time divided by the median."""
+    """The time that it takes, divided by the median."""
 
 
 def slow(run: Run) -> list[Slow]:
-    """Return slow ranks and links, the worst first.
+    """Return slow ranks and links, the slowest first.
 
-    A rank is slow if its actions take longer than the same actions on most other ranks; a link is
+    A rank is slow if its actions take longer than the same actions on most other ranks. A link is
     slow if its messages take longer than those of most links. Links of hosts whose ranks share CPUs
-    are not judged, because their messages wait until the receiving process gets a CPU.
+    are left out, because their messages wait until the receiving process gets a CPU.
     """
     return sorted([*_slow_ranks(run), *_slow_links(run)], key=lambda item: -item.factor)
 
@@ -250,9 +249,9 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, slice_index), peers in medians.items():
-        # Stages differ, so compare a rank with the others of its stage. If there are only two,
-        # either may be the slow one, so also require that it is slower than the ranks of other
-        # stages.
+        # Stages differ, so compare a rank with the other ranks of its stage. If there are only two,
+        # either may be the slow one. Then compare with the ranks of all stages, and require that it
+        # is also slower than the other rank of its stage.
         times = peers if len(peers) > 2 else means[name, slice_index]
         median = statistics.median_low(times.values())
         fastest = min(peers.values())
@@ -275,7 +274,7 @@ def _slow_ranks(run: Run) -> list[Slow]:
 def _means_over_stages(
     medians: Mapping[tuple[str, int, int], Mapping[int, float]],
 ) -> dict[tuple[str, int], dict[int, float]]:
-    """Return (name, slice) of an action -> rank -> its mean over the stages of the rank."""
+    """Return (name, slice) of an action -> rank -> the mean over the stages of the rank."""
     times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -304,33 +303,31 @@ def _slow_links(run: Run) -> list[Slow]:
             )
     if not delays_ns:
         return []
-    # The low median, so that of two links the slow one is compared with the fast one.
+    # Of two links, the low median is the fast one, with which the slow one is compared.
     median_ns = statistics.median_low(delays_ns.values())
     slow_links = []
     for name, delay_ns in delays_ns.items():
-        # Within the error of the clocks, all messages may seem to take no time.
+        # The error of the clocks may exceed the delays, so that all messages seem to take no time.
         if 0 < SLOW_LINK * median_ns <= delay_ns:
             slow_links.append(Slow(name, delay_ns / median_ns))
     return slow_links
 
 
 def aggregated_name(directory: Path) -> Path:
-    """Return the path of a run's Chrome trace, `NAME/NAME-aggregated.json`."""
+    """Return the path of the Chrome trace of a run, `NAME/NAME-aggregated.json`."""
     return directory / f"{directory.resolve().name}-aggregated.json"
 
 
 def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write the Chrome trace of a run, on the clock of its first rank.
-
-    Return the number of bytes.
-    """
+    """Write the Chrome trace of a run, on the clock of its first rank; return its size in bytes."""
     num_bytes = 0
     with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
         for rank in run.surveys:
             file = rank.file
             for number, text in file.lines():
                 if number >= file.num_lines:
-                    break  # the file has grown, and its last line may be incomplete
+                    # The file has grown since the survey, and its last line may be incomplete.
+                    break
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
                     num_bytes += out.write(
@@ -340,7 +337,8 @@ def write_chrome_trace(run: Run, output: Path) -> int:
 
 
 def _shifted(text: str, shift_us: float) -> str:
-    if not shift_us:  # all ranks of the first rank's host
+    # Ranks on the host of the first rank need no shift.
+    if not shift_us:
         return text
-    # Replace the times in the text, so that everything else stays as it was written.
+    # Replace only the times in the text, so that everything else stays as the rank wrote it.
     return _TIME.sub(lambda time: f'"ts":{float(time[1]) + shift_us:.3f}', text)

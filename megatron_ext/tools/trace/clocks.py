@@ -1,6 +1,7 @@
 """Puts the traces of all ranks on one clock, using the messages that they exchanged.
 
-Ranks of one boot of a host share a clock. Messages relate the clocks of two hosts, as in NTP.
+The ranks of a host share a clock, until the host reboots. Messages in both directions relate the
+clocks of two hosts, as in NTP.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ if TYPE_CHECKING:
 _RankPair = tuple[int, int]
 """Global ranks of sender and receiver."""
 _ClockPair = tuple[str, str]
-"""The clocks of sender and receiver."""
+"""Clocks of sender and receiver."""
 
 
 class Transit(NamedTuple):
-    """A message of which both ends were recorded."""
+    """A message whose send and receive were both recorded."""
 
     took_ns: int
-    """From the start of its send on one clock to the end of its receive on the other."""
+    """Time from the start of its send, by the sender's clock, to the end of its receive, by the
+    receiver's clock."""
     was_late: bool
     """Whether its receiver waited for it."""
 
 
 class ClockShift(NamedTuple):
-    """The amount to add to the times of a clock so that they agree with those of the first rank."""
+    """The amount to add to the times of a clock, so that they agree with the first rank's clock."""
 
     shift_ns: int
     error_ns: int | None
-    """Half of the distance between the two bounds. None: the shift comes from the time of day,
-    which may be wrong."""
+    """Half the distance between the two bounds. None: the shift comes from the time of day, which
+    may be wrong."""
 
 
 def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     """Shift the times of all ranks to one clock; return notes about the shifts.
 
-    This also fills in values that need both ends: how long messages took, and when the pipeline of
-    a step started and ended.
+    This also sets the values that need the times of several ranks: the delays of messages, and when
+    the pipeline of a step started and ended.
     """
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}
@@ -63,12 +65,12 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
 
 
 def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
-    """Return the messages of each pair of ranks, as measured by both clocks."""
+    """Return (sender, receiver) -> their messages, with durations between the two clocks."""
     send_begins_ns: dict[tuple[int, int], int] = {}
     for survey in surveys:
         for number, begin_ns in survey.sends.items():
-            # Identify a send by its rank too: a file with another rank than its peers recorded
-            # proves nothing.
+            # Include the rank in the key, so that a message counts only if both of its files agree
+            # about the sender.
             send_begins_ns[survey.header.rank, number] = begin_ns
     transits: dict[_RankPair, list[Transit]] = defaultdict(list)
     for survey in surveys:
@@ -81,10 +83,10 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
 
 
 def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
-    """Extend the pipeline of each step from its first action on any rank to its last one.
+    """Make the pipeline of each step extend from the first to the last action on any rank.
 
-    Only ranks of one replica are compared, because a replica does not wait for others within its
-    pipeline.
+    This combines only the ranks of one replica, because replicas do not wait for each other within
+    their pipelines.
     """
     begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
     ends_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -106,7 +108,7 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
 def _measure_delays(
     surveys: Sequence[RankSurvey], transits: Mapping[_RankPair, Sequence[Transit]]
 ) -> None:
-    """Set the delay of each link: the median of the messages that were waited for."""
+    """Set the delay of each link to the median of the messages for which the receiver waited."""
     shifts_ns = {survey.header.rank: survey.file.shift_ns for survey in surveys}
     for survey in surveys:
         target = survey.header.rank
@@ -119,12 +121,13 @@ def _measure_delays(
                     + shifts_ns[target]
                     - shifts_ns[source]
                 )
-                # Clocks agree only to within an error, so a fast message may seem to arrive early.
+                # Because of the error of the clocks, a fast message may seem to arrive before it
+                # was sent.
                 link.delay_ns = max(0, delay_ns)
 
 
 def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
-    """Return how the clocks were aligned, if there are several."""
+    """Return notes about how the clocks were aligned, if there are several clocks."""
     if len(shifts) < 2:
         return []
     notes = []
@@ -139,16 +142,16 @@ def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
 def align(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[str, ClockShift]:
-    """Find the shift of each clock so that all agree with the clock of the lowest rank.
+    """Find the shift of each clock, so that all clocks agree with the clock of the lowest rank.
 
-    Messages relate two clocks; hosts that exchange none are related through others that do. The
-    time since 1970 that each rank recorded at its start places the remaining clocks: the one of the
-    lowest remaining rank, and by messages those that are related to it.
+    Messages relate two clocks. Hosts that exchange no messages are related through other hosts. If
+    no chain of messages relates a clock to the first one, the time of day that its lowest rank
+    recorded at the start relates it; messages then relate further clocks to that clock.
 
     Args:
         headers: Rank -> header.
-        fastest_ns: (sending rank, receiving rank) -> time of the fastest message between the two,
-            from its start on one clock to its end on the other.
+        fastest_ns: (sending rank, receiving rank) -> time of their fastest message, from its start
+            by the sender's clock to its end by the receiver's clock.
 
     Returns:
         The shift of each clock.
@@ -159,7 +162,7 @@ def align(
     for _, header in sorted(headers.items()):
         if header.clock in shifts:
             continue
-        # The distance of a clock from the time of day, compared with that of the first rank's.
+        # Both clocks are compared with the time of day of their hosts.
         by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (
             first.wall_ns - first.clock_ns
         )
@@ -172,10 +175,10 @@ def align(
 def _bounds_between_clocks(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[_ClockPair, int]:
-    """Return the maximum by which the second clock of a pair is ahead of the first.
+    """Return the maximum by which the second clock of a pair is ahead of the first clock.
 
-    A message that was sent at s on one clock and arrived at r on the other proves that the other is
-    at most r - s ahead.
+    A message that was sent at s on one clock and arrived at r on the other one shows that the
+    second clock is ahead by at most r - s.
     """
     bounds_ns: dict[_ClockPair, int] = {}
     for (source, target), took_ns in fastest_ns.items():
@@ -188,8 +191,7 @@ def _relate(
     root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]
 ) -> None:
     """Add the shifts of all clocks that messages relate to a clock whose shift is known."""
-    # Search breadth first, so that each clock is as few steps from the root as possible: errors add
-    # up.
+    # Errors add up along a chain of clocks. A breadth-first search finds the shortest chains.
     queue = [root]
     # The loop also visits the clocks that it appends.
     for reference in queue:

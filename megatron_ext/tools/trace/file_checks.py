@@ -1,7 +1,7 @@
-"""Checks that a trace file contains only data that one of our ranks writes; see `tracing.records`.
+"""Checks that a trace file contains only data that ranks write (`tracing.records`).
 
 Readers of traces compute with these values, compare them across ranks and write them into pages. A
-value of another type would fail far from the file that contains it.
+value of another type would cause an error far from the file that contains it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 MAX_NUMBER = 1 << 63
-"""No valid size, rank or time in nanoseconds is this large."""
+"""All valid sizes, ranks and times in nanoseconds are smaller."""
 
 _WHOLE_ATTRIBUTES = (
     "stage",
@@ -37,7 +37,7 @@ _NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
     "send": frozenset(("to", "bytes")),
     "receive": frozenset(("from", "for", "bytes")),
 }
-"""Category -> attributes of a span that readers need."""
+"""Category of a span -> the attributes that readers need."""
 
 _WHOLE_FIGURES = ("microbatches", "memory_bytes", "activation_bytes", "out_of_order")
 
@@ -50,7 +50,7 @@ def check_header(header: Header) -> None:
 
     Raises:
         TypeError: A field has another type.
-        ValueError: No job has such a rank, or a setting is impossible.
+        ValueError: A rank or a setting is impossible.
     """
     for text in (header.host, header.clock, header.run):
         if not isinstance(text, str):
@@ -77,7 +77,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         ValueError: A setting is impossible.
     """
     for name, value in settings.items():
-        if value is None:  # equivalent to a missing setting
+        # None is the same as a missing setting.
+        if value is None:
             continue
         if not isinstance(value, str | int | float):
             raise TypeError(f"the setting {name} is {value!r}")
@@ -111,7 +112,7 @@ def check_figures(figures: Mapping[str, Any]) -> None:
     """Reject figures of an iteration that no rank writes.
 
     Raises:
-        LookupError: The iteration's number is missing.
+        LookupError: The number of the iteration is missing.
         TypeError: A figure has another type.
         ValueError: A number is impossible.
     """

@@ -1,10 +1,10 @@
-"""Predicts the step time of every schedule and policy from the trace of a run under one of them.
+"""Predicts the step time of every schedule and policy from the traces of one run.
 
-The trace contains the durations of each stage's actions, including the runtime's overhead, the
-latency of messages, the part of a step outside its pipeline, the memory of the ranks, and the
-activations that a forward keeps. The prediction assumes that the model splits evenly into other
-stages except for embedding and loss, that the halves of an unsplit backward take equally long, and
-that memory other than activations stays the same.
+The traces contain the durations of the actions of each stage, including the overhead of the
+runtime, the latency of messages, the part of a step outside of its pipeline, the memory of the
+ranks, and the activations that a forward keeps. The prediction assumes that other stages split the
+model evenly except for embedding and loss, that the halves of an unsplit backward take equally
+long, and that memory other than activations stays the same.
 """
 
 from __future__ import annotations
@@ -39,44 +39,42 @@ if TYPE_CHECKING:
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _LAUNCH_S = 1e-4
-"""Time for a host to launch an action on its device. It is not in the trace; it only matters that
-the host launches ahead."""
+"""Time for a host to launch an action on its device. The trace does not contain it. Its value
+hardly matters, as long as the host launches actions ahead."""
 _QUIET = 0.01
-"""Jitter below this is negligible."""
+"""Jitter up to this value is ignored."""
 _EQUAL = 0.005
-"""Steps that differ by less than this fraction count as equally fast."""
+"""Steps that differ by at most this fraction are considered equally fast."""
 _MAX_ROWS, _WITH_FLAGS = 20, 3
-"""Number of predictions that `plan` prints, and of those printed with flags in addition to the
-recommended one."""
+"""Number of predictions that `plan` prints, and how many of them it prints with their flags, in
+addition to the recommended ones."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one schedule; the names are the keys of `plan --trace-dir --json`."""
+    """The prediction for one schedule. Its field names are the keys of the JSON output."""
 
     schedule: str
     flags: str
     step_s: float
     bubble_ratio: float
     memory_bytes: int | None
-    """Memory of the rank that needs most. None: the trace does not tell."""
+    """Memory of the rank that needs the most. None: unknown."""
     bounds_memory: bool = True
-    """True if ranks keep no more activations than the table. Otherwise they may keep all
+    """True if ranks keep at most the activations of the table. Otherwise, they may keep all
     micro-batches, depending on which ranks are late."""
     is_known_to_fit: bool = True
-    """False if the schedule has more stages than the run and the trace does not contain the number
-    of layers."""
+    """False if the schedule has more stages than the run, and the number of layers is unknown."""
     weight_copies: int = 1
     """Number of ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
-    """Fraction of the experts' exchanges that is hidden by computation. None: the trace has no
-    exchanges."""
+    """Share of the all-to-all of experts that computation hides. None: the trace has none."""
     choice: str = ""
     """The part of `flags` that selects the schedule and its order, without sizes and costs."""
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, without options and order."""
+        """The name of the schedule, without its options and its order."""
         return self.schedule.partition(" ")[0]
 
 
@@ -86,13 +84,12 @@ class Forecast:
 
     predictions: list[Prediction]
     measured_s: float
-    """The median of the traced steps."""
+    """The median duration of the traced steps."""
     measured: str
-    """The traced schedule, named as in the predictions."""
+    """The traced schedule, with the same name as in the predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """A phrase about the CPUs that ranks of the traced run shared. None: each rank had its own CPU.
-    """
+    """A phrase that describes how ranks of the traced run shared CPUs. None: they did not."""
 
     @property
     def of_traced_schedule(self) -> Prediction | None:
@@ -102,12 +99,12 @@ class Forecast:
     @property
     def candidates(self) -> list[Prediction]:
         """The predictions that may be recommended."""
-        # Orders without a bound may need all micro-batches at once, so never recommend them.
+        # An order without a bound may keep all micro-batches at once, so never recommend it.
         return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
 
     @property
     def best_of_schedules(self) -> list[Prediction]:
-        """The fastest candidate of each schedule, whatever its options and order."""
+        """The fastest candidate of each schedule, over all options and orders."""
         best: dict[str, Prediction] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule_name, candidate)
@@ -115,9 +112,9 @@ class Forecast:
 
     @property
     def recommended(self) -> list[Prediction]:
-        """Among the fastest candidates, the one that needs the least memory.
+        """The candidate that needs the least memory among the fastest ones.
 
-        If it holds the weights twice, the best candidate with one copy follows.
+        If it holds two copies of the weights, the best candidate with one copy follows.
         """
         choices: list[Prediction] = []
         candidates = self.candidates
@@ -141,17 +138,17 @@ class Forecast:
     def advice(self) -> str:
         """A sentence with the recommended flags and the expected gain."""
         of_traced = self.of_traced_schedule
-        # Compare with the prediction for the traced schedule: whatever slowed the traced run down
-        # would slow down the others too.
+        # Compare with the prediction for the traced schedule, because what slowed down the traced
+        # run would slow down the other schedules too.
         traced_s = self.measured_s if of_traced is None else of_traced.step_s
         choices = []
         for best in self.recommended:
             if of_traced is not None and traced_s <= (1 + _EQUAL) * best.step_s:
                 choices.append(
-                    f"{self.measured} as traced, for none is predicted to be faster"
+                    f"{self.measured} as traced, because no other is predicted to be faster"
                 )
                 continue
-            gain = f"{1e3 * best.step_s:.1f} ms a step, {traced_s / best.step_s:.2f} x as fast"
+            gain = f"{1e3 * best.step_s:.1f} ms per step, {traced_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
             choices.append(f"{best.choice} ({gain})")
@@ -159,9 +156,9 @@ class Forecast:
             return "no schedule that bounds memory fits."
         if len(choices) > 1:
             choices[0] += (
-                f" where {self.recommended[0].weight_copies} copies of the weights fit"
+                f" if {self.recommended[0].weight_copies} copies of the weights fit"
             )
-        return f"{', else '.join(choices)}."
+        return f"{', otherwise '.join(choices)}."
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
@@ -179,11 +176,13 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     notes = list(run.notes)
     traced_run = _TracedRun(run, schedule)
     if traced_run.fixed_bytes is None:
-        notes.append("no rank recorded what a forward keeps: memory is not predicted")
+        notes.append(
+            "memory is not predicted: no rank recorded the activations that a forward keeps"
+        )
         if memory_gib is not None:
             raise DataError(
-                f"{run.directory}: no rank recorded what a forward keeps, which --memory-gib "
-                f"needs; leave --memory-gib out"
+                f"{run.directory}: no rank recorded the activations that a forward keeps, which "
+                f"--memory-gib needs; leave --memory-gib out"
             )
     predictions: list[Prediction] = []
     reasons: dict[str, None] = {}  # a set that keeps the order
@@ -200,14 +199,14 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     notes += [f"left out: {reason}" for reason in reasons]
     if not all(prediction.is_known_to_fit for prediction in predictions):
         notes.append(
-            "the trace does not say how many layers the model has: schedules with more than its "
-            f"{schedule.num_stages} stages are predicted, and not recommended"
+            "the trace does not contain the number of layers: schedules with more than its "
+            f"{schedule.num_stages} stages are predicted but not recommended"
         )
     if not predictions:
         raise ScheduleError(
             "no schedule can run with these sizes:\n" + "\n".join(notes)
         )
-    # Sort the fastest first; of equally fast ones, the one that needs less memory.
+    # Put the fastest first, and of equally fast ones the one that needs less memory.
     predictions.sort(
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
     )
@@ -216,16 +215,16 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     shared_cpus = next(iter(run.shared_cpus.values()), None)
     if shared_cpus is not None:
         notes.append(
-            f"{shared_cpus}: the forecast holds for ranks with a CPU or a device each"
+            f"{shared_cpus}: the forecast assumes a CPU or a device for each rank"
         )
     return Forecast(predictions, traced_run.step_s, measured, notes, shared_cpus)
 
 
 def _required_schedule(run: Run) -> Schedule:
-    """Return the table of a run that has steps of the table's size.
+    """Return the table of a run.
 
     Raises:
-        DataError: The run has no table, or no such step.
+        DataError: The run has no table, or no step with as many micro-batches as the table.
     """
     schedule = run.schedule
     if schedule is None:
@@ -239,37 +238,37 @@ def _required_schedule(run: Run) -> Schedule:
     if not any(step.is_full for step in steps):
         raise DataError(
             f"{run.directory}: no traced step had the {schedule.num_microbatches} micro-batches of "
-            f"the table; trace steps in which the batch has grown to its full size"
+            f"the table; trace steps after the batch has reached its full size"
         )
     return schedule
 
 
 class _TracedRun:
-    """Properties of the model and the machines, as traced; simulates other pipelines with them."""
+    """The traced properties of a model and its machines; simulates other pipelines with them."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self.schedule = schedule
         self.costs = measured_costs(run, schedule)
-        # Without jitter one simulated step is enough, where several would be needed.
+        # Without jitter, one simulated step is enough; with jitter, the mean of several is needed.
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
         self.step_s, pipeline_s, optimizer_s = _median_times(run)
         self.outside_s = max(0.0, self.step_s - pipeline_s)
         """The part of a step outside of its pipeline."""
         self.optimizer_s = optimizer_s
-        """The part of that time which grows with the copies of the weights."""
+        """The part of `outside_s` that grows with the number of copies of the weights."""
         if run.settings.get("use_distributed_optimizer"):
-            self.optimizer_s = 0.0  # replicas share it
+            self.optimizer_s = 0.0  # the copies share the optimizer
         self.fixed_bytes, self.activation_bytes = _memory_of_ranks(run, schedule)
-        """Memory other than activations, with one copy of the weights (None: unknown); activations
-        of one micro-batch on 1/pp of the model."""
+        """Memory other than activations, with one copy of the weights (None: unknown), and the
+        activations of one micro-batch on 1/pp of the model."""
         self.num_layers = run.settings.get("num_layers")
         margin = run.settings.get("dpp_extra_activations")
         self.extra_activations = None if margin == DynamicOrder().margin else margin
-        """None for the default, which needs no flag."""
+        """None: the default, which needs no flag."""
         self.stash_ratio = run.surveys[0].stash_ratio
-        # Ranks with devices choose the next action while one still runs, which leads to another
-        # order.
+        # Ranks with devices choose the next action while another one still runs, which leads to
+        # another order.
         runs_on_device = run.settings.get("device", "cpu") != "cpu"
         self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
@@ -281,8 +280,8 @@ class _TracedRun:
         if self.schedule.num_slices > 1:
             # Slices cannot run in pairs.
             cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
-        # Policies that ignore the order of the table give the same result for all tables of one
-        # placement.
+        # Only the default policy uses the order of the table. Other policies give the same result
+        # for all tables with the same placement, so simulate each placement once.
         placements: set[tuple[object, ...]] = set()
         for generator, cut_ in product(registered().values(), cuts):
             for variant in generator.variants:
@@ -308,7 +307,8 @@ class _TracedRun:
         costs = None
         if cut_.slices > 1:
             costs = Costs(attention=attention_of(self.schedule.slices))
-        if chunks is not None:  # variants have options of any type
+        # The options of variants may have any type.
+        if chunks is not None:
             chunks = int(chunks)
         return PipelineConfig(
             pairs=cut_.pairs,
@@ -321,7 +321,7 @@ class _TracedRun:
         )
 
     def _order(self, policy: PolicyName) -> DynamicOrder:
-        """Return the dynamic order of a policy; only the default one has a margin."""
+        """Return the dynamic order of a policy; only the default policy has a margin."""
         extra_activations = None
         if policy == DynamicOrder.policy:
             extra_activations = self.extra_activations
@@ -345,8 +345,8 @@ class _TracedRun:
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
-            # An order optimised for costs, here as passed to --pipeline-costs, is not necessarily
-            # the best.
+            # Some schedules optimise their order for given costs. That order is not always the
+            # better one, so simulate both.
             made_for = replace(costs.in_forwards(), attention=attention)
             config = replace(pipeline.config, costs=made_for)
             pipelines.append(replace(pipeline, config=config))
@@ -354,15 +354,15 @@ class _TracedRun:
         return min(predictions, key=lambda prediction: prediction.step_s)
 
     def _check_sizes(self, pipeline: Pipeline, num_stages: int) -> None:
-        """Reject a pipeline that the micro-batches or the layers of the run cannot fill.
+        """Reject a pipeline into which the micro-batches or the layers of the run do not divide.
 
         Raises:
-            ScheduleError: Why it is impossible.
+            ScheduleError: The pipeline is impossible.
         """
         num_microbatches = self.schedule.total_microbatches
         if num_microbatches % pipeline.config.twins:
             raise ScheduleError(
-                f"{pipeline.name} runs half of the micro-batches in each direction, and the traced "
+                f"{pipeline.name} runs half of the micro-batches in each direction, but the traced "
                 f"run has {num_microbatches}"
             )
         is_cut_anew = num_stages != self.schedule.num_stages
@@ -372,12 +372,12 @@ class _TracedRun:
             and self.num_layers % num_stages
         ):
             raise ScheduleError(
-                f"{pipeline.name} cuts the model into {num_stages} stages, which its "
-                f"{self.num_layers} layers do not fill evenly"
+                f"{pipeline.name} cuts the model into {num_stages} stages, into which its "
+                f"{self.num_layers} layers do not divide"
             )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        """Return the mean of the simulated steps."""
+        """Return the prediction for a pipeline: means over one simulated step for each draw."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label = static.label
@@ -425,14 +425,16 @@ class _TracedRun:
 
 
 class _Cut(NamedTuple):
-    """How the micro-batches of a configuration are divided."""
+    """How a configuration runs its micro-batches."""
 
     pairs: bool
+    """Whether it pairs a forward with a backward."""
     slices: int
+    """Number of slices of a micro-batch."""
 
 
 class _Times(NamedTuple):
-    """Medians over a run's steps."""
+    """Medians over the steps of a run."""
 
     step_s: float
     pipeline_s: float
@@ -440,11 +442,11 @@ class _Times(NamedTuple):
 
 
 def _median_times(run: Run) -> _Times:
-    """Return the median step, as long as its slowest rank, with the longest of its pipelines."""
+    """Return the median times of a step, of its pipeline and of its optimizer."""
     steps_ns: list[float] = []
     pipelines_ns: list[float] = []
     optimizers_ns: list[float] = []
-    # A step ends with its slowest rank, so take the longest of all ranks before the median.
+    # The slowest rank determines a step, so take the maximum over ranks, and then the median.
     for steps in run.steps.values():
         steps_ns.append(max(step.duration_ns for step in steps))
         pipelines_ns.append(max(step.pipeline_ns - step.first_ns for step in steps))
@@ -457,17 +459,18 @@ def _median_times(run: Run) -> _Times:
 
 
 def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]:
-    """Return the bytes other than activations, and those of a micro-batch on 1/pp of the model.
+    """Return the bytes without activations, and the activations of one micro-batch.
 
-    Both are taken from the worst ranks, which limit what fits.
+    The activations are those on 1/pp of the model. Both values come from the rank where they are
+    largest, because that rank limits what fits.
     """
     fixed_bytes: list[float] = []
     activation_bytes = [0.0]
     for survey in run.surveys:
         rank = figures([survey])
         if rank.activation_bytes and rank.memory_bytes:
-            # `peak_live` is the peak that the rank reached, which in dynamic order may be higher
-            # than the table's.
+            # `peak_live` is the peak that the rank really reached. In dynamic order, it may be
+            # higher than in the table.
             fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
             fixed_bytes.append(max(0, fixed))
             activation_bytes.append(
@@ -497,9 +500,7 @@ def table(forecast: Forecast) -> str:
         rows.append(row)
     traced = f"traced: {forecast.measured}, step {1e3 * forecast.measured_s:.1f} ms"
     if forecast.of_traced_schedule is not None:
-        traced += (
-            f", itself predicted as {1e3 * forecast.of_traced_schedule.step_s:.1f} ms"
-        )
+        traced += f", predicted as {1e3 * forecast.of_traced_schedule.step_s:.1f} ms"
     if forecast.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({forecast.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]
@@ -508,14 +509,14 @@ def table(forecast: Forecast) -> str:
         lines.append(f"and {num_hidden} more (--json shows all)")
     if not all(prediction.bounds_memory for prediction in shown):
         lines.append(
-            "* not bounded: ranks may keep all micro-batches if others are late"
+            "* not bounded: ranks may keep all micro-batches if other ranks are late"
         )
     lines.append(f"\nrecommended: {forecast.advice}")
     with_flags = list(
         dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
     )
     width = max((len(prediction.schedule) for prediction in with_flags), default=0)
-    lines.append("\nflags (--json has those of all):")
+    lines.append("\nflags (--json shows all):")
     for prediction in with_flags:
         lines.append(f"  {prediction.schedule.ljust(width)}  {prediction.flags}")
     return "\n".join(lines)

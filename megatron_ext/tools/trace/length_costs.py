@@ -1,10 +1,10 @@
-"""Cost of a length, from the measured durations of a traced run.
+"""Fits the cost of a sample of a given length to the durations in a traced run.
 
-A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace contains the
-tokens of each micro-batch, the pairs of tokens within its samples (the sum of L^2), and the time
-that each stage took for it. The cost per token is then a + b * (pairs per token), which is a line:
-for each stage, a least-squares fit through its durations yields a and b, and their sums over the
-stages are those of the model. Slices of one length are enough for a fit, because later slices
+A sample of L tokens costs a*L + b*L^2, and a micro-batch costs the sum over its samples. The trace
+contains the tokens of each micro-batch, the pairs of tokens within its samples (the sum of L^2),
+and the time that each stage took for it. The cost per token is a + b * (pairs per token), which is
+a line. For each stage, a least-squares fit yields a and b; their sums over the stages are the
+values of the model. Slices of samples of one length are enough for a fit, because later slices
 attend to more tokens.
 """
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _OUTLIER = 5.0
-"""Durations whose error exceeds this multiple of the median error are ignored."""
+"""The second fit ignores durations whose error exceeds this multiple of the median error."""
 _ONE_LENGTH = 1e-4
-"""Micro-batches count as having one length if their pairs per token differ by less than this
-fraction."""
+"""Micro-batches have the same length if their pairs per token differ by at most this fraction."""
 
 
 class Point(NamedTuple):
-    """A micro-batch, or a slice of it: its size, and its duration on a stage."""
+    """The size of a micro-batch, or of a slice of one, and its duration on a stage."""
 
     tokens: float
     pairs: float
@@ -39,20 +38,19 @@ class Point(NamedTuple):
 
 
 def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
-    """Return the cost of a length on all stages, in seconds, from the traces of a run.
+    """Return the cost of a length on all stages together, in seconds, from the traces of a run.
 
-    The second value is the relative errors, one for each micro-batch on each stage.
+    The second value holds the relative error of the fit for each micro-batch on each stage.
 
     Raises:
-        DataError: The traces have no lengths, all lengths are the same, or slices depended on
-            them.
+        DataError: The traces have no lengths or only one, or slices depended on lengths.
     """
     refuse_slices_by_length(run)
     schedule = run.schedule
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
-            f"{run.directory}: under {schedule.name} stages run micro-batches that their twin has "
-            "read; trace another schedule to measure what a length costs"
+            f"{run.directory}: under {schedule.name}, stages run micro-batches that their twin has "
+            "read; trace another schedule to measure the cost of a length"
         )
     slices = (1.0,) if schedule is None else schedule.slices
     points_of_stages = list(_points(run, slices).values())
@@ -67,8 +65,8 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
         cost = fit(points)
         if cost is None:
             raise DataError(
-                f"{run.directory}: micro-batches of one length do not show what a length costs; "
-                "trace more steps, or data of several lengths"
+                f"{run.directory}: all micro-batches have the same length, which does not show the "
+                "cost of a length; trace more steps, or data of several lengths"
             )
         linear_s += cost.linear
         quadratic_s += cost.quadratic
@@ -80,8 +78,9 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
 
 
 def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
-    """Return stage -> the micro-batches of known length."""
-    # Only ranks that read data know lengths; all stages of a replica have the same ones.
+    """Return stage -> its micro-batches of known length."""
+    # Only ranks that read data know the lengths, which hold for all stages of their replica.
+    # (replica, step, micro-batch) -> (tokens, pairs of tokens)
     lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
     for rank in run.surveys:
         for (step, microbatch), size in rank.lengths.items():
@@ -98,7 +97,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
         ), took_ns in rank.microbatch_ns.items():
             tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
             if tokens:
-                # The tokens of a slice also attend to all earlier ones.
+                # The tokens of a slice also attend to the tokens of all earlier slices.
                 begin = sum(slices[:slice_index])
                 end = sum(slices[: slice_index + 1])
                 attended = end * end - begin * begin
@@ -108,7 +107,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
 
 
 class _Rate(NamedTuple):
-    """A micro-batch as a point for the line fit."""
+    """A point of the line fit."""
 
     pairs_per_token: float
     s_per_token: float
@@ -118,7 +117,7 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
     """Return the best fit to the durations, in seconds; None if the points do not determine it."""
     rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
-    # Fit again without outliers, such as a step in which the machine did something else.
+    # Fit twice: the second time without outliers, such as steps disturbed by other programs.
     for _ in range(2):
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
@@ -140,7 +139,7 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
 def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
     """Return the least-squares line through the points, without negative costs."""
     quadratic, linear = statistics.linear_regression(pairs, seconds)
-    # A negative cost would make longer samples cheaper, so fit only the other cost instead.
+    # A negative cost is impossible, so set it to 0 and fit only the other cost.
     if linear < 0:
         product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
         return LengthCost(0.0, product / sum(x * x for x in pairs))

@@ -1,4 +1,4 @@
-"""The costs of a run's actions and messages, from its trace."""
+"""Reads the costs of actions and messages from the traces of a run."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MIN_SAMPLE = 8
-"""Minimum number of durations from which jitter is estimated."""
+"""Smallest number of durations from which jitter is estimated."""
 _NORMAL_QUARTILES = 1.349
-"""Distance of the quartiles of a normal distribution, in standard deviations."""
+"""Distance between the quartiles of a normal distribution, in standard deviations."""
 
 
 def measured_costs(run: Run, schedule: Schedule) -> Costs:
-    """Return the measured costs of a run's actions and messages, in seconds.
+    """Return the measured costs of the actions and messages of a run, in seconds.
 
     Raises:
-        DataError: The actions of some stage were not traced, slices depended on lengths, or W ran
-            during other actions.
+        DataError: Some stage has no traced actions, slices depended on lengths, or W ran during
+            other actions.
     """
     refuse_slices_by_length(run)
     if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
         raise DataError(
             f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
-            "trace does not show how long either takes; trace a run without it"
+            "trace does not show the time of either; trace a run without this flag"
         )
     # (name, stage, slice) of an action -> the median of each rank, in nanoseconds.
     medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    # Stage -> the median of each rank.
     exchanges_ns: dict[int, list[float]] = defaultdict(list)
     sigmas: list[float] = []
     for rank in run.surveys:
@@ -62,7 +63,8 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
             )
         stages.append(times)
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
-    # Only messages that were waited for show a latency; others wait for their receiver.
+    # Only messages for which the receiver waited show a latency; other messages arrive earlier
+    # than they are received.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_ns = sum(
         statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
@@ -74,7 +76,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         latency=statistics.median(delays_ns or [0]) / 1e9,
         stages=tuple(stages),
         jitter=statistics.median(sigmas or [0.0]),
-        # Below 1, as `Costs` requires: the two times are medians of different samples.
+        # `Costs` requires a share below 1, but medians of different samples may exceed it.
         all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
     )
 
@@ -83,12 +85,13 @@ def refuse_slices_by_length(run: Run) -> None:
     """Reject a run whose slices depended on lengths.
 
     Raises:
-        DataError: They did.
+        DataError: The run had `--pipeline-slice-tokens`.
     """
     if run.surveys and run.settings.get("slice_tokens"):
         raise DataError(
             f"{run.directory}: with --pipeline-slice-tokens, micro-batches differ in length and in "
-            "slices, so the trace does not show how long a whole one takes; trace a run without it"
+            "slices, so the trace does not show the time of a whole one; trace a run without this "
+            "flag"
         )
 
 
@@ -97,7 +100,7 @@ def _jitter(sample_ns: Sequence[int]) -> float | None:
     positive_ns = [time_ns for time_ns in sample_ns if time_ns > 0]
     if len(positive_ns) < _MIN_SAMPLE:
         return None
-    # Use quartiles, which hardly change if the machine did something else during a step.
+    # Use quartiles, because a few steps disturbed by other programs hardly change them.
     low_ns, _, high_ns = statistics.quantiles(positive_ns, n=4)
     return math.log(high_ns / low_ns) / _NORMAL_QUARTILES
 
@@ -107,9 +110,9 @@ def _times_of_stage(
     stage: int,
     num_slices: int,
 ) -> StageTimes | None:
-    """Return the times of a micro-batch on a stage, all slices together.
+    """Return the forward, input-gradient and weight-gradient times of a micro-batch on a stage.
 
-    None if it was not traced.
+    They are sums over its slices. None: the stage was not traced.
     """
 
     def seconds(name: str) -> float:
@@ -125,7 +128,8 @@ def _times_of_stage(
     input_s = seconds("input_gradient")
     weight_s = seconds("weight_gradient")
     if not (input_s and weight_s):
-        # Both are matrix products of the same size, and the trace cannot separate them.
+        # The backward was not split, so the trace has only the sum. Both halves compute matrix
+        # products of the same size, so assume that they take equally long.
         input_s = weight_s = seconds("backward") / 2
     if not (forward_s and weight_s):
         return None
@@ -133,7 +137,7 @@ def _times_of_stage(
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
-    """Return the table of a run, simulated with measured costs; times in seconds."""
+    """Return the table of a run, simulated with its measured costs, in seconds."""
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return evaluate(schedule, costs)

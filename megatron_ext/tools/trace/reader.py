@@ -1,6 +1,6 @@
 """Finds the traces of a run, and reads the file of a rank, one iteration at a time.
 
-A file may still grow, or end where its rank died: unreadable lines are skipped and counted.
+A file may still grow, or may end where its rank died. Unreadable lines are skipped and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
 _SEPARATORS = ",] \r\n"
-"""Characters between the events of two lines, and after the last one."""
+"""Characters between the events of two lines, and after the last event."""
 DAMAGED = (
     AttributeError,
     LookupError,
@@ -32,11 +32,11 @@ DAMAGED = (
     TypeError,
     ValueError,
 )
-"""Errors from reading content that none of our ranks wrote."""
+"""Errors from reading content that no rank of ours has written."""
 
 
 def _refuse_constant(name: str) -> None:
-    """Reject NaN and infinities, which are not JSON: browsers read the pages made from a trace.
+    """Reject NaN and infinities, which are not JSON, because browsers read the data as JSON.
 
     Raises:
         ValueError: Always.
@@ -48,7 +48,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class Span(NamedTuple):
-    """Something that took time within one iteration of one rank; see `tracing.records`."""
+    """An activity with its duration, in one iteration of one rank (`tracing.records`)."""
 
     name: str
     begin_ns: int
@@ -56,7 +56,7 @@ class Span(NamedTuple):
     end_ns: int
     attributes: Mapping[str, Any]
     message: int = 0
-    """Number of the message that was sent or received; 0 if the span belongs to no message."""
+    """Number of the message that was sent or received; 0: the span belongs to no message."""
 
 
 class Iteration(NamedTuple):
@@ -64,10 +64,10 @@ class Iteration(NamedTuple):
 
     number: int
     begin_ns: int
-    """On the clock of the rank, plus `TraceFile.shift_ns`."""
+    """The start, by the clock of the rank, plus `TraceFile.shift_ns`."""
     duration_ns: int
     spans: list[Span]
-    """Sorted by their start."""
+    """The spans, sorted by their start."""
     figures: Mapping[str, Any]
 
 
@@ -78,7 +78,7 @@ class TraceFile:
     path: Path
     header: Header
     shift_ns: int = 0
-    """Amount to add to the times of this file so that those of all ranks agree."""
+    """Amount to add to the times of this file, so that the times of all ranks agree."""
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
     num_lines: int = 1
@@ -102,14 +102,15 @@ class TraceFile:
             ) from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield all iterations in the order of the file, or only the one numbered `only`.
+        """Yield all iterations in the order of the file, or only the one with the number `only`.
 
-        See `lines`.
+        Raises:
+            DataError: The file can no longer be read.
         """
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
-            # Search the text first, because lines of other iterations need no decoding.
-            # Line 0 is the header.
+            # Line 0 is the header. Search the text first, so that lines of other iterations are not
+            # decoded.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
@@ -118,8 +119,7 @@ class TraceFile:
                 self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
-        # The event of the iteration itself comes last, because it is written when the iteration
-        # ends.
+        # The event of the iteration itself comes last, because the rank writes it at the end.
         *events, last = _decode(f"[{text}]")
         figures = last["args"]
         check_figures(figures)
@@ -127,7 +127,8 @@ class TraceFile:
         duration_ns = _nanoseconds(last["dur"])
         spans = []
         for event in events:
-            # Since the time since boot is a large float, its last nanoseconds are rounded.
+            # The time since boot is a float in microseconds, too large to resolve single
+            # nanoseconds, so a span may seem to start before its iteration.
             start_ns = max(0, round(1e3 * event["ts"]) - begin_ns)
             end_ns = start_ns + round(1e3 * event["dur"])
             if not start_ns <= end_ns < MAX_NUMBER:
@@ -139,7 +140,7 @@ class TraceFile:
             if not isinstance(message, int):
                 raise TypeError(f"a message has the number {message!r}")
             spans.append(Span(category, start_ns, end_ns, attributes, message))
-        # A span is written when it ends, so nested spans are out of order in the file.
+        # A rank writes a span when the span ends, so nested spans are out of order in the file.
         spans.sort(key=lambda span: span.begin_ns)
         return Iteration(
             figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
@@ -169,21 +170,21 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     if not files:
         reason = f": {notes[0]}" if notes else ""
         raise DataError(
-            f"{directory} holds no trace of a rank{reason}; give the folder of a run, such as "
-            f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
+            f"{directory} contains no trace of a rank{reason}; give the folder of a run that was "
+            f"trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         )
-    # A run overwrites the files of an earlier run in its folder, but not those of ranks that it
-    # lacks.
+    # A run overwrites the files of an earlier run in the same folder. If the earlier run had more
+    # ranks, some of its files remain.
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
-    # Files are sorted by time, so the newest file of each rank wins.
+    # Files are sorted by time, so this keeps the newest file of each rank.
     by_rank = {
         file.header.rank: file for file in files if _is_of_run(file.header, newest)
     }
     num_left_out = len(files) - len(by_rank)
     if num_left_out:
         notes.append(
-            f"{num_left_out} files are left out: copies, or of an earlier run or attempt"
+            f"{num_left_out} files are left out: copies, or files of an earlier run or attempt"
         )
     num_missing = newest.num_ranks - len(by_rank)
     if num_missing > 0:
@@ -192,7 +193,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 
 def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return all traces in a directory, and why others cannot be read.
+    """Return all readable traces in a directory, and notes on the unreadable ones.
 
     Raises:
         DataError: The directory cannot be listed.
@@ -208,7 +209,7 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
     files: list[TraceFile] = []
     notes: list[str] = []
     for path in paths:
-        # Open only regular files: opening a pipe would wait forever.
+        # Open only regular files: opening a pipe would block.
         if not fnmatch(path.name, pattern) or not path.is_file():
             continue
         try:
@@ -219,8 +220,8 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 
 def _is_of_run(header: Header, newest: Header) -> bool:
-    """Return whether a file is of the same run as the newest one."""
-    # Without torchrun, runs have no id that distinguishes them.
+    """Return whether a file belongs to the same run as the newest file."""
+    # Runs that were started without torchrun have no id.
     has_names = header.run and newest.run
     return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
 
@@ -237,11 +238,10 @@ def _open(path: Path) -> TraceFile:
         events = line.decode().removeprefix("[").strip(_SEPARATORS)
         fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
-        if (
-            number != FORMAT
-        ):  # before the other fields, which may differ between formats
+        # Check the format first, because the other fields may differ between formats.
+        if number != FORMAT:
             raise DataError(
-                f"it has format {number}, this version reads {FORMAT}; read it with the version "
+                f"it has format {number}, but this version reads format {FORMAT}; use the version "
                 "that recorded it"
             )
         header = Header(**fields)

@@ -1,7 +1,7 @@
 """Creates the page that explains a traced run: one self-contained HTML file.
 
-At the top is a verdict: where the time goes, and what to do about it. The page contains the figures
-of all steps and the spans of a few: the median step, the slowest one, and the planned one.
+The verdict at the top states where the time goes and what to do about it. The page contains the
+figures of all steps, and the spans of only three: the median, the slowest and the planned step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.reader import Iteration, Span
 
-# Limits, so that the page of a run of any size opens in a browser.
+# These limits keep the page of any run small enough for a browser.
 _MAX_SPANS = 150_000
 """Maximum number of spans in one timeline."""
 _MAX_RANKS = 512
@@ -51,14 +51,13 @@ _LEGEND = (
     ("after", "reduce, optimizer"),
 )
 _PEERS = {"on": "for", "to": "to", "from": "from"}
-"""Attribute that names another rank -> the preceding word in the title of a span."""
+"""Attribute with another rank -> the word before that rank in the title of a span."""
 
 
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes = list(run.notes)
-    # A missing table or forecast leaves a note, because the other parts of the page are still
-    # useful.
+    # Without a table or a forecast, the other parts of the page are still useful, so only note it.
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
@@ -70,7 +69,7 @@ def page(run: Run) -> str:
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
     shown_ranks = run.surveys[:_MAX_ROWS]
-    # Ranks that stopped early have fewer columns, which are as wide as those of the others.
+    # All ranks get columns of the same width; ranks that stopped early get fewer columns.
     longest = max((rank.steps for rank in run.surveys), key=len)
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     planned_figures = None
@@ -106,7 +105,7 @@ def page(run: Run) -> str:
 
 
 def _plan(run: Run, notes: list[str]) -> Timeline | None:
-    """Return the table's step with the measured times; None without a readable table."""
+    """Return the table, simulated with the measured times; None if there is no readable table."""
     try:
         schedule = run.schedule
         return None if schedule is None else planned(run, schedule)
@@ -125,7 +124,7 @@ def _forecast(run: Run, notes: list[str]) -> Forecast:
 
 
 def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
-    """Return the timelines that the page shows: measured steps, and the planned one."""
+    """Return the timelines of the page: two measured steps and the planned step."""
     timelines = measured_timelines(run)
     if plan is not None:
         timelines.append(_planned_timeline(plan))
@@ -133,10 +132,10 @@ def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
 
 
 def _filled_template(content: Mapping[str, Any]) -> str:
-    """Return the page with this content, which its script reads as JSON."""
+    """Return the page with this content, which the script of the page reads as JSON."""
     text = json.dumps(content, separators=(",", ":"))
-    # Content from traces is data and must never act as markup, so nothing in it may end the script
-    # element or begin a comment.
+    # Traces may contain any text. Escape what could end the script element or start a comment, so
+    # that it never acts as markup.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for theme in ("light", "dark"):
@@ -153,12 +152,12 @@ def _title(run: Run, plan: Timeline | None) -> str:
         policy = run.settings.get("dpp_policy")
         if policy is not None:
             title += f" in dynamic order ({policy})"
-        step_size = f", {plan.schedule.total_microbatches} micro-batches a step"
+        step_size = f", {plan.schedule.total_microbatches} micro-batches per step"
     return f"{title} on {len(run.surveys)} ranks{step_size}"
 
 
 def _inks() -> dict[str, str]:
-    """Return the text colour for each kind of bar."""
+    """Return the text colour of each kind of bar."""
     inks = {kind: ink(even_colour) for kind, (even_colour, _) in KINDS.items()}
     for name, colour in SPANS.items():
         inks[name] = ink(colour)
@@ -168,7 +167,7 @@ def _inks() -> dict[str, str]:
 def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
-    """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
+    """Return pairs of a heading and a sentence: where the time goes, what to change, and so on."""
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
     for cause, time_ns in total.idle_ns.items():
@@ -185,26 +184,26 @@ def _verdict(
     for activity, time_ns in times_ns.items():
         if time_ns >= 0.005 * step_ns:
             shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
-    answers = [
-        ("Where the time goes", f"Of its step, a rank spends {', '.join(shares)}.")
-    ]
+    answers = [("Where the time goes", f"A rank spends {', '.join(shares)}.")]
     if forecast.predictions:
         answers.append(("What to run", forecast.advice))
     if forecast.shared_cpus is not None:
-        doubt = f"{forecast.shared_cpus}, so waits are longer here than with a CPU for each rank"
-        answer = f"{doubt}, and links are not judged. The forecast is for ranks with a CPU each."
+        doubt = (
+            f"{forecast.shared_cpus}, so waits are longer than with a CPU for each rank"
+        )
+        answer = f"{doubt}, and links are not judged. The forecast assumes a CPU for each rank."
         answers.append(("What to mistrust", answer))
     if slow_items:
         worst = [
             f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]
         ]
-        more_below = " and others below" if len(slow_items) > 3 else ""
+        more_below = " and more below" if len(slow_items) > 3 else ""
         answers.append(("What is slow", f"{', '.join(worst)}{more_below}."))
     return answers
 
 
 def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
-    """Return the idle shares of a rank's steps, averaged for each column of the page."""
+    """Return the idle share of a rank in each column of the page, averaged over its steps."""
     ratios = [step.bubble_ratio for step in steps]
     shares = []
     for first in range(0, len(ratios), steps_per_column):
@@ -214,7 +213,7 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 
 def _settings(run: Run) -> list[list[str]]:
-    """Return the settings that all ranks share, and those that differ with their ranks."""
+    """Return pairs of a setting and its value; a setting that differs has a row for each value."""
     ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -233,7 +232,7 @@ def _settings(run: Run) -> list[list[str]]:
 
 
 def _planned_timeline(plan: Timeline) -> dict[str, Any]:
-    """Return the timeline of the table, simulated with the measured times."""
+    """Return the timeline of the simulated table."""
     rows = []
     for bars_of_rank in plan.bars[:_MAX_RANKS]:
         row: list[Any] = []
@@ -248,13 +247,13 @@ def _planned_timeline(plan: Timeline) -> dict[str, Any]:
 
 
 def measured_timelines(run: Run) -> list[dict[str, Any]]:
-    """Return the timelines of the median and of the slowest step that all ranks have."""
+    """Return the timelines of the median step and of the slowest step."""
     timelines = []
     for title, number in _chosen_steps(run).items():
         iterations: dict[str, Iteration] = {}
         for rank in run.surveys[:_MAX_RANKS]:
             for iteration in rank.file.iterations(only=number):
-                # Keep the last one if Megatron's rerun state machine has repeated a step.
+                # Megatron's rerun state machine may repeat a step; keep its last attempt.
                 iterations[rank.header.label] = iteration
         begins_ns: list[int] = []
         ends_ns: list[int] = []
@@ -265,7 +264,7 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             num_spans += len(iteration.spans)
         begin_ns = min(begins_ns)
         end_ns = max(ends_ns)
-        # Merge spans that would be too thin to see in the picture.
+        # Merge spans that would be too thin to be visible.
         finest_ns = 0
         if num_spans > _MAX_SPANS:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
@@ -280,15 +279,15 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
 
 
 def _chosen_steps(run: Run) -> dict[str, int]:
-    """Return the titles and numbers of the steps that are shown."""
-    # A rank that died early has fewer steps, so compare only steps that all others have.
+    """Return title -> number of the step, for the steps that the page shows."""
+    # A rank that died early lacks steps, so consider only the steps that most ranks have.
     num_ranks = max(len(steps) for steps in run.steps.values())
     durations_ns: dict[int, float] = {}
     for number, steps in run.steps.items():
         if len(steps) == num_ranks:
             durations_ns[number] = max(step.duration_ns for step in steps)
     ranked = sorted(durations_ns, key=durations_ns.__getitem__)
-    # Choose a step that really ran, because a mean of several would show none of them.
+    # Choose one real step, because a mean over steps has no timeline.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
     if len(ranked) > 1:
         chosen["slowest step"] = ranked[-1]
@@ -306,7 +305,10 @@ def _timeline(
 
 
 def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
-    """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
+    """Return the bars of a rank, each [kind, begin in us, length in us, title].
+
+    Consecutive spans shorter than `finest_ns` are merged into one bar.
+    """
     bars: list[list[Any]] = []
     for span in spans:
         kind = _KINDS.get(span.name)
@@ -322,7 +324,7 @@ def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any
 
 
 def _bar_titles(span: Span) -> list[str]:
-    """Return the text on a bar: the rank at the other end, or the micro-batch."""
+    """Return the text on a bar: the other rank, the cause of a wait, or the micro-batch."""
     attributes = span.attributes
     peers = [
         f"{word} rank {attributes[key]}"

@@ -1,6 +1,6 @@
-"""The survey of one rank's trace: times by cause, costs, links and message stamps, in one pass.
+"""Surveys the trace of one rank in one pass: times by cause, costs, links and message times.
 
-The page, the forecast and the text summary are built from surveys.
+The page, the forecast and the text summary are built from the surveys of all ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, Span, TraceFile
 
-# Limits on a survey: the surveys of all ranks are in memory at once, and are passed between
-# processes.
+# Limits on the size of a survey, because the surveys of all ranks are in memory at once, and are
+# passed between processes.
 _MAX_STEPS = 20_000
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_SAMPLED_SPANS = 40_000
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _MAX_LINES = 16
-"""Maximum number of ranks that the text lists individually."""
+"""Maximum number of ranks that the text lists."""
 
 _KINDS: dict[str, Kind] = {name: kind for kind, name in ACTION_NAMES.items()}
 _IDLE = ("wait", "send", "weights")
-"""Spans in which a rank computes nothing."""
+"""Spans in which a rank does not compute."""
 
 
 class Step(NamedTuple):
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
-    """On the clock of the rank; in a `Run`, on the common clock of all ranks."""
+    """The start, by the clock of the rank; in a `Run`, by the common clock of all ranks."""
     duration_ns: float = 0
     first_ns: float = 0
     """Time from the start of the step to its first action; in a `Run`, to the start of the pipeline
@@ -49,32 +49,34 @@ class Step(NamedTuple):
     busy_ns: float = 0
     """The part of `pipeline_ns` in which actions run."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
-    """The remaining part of `pipeline_ns` by cause: `input of rank 3`, `slot`, `leader`, `send`,
-    `other`, and `end of the pipeline`, when only other ranks have actions left."""
+    """Cause -> its share of the remaining part of `pipeline_ns`. Causes are `input of rank 3`,
+    `slot`, `leader`, `send`, `other`, and `end of the pipeline`, when only other ranks have actions
+    left."""
     after_ns: float = 0
-    """Time after the pipeline: reduction of gradients, optimizer and so on."""
+    """Time after the pipeline, for the reduction of gradients, the optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
-    """The largest number of activations that it kept at once for one stage; a weight stash may
-    count more than 1. With slices by length, those of the step's longest micro-batch count 1."""
+    """The largest number of activations of one stage that the rank kept at once. The activations
+    between I and W may count more than 1. With slices by length, the longest micro-batch of the
+    step counts 1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
-    """Number of actions that ran although an earlier action of the table had not run."""
+    """Number of actions that ran before an earlier action of the table."""
     activation_bytes: int = 0
-    """Bytes that a forward of one stage keeps; 0 if unknown."""
+    """Bytes that the forward of one stage keeps; 0: unknown."""
     microbatches: int = 0
     """Number of micro-batches of one pipeline."""
     is_full: bool = True
-    """True if the step has as many micro-batches as the table. Steps of a batch that still ramps up
+    """True if the step has as many micro-batches as the table. While the batch size ramps up, steps
     take a different time."""
     failed: bool = False
     """True if the step ended with an error, perhaps after a time-out."""
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time outside of actions."""
+        """Share of the pipeline's time in which no action runs."""
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
@@ -93,18 +95,18 @@ class Step(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """The receiving end of a message."""
+    """A received message."""
 
     source: int
     """The global rank that sent it."""
     end_ns: int
     was_late: bool
-    """True for a pipeline tensor for which the rank had waited."""
+    """True for a tensor of the pipeline if the rank waited for it."""
 
 
 @dataclass
 class Link:
-    """Messages that a rank received from another rank."""
+    """The messages that a rank received from another rank."""
 
     source: int
     target: int
@@ -113,17 +115,18 @@ class Link:
     bytes: int = 0
     waited_ns: int = 0
     steps: int = 0
-    """Number of iterations that these messages come from."""
+    """Number of iterations that contain these messages."""
     wire: str = ""
     """The wire that carries the messages."""
     delay_ns: int | None = None
-    """Median time from the start of a send to the end of its receive, for messages that were waited
-    for. None: no such message has both ends recorded. Needs the surveys of both ranks."""
+    """Median time from the start of a send to the end of its receive, of messages for which the
+    receiver waited. None: of no such message, both ends were recorded. `clocks.py` sets it, because
+    it needs the surveys of both ranks."""
 
 
 @dataclass
 class RankSurvey:
-    """The survey of one rank, on its clock."""
+    """The survey of one rank, with times by its own clock."""
 
     file: TraceFile
     steps: list[Step] = field(default_factory=list)
@@ -132,24 +135,25 @@ class RankSurvey:
     wires: dict[int, str] = field(default_factory=dict)
     """Global rank of each peer -> the wire that carries messages to and from it."""
     num_sampled: int = 0
-    """Number of iterations that the fields below cover, evenly spread over the run."""
+    """Number of iterations, evenly spread over the run, that the following fields cover."""
     actions: dict[tuple[str, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """(name, stage, slice) -> nanoseconds from the start of an action to the start of the next
-    activity, without waiting, so that the overhead of the runtime belongs to the action."""
+    """(name, stage, slice) -> nanoseconds from the start of each action until the rank waits or
+    starts the next action. This includes the overhead of the runtime."""
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
     """(stage, iteration, micro-batch, slice) -> nanoseconds of all its actions."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Stage -> nanoseconds in which each forward exchanges tokens between experts."""
+    """Stage -> nanoseconds that each forward spent exchanging tokens between experts."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(iteration, micro-batch) -> its tokens, and the pairs of tokens within its samples."""
+    """(iteration, micro-batch) -> the number of its tokens, and of pairs of tokens within its
+    samples."""
     links: dict[int, Link] = field(default_factory=dict)
     """Global rank of the sender -> the link from it."""
     sends: dict[int, int] = field(default_factory=dict)
-    """Number of a message -> when its `send` started, in nanoseconds."""
+    """Number of a message -> the start of its `send`, in nanoseconds."""
     receives: dict[int, Receive] = field(default_factory=dict)
     """Number of a message -> its receive."""
 
@@ -160,14 +164,14 @@ class RankSurvey:
 
     @property
     def stash_ratio(self) -> float:
-        """Memory of a micro-batch between I and W, divided by its memory before I."""
+        """Memory of a micro-batch between I and W, relative to its memory before I."""
         return float(self.header.settings.get("stash_ratio", 1.0))
 
     @property
     def complete_steps(self) -> list[Step]:
-        """The steps of the table's size, except the first step of the run, which warms up.
+        """The steps that have the size of the table, except the first step of the run.
 
-        If there are none, it is the first step, if it is of that size and did not fail; otherwise
+        If there is no such step, these are the first step, or if that failed or has another size,
         all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
@@ -177,25 +181,25 @@ class RankSurvey:
 
 
 class _Sample:
-    """Some iterations of a run, evenly spread over it, and the same ones on all ranks.
+    """A bounded number of iterations, evenly spread over the run, and the same ones on all ranks.
 
-    The sample must not grow with weeks of iterations. The iterations whose multiples of the golden
-    ratio have the smallest fractional parts are spread evenly, wherever the run ends.
+    It keeps the iterations whose multiples of the golden ratio have the smallest fractional parts.
+    These are evenly spread after any number of iterations.
     """
 
     def __init__(self) -> None:
         self._iterations: dict[tuple[bool, float], Iteration] = {}
 
     def add(self, iteration: Iteration, *, is_measure: bool) -> None:
-        """Add an iteration; drop another one if there are too many.
+        """Add an iteration, and drop iterations if the sample is too large.
 
-        The first iteration, failed ones and those of other sizes are not representative, so they
-        are dropped first.
+        Iterations that are not representative are dropped first: the first one of the run, and
+        iterations that failed or have another size.
         """
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
             iteration
         )
-        # The keys sort iterations that do not count behind all others.
+        # The first part of the key sorts iterations that are not representative to the end.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
 
@@ -213,7 +217,7 @@ class _Sample:
 
     @property
     def measures(self) -> list[Iteration]:
-        """The iterations whose durations count."""
+        """The representative iterations, from which costs are measured."""
         measures = []
         for (is_no_measure, _), iteration in self._iterations.items():
             if not is_no_measure:
@@ -224,15 +228,15 @@ class _Sample:
 def survey(
     file: TraceFile, full_microbatches: int = 0, slices: Sequence[float] = (1.0,)
 ) -> RankSurvey:
-    """Read the trace of a rank once.
+    """Read the trace of a rank once, and return its survey.
 
     Args:
         file: The trace.
-        full_microbatches: Number of micro-batches in the table of the run; 0 if unknown.
+        full_microbatches: Number of micro-batches in the table of the run; 0: unknown.
         slices: The fraction of a micro-batch in each of its slices.
 
     Raises:
-        DataError: See `reader.TraceFile.lines`.
+        DataError: The file can no longer be read.
     """
     result = RankSurvey(file)
     sample = _Sample()
@@ -249,15 +253,16 @@ def survey(
             iteration, is_measure=step.is_full and not step.failed and not is_first
         )
 
-    # If no iteration is representative, use the others: clocks can be aligned with any messages.
+    # If no iteration is representative, use the others, because clocks can be aligned with any
+    # messages.
     for iteration in sample.measures or sample.iterations:
         _IterationCounter(result, iteration).count()
     if not sample.measures:
-        # Durations of unrepresentative iterations would give wrong costs.
+        # The durations of these iterations would give wrong costs.
         result.actions.clear()
     for source, link in result.links.items():
         link.steps = result.num_sampled
-        # We do not know the wires of messages in Megatron's own transport.
+        # With Megatron's own transport, the wires are unknown, so give the transport.
         link.wire = result.wires.get(
             source, result.header.settings.get("transport", "")
         )
@@ -277,12 +282,11 @@ def _step_of(
     figures = iteration.figures
     slice_sizes = figures.get("slice_sizes", ())
     for span in actions:
-        busy_ns += max(
-            0, span.end_ns - max(span.begin_ns, covered_ns)
-        )  # actions of a pair overlap
+        # The two actions of a pair overlap, so count only the time that no earlier action covers.
+        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
-        # Without the table, the sizes of slices are unknown.
+        # Without the table, the sizes of slices are unknown, so ignore slices.
         slice_index = (
             attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
         )
@@ -299,7 +303,8 @@ def _step_of(
         first_ns = actions[0].begin_ns
     idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
-    if other_ns > 0:  # data loading, Python, and everything else without a span
+    # This is data loading, Python, and everything else that has no span.
+    if other_ns > 0:
         idle_ns["other"] = other_ns
     return Step(
         iteration.number,
@@ -325,14 +330,14 @@ def _step_of(
 def _idle_times(
     spans: Iterable[Span], pipeline_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return the idle nanoseconds of the pipeline by cause, and those in the optimizer."""
+    """Return cause -> idle nanoseconds of the pipeline, and the nanoseconds in the optimizer."""
     idle_ns: dict[str, float] = {}
     optimizer_ns = 0
     for span in spans:
         took_ns = span.end_ns - span.begin_ns
         if span.name == "optimizer":
             optimizer_ns += took_ns
-        # What a rank waits for behind its last action belongs to the time after the pipeline.
+        # Waits after the last action of the rank belong to the time after the pipeline.
         elif span.name in _IDLE and span.begin_ns < pipeline_ns:
             cause = str(span.attributes.get("cause", span.name))
             if "on" in span.attributes:
@@ -348,11 +353,11 @@ class _IterationCounter:
         self._result = result
         self._iteration = iteration
         self._open_action: tuple[str, int, int] | None = None
-        """Name, stage and slice of the last action, while the following time may belong to it."""
+        """Name, stage and slice of the last action, as long as the time after it belongs to it."""
         self._begin_ns = self._end_ns = 0
-        """Start and end of the last action, or of the pair that it is in."""
+        """Start and end of the last action, or of its pair."""
         self._awaited: set[tuple[object, ...]] = set()
-        """Messages for which the rank has waited."""
+        """Keys of the messages for which the rank has waited."""
 
     def count(self) -> None:
         """Add all actions and messages."""
@@ -384,9 +389,9 @@ class _IterationCounter:
         slice_index = span.attributes.get("slice", 0)
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
-        # Only the second action of a pair starts before the middle of the last one.
+        # Only the second action of a pair starts before the middle of the preceding action. The two
+        # run at the same time, so neither shows its own cost.
         if 2 * span.begin_ns < self._begin_ns + self._end_ns:
-            # The two actions of a pair start together, so neither has a separate cost.
             self._open_action = None
             self._end_ns = max(self._end_ns, span.end_ns)
             return
@@ -396,7 +401,7 @@ class _IterationCounter:
         self._end_ns = span.end_ns
 
     def _close_action(self, next_ns: int) -> None:
-        """Record the cost of the last action, which lasts until the rank waits or computes."""
+        """Record the cost of the last action, which extends to the rank's next activity."""
         if self._open_action is not None:
             price_ns = max(next_ns, self._end_ns) - self._begin_ns
             self._result.actions[self._open_action].append(price_ns)
@@ -416,7 +421,8 @@ class _IterationCounter:
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
-        if source is not None:  # a wait for a slot is not ended by a single rank
+        # A wait for a slot has no source, because any of several ranks may end it.
+        if source is not None:
             self._link(source).waited_ns += span.end_ns - span.begin_ns
             self._awaited.add(self._message(source, span))
 
@@ -426,7 +432,7 @@ class _IterationCounter:
         )
 
     def _message(self, source: int, span: Span) -> tuple[object, ...]:
-        """Return a key that distinguishes the messages of this iteration."""
+        """Return a key that identifies a message within this iteration."""
         attributes = span.attributes
         values = [
             attributes.get(name) for name in ("for", "stage", "microbatch", "slice")
@@ -434,7 +440,7 @@ class _IterationCounter:
         return source, *values
 
     def _add_exchanges(self) -> None:
-        """Add the time that each forward spent exchanging tokens, possibly in several spans."""
+        """Add the time that each forward spent exchanging tokens, which may take several spans."""
         exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
         for span in self._iteration.spans:
             if span.name == "exchange" and span.attributes["of"] == "F":
@@ -447,17 +453,18 @@ class _IterationCounter:
 def figures(surveys: Iterable[RankSurvey]) -> Step:
     """Summarise the complete steps of some ranks.
 
-    Durations are medians, parts of a step are means (the longest wait first), memory and
-    activations come from the worst step, and numbers of actions are sums.
+    Durations are medians, and parts of a step are means, with the longest wait first. Memory and
+    activations are those of the worst step. Numbers of actions are sums.
     """
     steps: list[Step] = []
     for rank in surveys:
         steps += rank.complete_steps
-    if not steps:  # a rank that died in its first step has none
+    # A rank that died in its first step has no steps.
+    if not steps:
         steps = [Step()]
     idle_ns: dict[str, float] = defaultdict(float)
     for step in steps:
-        # A cause that a step lacks counts as 0 there, so divide by the number of all steps.
+        # In a step without this cause, its time is 0, so divide by the number of all steps.
         for cause, time_ns in step.idle_ns.items():
             idle_ns[cause] += time_ns / len(steps)
     return Step(
@@ -475,7 +482,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
 
 
 def text(surveys: Sequence[RankSurvey]) -> str:
-    """Return the figures of a run: all ranks together, then the waits of each rank."""
+    """Return the figures of a run as text: all ranks together, and then each rank."""
     total = figures(surveys)
     num_spans = sum(survey.num_spans for survey in surveys)
     num_iterations = max(survey.num_iterations for survey in surveys)
@@ -496,5 +503,5 @@ def text(surveys: Sequence[RankSurvey]) -> str:
             f"peak memory {rank.memory_bytes / 2**30:.2f} GiB"
         )
     if len(surveys) > _MAX_LINES:
-        lines.append(f"  and {len(surveys) - _MAX_LINES} further ranks")
+        lines.append(f"  and {len(surveys) - _MAX_LINES} more ranks")
     return "\n".join(lines)

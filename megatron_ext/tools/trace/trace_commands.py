@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --trace-dir`, with cheap imports only."""
+"""The subcommands `aggregate` and `report`, and `plan --trace-dir`; imports only what is cheap."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -37,9 +37,9 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     report = subparsers.add_parser(
         "report",
         usage="%(prog)s --trace-dir DIR [-o FILE]",
-        help="make a page that explains a traced run",
-        description="Write one HTML file without any reference to the network: the timeline "
-        "beside the planned one, what each rank waited for, memory, links and settings.",
+        help="create a page that explains a traced run",
+        description="Write one HTML file that needs no network: measured and planned timelines, "
+        "what each rank waited for, memory, links and settings.",
     )
     report.set_defaults(run=_run_report)
     for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
@@ -57,7 +57,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     aggregate.add_argument(
         "--detect",
         action="store_true",
-        help="also name slow ranks and links; exit code 1 if any",
+        help="also list slow ranks and links; exit code 1 if there are any",
     )
 
 
@@ -68,8 +68,8 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--trace-dir",
         type=Path,
         metavar="DIR",
-        help="predict the step of every schedule and policy from the folder of a traced run, which "
-        "gives sizes and costs; with --lengths, what a length costs comes from it",
+        help="predict the step of every schedule and policy with the sizes and costs of a traced "
+        "run in this folder; with --lengths, take the cost of a length from it",
     )
     parser.add_argument(
         "--memory-gb", dest="memory_gib", type=_gibibytes, help=argparse.SUPPRESS
@@ -79,7 +79,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         type=_gibibytes,
         metavar="G",
         help="with --trace-dir: leave out schedules that need more memory on a rank; with "
-        "--devices: memory of a device (default: its own)",
+        "--devices: memory of a device (default: the memory of that device)",
     )
     # Keep the function of `plan` itself, which runs without a trace.
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
@@ -94,14 +94,14 @@ def _run_plan(args: argparse.Namespace) -> int:
         return _run_forecast(args)
     if args.memory_gib is not None:
         raise ArgumentsError(
-            "--memory-gib is compared with the memory of a traced run or of a layout; add "
-            "--trace-dir DIR, or --devices 64xh100"
+            "--memory-gib limits the memory of a traced run or of a layout; add --trace-dir DIR, "
+            "or --devices 64xh100"
         )
     return simulated(args)
 
 
 def _take_length_costs(args: argparse.Namespace) -> None:
-    """Set `--length-costs`, and missing sizes, to those of the traced run."""
+    """Set `--length-costs`, and sizes that the user has not given, from the traced run."""
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.length_costs import measured_length_cost
 
@@ -109,7 +109,7 @@ def _take_length_costs(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ArgumentsError(
-                f"--trace-dir gives --lengths the cost of a length; leave {flag} out"
+                f"--lengths takes the cost of a length from --trace-dir; leave {flag} out"
             )
     run = aggregate.read_run(args.trace_dir)
     cost, errors = measured_length_cost(run)
@@ -126,8 +126,8 @@ def _take_length_costs(args: argparse.Namespace) -> None:
                 setattr(args, name, size)
     args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
     print(
-        f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
-        f"pair of tokens of one sample; {len(errors)} measurements, median error "
+        f"--length-costs {args.length_costs}: seconds of all stages per token, and per pair of "
+        f"tokens of one sample; {len(errors)} measurements, median error "
         f"{100 * statistics.median(errors):.1f} %",
         file=sys.stderr,
     )
@@ -138,10 +138,10 @@ def _run_forecast(args: argparse.Namespace) -> int:
     refuse_others(
         args,
         ("trace_dir", "memory_gib", "json"),
-        "--trace-dir predicts every schedule with the sizes and costs of the run, {} is for a plan "
-        "without; leave it out",
+        "--trace-dir takes sizes and costs from the run and predicts every schedule, so {} has no "
+        "effect; leave it out",
     )
-    # Import here: the forecast imports every schedule, and `--help` should not wait for that.
+    # Import here: the forecast imports every schedule, for which `--help` should not wait.
     from megatron_ext.tools.trace import aggregate, forecast
 
     prediction = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
@@ -182,17 +182,17 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     if not slow_items:
         rank = aggregate.SLOW_RANK
         link = aggregate.SLOW_LINK
-        print(f"no rank is {rank:g} x and no link {link:g} x slower than the median")
+        print(f"no rank takes {rank:g} x and no link {link:g} x the median time")
     for host, shared in run.shared_cpus.items():
         print(
             f"{shared} of {host}: their links are not judged, and a rank may be slow because it "
-            "waited for a CPU; trace with a CPU for each rank to know"
+            "waited for a CPU; to find out, trace with a CPU for each rank"
         )
     return 1 if slow_items else 0
 
 
 def _write_costs(run: Run) -> None:
-    """Write the input of `--pipeline-schedule auto:DIR`, if the traces contain all of it."""
+    """Write the costs for `--pipeline-schedule auto:DIR`, if the traces contain all of them."""
     from megatron_ext.planning.measured import COSTS_FILE, SIZES, MeasuredCosts
     from megatron_ext.tools.trace.measured_costs import measured_costs
 
@@ -200,11 +200,10 @@ def _write_costs(run: Run) -> None:
         return
     try:
         costs = measured_costs(run, run.schedule)
-    except (
-        DataError
-    ):  # traces of some ranks are missing, but the Chrome trace does not need them
+    except DataError:
+        # Traces of some ranks are missing. The Chrome trace does not need them.
         return
-    # The sizes show later whether the costs belong to the model that asks for them.
+    # Store the sizes, so that a later run can check that the costs belong to its model.
     sizes = {name: run.settings[name] for name in SIZES if name in run.settings}
     measured = MeasuredCosts(
         stages=costs.stages,
@@ -239,16 +238,17 @@ def _run_report(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Turn errors of writing a file into a DataError with a remedy."""
+    """Turn an error of writing the file into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
-        remedy = "make room, or give another file with -o"
+        remedy = "free some space, or give another file with -o"
         raise DataError(files.cannot_write(output, error, remedy)) from error
 
 
 def _print_notes(notes: Sequence[str]) -> None:
-    for note in notes[:20]:  # a run of thousands of ranks may have thousands of notes
+    # A run with thousands of ranks may have thousands of notes.
+    for note in notes[:20]:
         print(f"note: {note}", file=sys.stderr)
     if len(notes) > 20:
         print(f"note: and {len(notes) - 20} more", file=sys.stderr)

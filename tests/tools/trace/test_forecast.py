@@ -186,7 +186,7 @@ def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
     assert found.predictions == plain.predictions, "costs, too"
     [note] = [note for note in found.notes if "other sizes" in note]
     assert note.endswith(
-        "than the table's 8 micro-batches do not count: 2 of 2, 3 of 4"
+        "than the 8 micro-batches of the table do not count: 2 of 2, 3 of 4"
     )
     early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)
     with pytest.raises(
@@ -200,7 +200,7 @@ def test_models_whose_layers_do_not_fill_the_stages_are_left_out(
 ) -> None:
     found = forecast.predict(read_run(write_run(tmp_path, settings={"num_layers": 4})))
     assert not any(p.schedule.startswith("interleaved") for p in found.predictions)
-    assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
+    assert any("into which its 4 layers do not divide" in note for note in found.notes)
 
 
 def test_models_of_unknown_layers_are_not_cut_into_more_stages(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_models_of_unknown_layers_are_not_cut_into_more_stages(tmp_path: Path) -
     assert all(p.is_known_to_fit for p in [*found.recommended, *found.candidates])
     assert "interleaved" not in forecast.table(found).partition("flags (")[2]
     assert any(
-        "more than its 4 stages are predicted, and not" in note for note in found.notes
+        "more than its 4 stages are predicted but not" in note for note in found.notes
     )
 
 
@@ -246,9 +246,9 @@ def test_ranks_that_shared_cpus_are_told_beside_the_number(
     first = forecast.table(found).splitlines()[0]
     told = f" ms for ranks with a CPU or a device each ({shared}); predicted:"
     assert first.endswith(told if shared else " ms; predicted:")
-    assert any(
-        "the forecast holds for ranks with" in note for note in found.notes
-    ) == bool(shared)
+    assert any("the forecast assumes a CPU" in note for note in found.notes) == bool(
+        shared
+    )
 
 
 def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
         line for line in done.stdout.splitlines() if line.startswith("recommended: ")
     )
     assert re.search(
-        r"--enable-bitpipe-schedule.* x as fast\) where 2 copies of the weights fit, else ",
+        r"--enable-bitpipe-schedule.* x as fast\) if 2 copies of the weights fit, otherwise ",
         advice,
     )
-    listed = done.stdout.partition("flags (--json has those of all):\n")[2].splitlines()
+    listed = done.stdout.partition("flags (--json shows all):\n")[2].splitlines()
     assert 3 <= len(listed) <= 5
     assert not any("first" in line for line in listed), "those that bound memory"
     assert "memory is not predicted" in done.stderr
@@ -319,6 +319,7 @@ def test_weights_that_ran_during_other_actions_have_no_measured_costs(
         write_run(tmp_path, schedule="zb-h1", settings={"waiting_weights": 2})
     )
     with pytest.raises(
-        DataError, match=r"W ran during other actions, .*; trace a run without it"
+        DataError,
+        match=r"W ran during other actions, .*; trace a run without this flag",
     ):
         forecast.predict(run)

@@ -125,7 +125,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
         ),
         (
             {"lengths": (70,) * 8},
-            "micro-batches of one length do not show what a length costs",
+            "all micro-batches have the same length, which does not show the cost",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_strange_lines_are_skipped_and_counted(tmp_path: Path, record: str) -> N
 def test_directories_without_traces_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be listed"):
         reader.open_run(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds no trace of a rank; give the folder"):
+    with pytest.raises(DataError, match="contains no trace of a rank; give the folder"):
         reader.open_run(tmp_path)
     os.mkfifo(tmp_path / NAME)  # opening it would wait for ever
     with pytest.raises(DataError, match="no trace"):

@@ -78,10 +78,8 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     assert (seen["background"], seen["switched"]) == (
         (black, light) if dark else (light, black)
     )
-    assert seen["title"] == "1f1b on 4 ranks, 8 micro-batches a step"
-    assert seen["verdict"].startswith(
-        "Of its step, a rank spends 66 % in actions, 29 % waiting"
-    )
+    assert seen["title"] == "1f1b on 4 ranks, 8 micro-batches per step"
+    assert seen["verdict"].startswith("A rank spends 66 % in actions, 29 % waiting")
     assert "--enable-bitpipe-schedule" in seen["flags"]
     assert (seen["ranks"], seen["links"]) == ("4", "6")
     assert seen["linksfirst"] == "rank 1|rank 0|8|0.01|106.00|1.000|1.0|torch"
@@ -172,7 +170,7 @@ def test_followers_wait_for_other_ranks_too() -> None:
     )
     [(_, answer)] = report._verdict(step, forecast.Forecast([], 0.0, "", []), [])
     assert answer == (
-        "Of its step, a rank spends 60 % in actions, 30 % waiting for other ranks, 10 % in other "
+        "A rank spends 60 % in actions, 30 % waiting for other ranks, 10 % in other "
         "gaps."
     )
 
@@ -183,7 +181,7 @@ def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
     )
     rest = [p for p in found.predictions if p.schedule == found.measured]
     kept = replace(found, predictions=rest)
-    assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
+    assert kept.advice == "zb-h1 as traced, because no other is predicted to be faster."
 
 
 def test_links_are_about_steps_whose_number_is_given(tmp_path: Path) -> None:
