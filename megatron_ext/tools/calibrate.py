@@ -1,8 +1,9 @@
-"""`plan --calibrate` measures single layers on this device; `--trace-dir` reads a trace.
+"""Corrects the planner's costs by measurements: of single layers, or from a trace.
 
-This needs one device and takes minutes. Megatron builds each kind of layer in the model with random
-weights, alone and together with the model's ends, and its passes are timed. An input gradient is
-timed with weights that require no gradient; the weight gradient is the rest of the whole backward.
+`plan --calibrate` needs one device and takes minutes. Megatron builds each kind of layer of the
+model with random weights, alone and together with the embedding or the loss, and this module times
+its passes. The input gradient is timed with weights that require no gradient. The weight gradient
+is the remaining time of the whole backward. `plan --trace-dir` takes the times from a traced run.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MOST_EXPERTS = 8
-"""Largest number of experts to build on one device: more would only cost memory, as each expert
-gets as many tokens."""
+"""Largest number of experts to build on one device. More experts would only need more memory,
+because each expert gets as many tokens."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the layers of a model and write them as a device."""
+    """Measure the layers of a model, and write a device file with the results."""
     refuse_others(
-        args, _GIVES, "--calibrate measures layers, {} is for a plan; leave it out"
+        args,
+        _GIVES,
+        "--calibrate only measures layers, so {} has no effect; leave it out",
     )
     path = Path(args.calibrate)
     if path.suffix != ".json":
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(
             cannot_write(path, error, "give another --calibrate")
         ) from error
-    print(f"\nplan with it: --devices 64x{path}")
+    print(f"\nto plan with it, use --devices 64x{path}")
     return 0
 
 
@@ -95,26 +98,30 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
     sequence = args.seq_length or model.sequence
     if sequence is None or not 0 < sequence < 10**9:
         raise ArgumentsError(
-            f"--seq-length is {sequence or 'missing'}; give the tokens, say 4096"
+            f"--seq-length is {sequence or 'missing'}; add, for example, --seq-length 4096"
         )
     key, _, number = (args.fix or "micro_batch=1").partition("=")
     if key != "micro_batch" or not number.isdecimal() or not int(number):
         raise ArgumentsError(
-            f"--fix {args.fix}: --calibrate takes the sequences alone; use --fix micro_batch=2"
+            f"--fix {args.fix}: --calibrate accepts only micro_batch; use --fix micro_batch=2"
         )
     return Sharding(micro_batch=int(number), sequence=sequence)
 
 
 def _described(name: str, devices: str | None) -> DeviceKind:
-    """Return the device description that the measurement corrects: this device's or the nearest."""
+    """Return the description of this device, or of the most similar one, to correct.
+
+    Raises:
+        ArgumentsError: There is no description of this device, and the user has named none.
+    """
     if devices is None:
         kind = kind_of(name)
     else:
         _, kind = parse_devices(devices)
     if kind is None or kind.name not in DEVICES:
         raise ArgumentsError(
-            f"{name} is not described; say what is nearest to it: --devices 1xKIND of "
-            f"{', '.join(DEVICES)}"
+            f"{name} has no description; give the most similar device with --devices 1xKIND, one "
+            f"of {', '.join(DEVICES)}"
         )
     return kind
 
@@ -131,17 +138,20 @@ def _report(
 
 
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
-    """Return how many seconds each pass of each part of a model takes on this process's device.
+    """Return the seconds of each pass of each part of a model on the device of this process.
 
     Args:
-        model: Sizes of the model; all experts are on this device.
+        model: Sizes of the model, whose experts are all on this device.
         sharding: Number and length of the sequences.
+
+    Raises:
+        ArgumentsError: The model has layers of another kind.
     """
     kinds = set(model.kinds)
     if not kinds <= {"dense", "moe"}:
         raise ArgumentsError(
-            f"--calibrate builds layers of attention with a network, {model.name} has others; "
-            "leave it out"
+            f"--calibrate builds layers of attention and a network, but {model.name} has other "
+            "layers; leave it out"
         )
     with _Bench(model, sharding) as bench:
         measured: dict[str, Passes] = {
@@ -152,7 +162,9 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         with_embedding = bench.passes(kind, pre=True)
         with_loss = bench.passes(kind, post=True)
     embedding = _beyond(with_embedding, layer)
-    # An embedding has no input gradient; put its whole backward where the formula puts it.
+    # With the embedding, there is no input gradient, so the whole backward was measured at once.
+    # Subtract the layer's input gradient, too. The formula counts the backward of an embedding as
+    # input gradient.
     backward_s = max(0.0, embedding.input + embedding.weight - layer.input)
     measured["embedding"] = Passes(embedding.forward, backward_s, 0.0)
     measured["loss"] = _beyond(with_loss, layer)
@@ -160,22 +172,23 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
-    """Return the extra time of a layer together with an end of the model."""
+    """Return the time by which an end of the model exceeds the layer that was built with it."""
     extra_s = []
     for both_s, layer_s in _by_pass(together, layer):
-        # An end may cost less than the measurements vary.
+        # The end may take less time than the measurements vary by.
         extra_s.append(max(0.0, both_s - layer_s))
     return Passes(*extra_s)
 
 
 class _Bench:
-    """Builds one-layer models with Megatron, in a world of one process."""
+    """Builds and times one-layer models of Megatron, in a world of one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
         self.model, self.sharding = model, sharding
 
     def __enter__(self) -> _Bench:
-        self.device = devices.current()  # must come before Megatron is imported
+        # This must run before Megatron is imported.
+        self.device = devices.current()
         import torch
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -237,9 +250,9 @@ class _Bench:
             "use_cpu_initialization": on_host,
             "bf16": not on_host,
             "params_dtype": dtype,
-            # Fused kernels add to Megatron's gradient buffers, which a model without DDP lacks.
+            # Its fused kernels add to Megatron's gradient buffers, which exist only with DDP.
             "gradient_accumulation_fusion": False,
-            # The same fusions as in trainings without further flags.
+            # Use the fusions of a training with default flags.
             "bias_dropout_fusion": not on_host,
             "bias_activation_fusion": not on_host and (model.gated or model.biases),
             "apply_rope_fusion": has_te and not model.is_latent,
@@ -301,7 +314,10 @@ class _Bench:
         }
 
     def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
-        """Return the shortest measured seconds of each pass of a layer with ends of the model."""
+        """Return the shortest measured time of each pass of a layer, with an end of the model.
+
+        `pre` adds the embedding to the layer, and `post` adds the loss.
+        """
         import torch
 
         built = self._built(kind, pre=pre, post=post)
@@ -326,14 +342,15 @@ class _Bench:
             return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-            # A device runs behind its host, so wait for earlier kernels before the clock starts.
+            # The device runs behind the host, so wait for earlier kernels before the clock starts.
             self.device.synchronize()
             begin_s = time.perf_counter()
             result = run()
             self.device.synchronize()
             return time.perf_counter() - begin_s, result
 
-        # Megatron adds the table's gradient to its buffer with a separate kernel.
+        # Megatron adds the gradient of the embedding to its buffer with a separate kernel, which
+        # belongs to the cost of the embedding.
         table: Any = built.embedding.word_embeddings.weight if pre else None
         buffer: Any = torch.zeros_like(table, dtype=torch.float32) if pre else None
 
@@ -361,26 +378,27 @@ class _Bench:
             if not pre:
                 built.requires_grad_(False)
                 input_s = backward(forward())
-            if number:  # the first run allocates and compiles
+            # The first run also allocates and compiles.
+            if number:
                 forwards.append(forward_s)
                 wholes.append(whole_s)
                 inputs.append(input_s)
             number += 1
-        # The shortest times, because whatever else a machine does only makes them longer.
+        # Take the shortest times, because other work on the machine can only make them longer.
         return Passes(min(forwards), min(inputs), max(0.0, min(wholes) - min(inputs)))
 
 
 def of_trace(
     directory: Path, model: ModelSizes, device: DeviceKind
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return the factors on a device's costs that follow from a traced run of the model.
+    """Return the factors on the costs of a device that follow from a traced run of the model.
 
-    All kinds of layers get the factors of the stages between the ends, or of all stages if there
-    are none in between; the ends get the remaining time of their stages. A backward that was not
-    split is divided in the same ratio as in the formula.
+    All kinds of layers get the factors of the stages between the first and the last one, or of all
+    stages if there are only two. Embedding and loss get the remaining time of their stages. A
+    backward that was not split is divided in the ratio of the formula.
 
     Raises:
-        DataError: The trace has no such stages, or belongs to another model.
+        DataError: The trace has no pipeline, or belongs to another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.measured_costs import measured_costs
@@ -403,6 +421,7 @@ def of_trace(
         costs[name] = part
         formula[name] = Passes(part.forward, part.input, part.weight)
 
+    # Scale all kinds of layers by the same factors, from stages that contain only layers.
     has_middle = num_stages > 2
     middle = range(1, num_stages - 1) if has_middle else range(num_stages)
     parts: list[str] = []
@@ -418,7 +437,7 @@ def of_trace(
     if not has_middle:
         return factors(measured, costs)
 
-    # The ends get the time of their stages that exceeds their layers' time.
+    # Embedding and loss get the time by which their stages exceed the layers there.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
         end_s = [
@@ -427,7 +446,7 @@ def of_trace(
         end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
-        # Layers of an end stage may be faster than those between, so nothing may remain.
+        # The layers of an end stage may be faster than those in the middle, which leaves no time.
         end_s = [max(0.0, time_s) for time_s in end]
         measured[name] = Passes(*end_s)
     return factors(measured, costs)
@@ -436,7 +455,7 @@ def of_trace(
 def _scaled(
     formula: Mapping[str, Passes], by_trace: Passes, by_formula: Passes
 ) -> dict[str, Passes]:
-    """Return the passes of each part, scaled by the slowdown of all parts together."""
+    """Return the passes of each part, scaled by the ratios between the trace and the formula."""
     ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
     scaled: dict[str, Passes] = {}
     for name, passes in formula.items():
@@ -452,22 +471,22 @@ def _by_pass(
 
 
 def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
-    """Return the sharding of a run's model.
+    """Return the sharding of the model in a run.
 
     Raises:
-        DataError: The run used another model, or settings that hide the cost of layers.
+        DataError: The run trained another model, or with settings that hide the cost of layers.
     """
     settings = run.settings
     for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
         if settings.get(name) not in (None, size):
             raise DataError(
-                f"{run.directory} is of a model with {name} {settings[name]}, not {size}; give its "
-                "flags"
+                f"{run.directory} has the traces of a model with {name} {settings[name]} instead "
+                f"of {size}; give the flags of that model"
             )
     if "recompute_granularity" in settings:
         raise DataError(
-            f"{run.directory} was traced with recomputation, which hides what layers cost; trace a "
-            "run without --recompute-granularity"
+            f"{run.directory} was traced with recomputation, which hides the cost of layers; trace "
+            "a run without --recompute-granularity"
         )
     return Sharding(
         tensor=int(settings.get("tensor_model_parallel_size", 1)),
@@ -484,7 +503,7 @@ def _kinds_of_stages(
     """Return the kinds of layers in each stage.
 
     Raises:
-        DataError: The trace does not contain the number of layers.
+        DataError: The number of layers in each stage is unknown.
     """
     num_stages = schedule.num_stages
     layout = run.settings.get("pipeline_model_parallel_layout")
@@ -493,20 +512,20 @@ def _kinds_of_stages(
         counts = [stage.count("t") for stage in parse_layout(str(layout))]
     if len(counts) != num_stages or sum(counts) != model.num_layers:
         raise DataError(
-            f"{run.directory} does not say how many layers its {num_stages} stages have"
+            f"{run.directory} does not contain the numbers of layers of its {num_stages} stages"
         )
     bounds = accumulate(counts, initial=0)
     return [model.kinds[first:end] for first, end in pairwise(bounds)]
 
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
-    """Divide a backward that was not split in the same ratio as in the formula."""
+    """Divide a backward that was not split in the ratio of the formula."""
     share = (passes.input + passes.weight) / (formula.input + formula.weight)
     return passes._replace(input=share * formula.input, weight=share * formula.weight)
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
-    """Return the sums by pass; there may be no parts, as in an end stage without layers."""
+    """Return the sum for each pass; there are no parts in an end stage without layers."""
     forward_s = input_s = weight_s = 0.0
     for part_forward_s, part_input_s, part_weight_s in parts:
         forward_s += part_forward_s

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --lengths`: how much balancing by cost gains for a data set's lengths."""
+"""`megatron-ext plan --lengths`: predicts how much balancing micro-batches by cost gains."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -33,10 +33,10 @@ _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
 
 
 def run(args: argparse.Namespace, costs: Costs) -> int:
-    """Predict how much balancing by cost gains, and print it.
+    """Predict how much balancing by cost gains, and print the result.
 
     Raises:
-        ScheduleError: A flag does not fit, or the lengths do not allow a prediction.
+        ScheduleError: A flag is missing or invalid, or the lengths do not allow a prediction.
     """
     name = args.schedule[0]
     for flag, is_set in (
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
             )
     if name.startswith(CSV_PREFIX):
         raise ScheduleError(
-            f"--lengths simulates registered schedules, not {name}; name one"
+            f"--lengths simulates registered schedules, and not {name}; use --schedule NAME"
         )
     if args.max_tokens is None:
         raise ScheduleError(
-            "--max-tokens is missing; give what a micro-batch holds at most"
+            "--max-tokens is missing; give the largest number of tokens in a micro-batch"
         )
     length_cost = _length_cost(args)
     replicas = 1 if args.replicas is None else args.replicas
@@ -81,14 +81,14 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     else:
         print(_table(predictions))
         print(
-            f"\nsteps, mean of at most {MAX_BATCHES} global batches; 1 = forward of the mean "
-            "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
-            "pack"
+            f"\nstep times, means over at most {MAX_BATCHES} global batches; 1 = forward of the "
+            "mean micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance "
+            "order or pack"
         )
         if slice_tokens is not None:
             print(
                 f"slices: train with --pipeline-slice-tokens {slice_tokens} --pipeline-balance "
-                "pack; peak: of activations, in longest micro-batches on 1/pp of the model"
+                "pack; peak: most activations, in longest micro-batches on 1/pp of the model"
             )
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
@@ -96,15 +96,15 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _length_cost(args: argparse.Namespace) -> LengthCost:
-    """Return the cost of a sample by length.
+    """Return the cost of a sample as a function of its length.
 
     Raises:
-        ScheduleError: Neither or both of the two flags for it are given.
+        ScheduleError: Neither or both of the two flags that set the cost are given.
     """
     if (args.length_costs is None) == (args.hidden_size is None):
         raise ScheduleError(
-            "--lengths needs --length-costs A,B or --hidden-size H, one of them, to know what a "
-            "length costs; for example --hidden-size 4096"
+            "--lengths needs either --length-costs A,B or --hidden-size H for the cost of a "
+            "length; add, for example, --hidden-size 4096"
         )
     if args.length_costs is not None:
         return LengthCost.parse(args.length_costs)
@@ -112,11 +112,11 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
 
 
 def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int | None:
-    """Return the tokens of a slice that `--slice-tokens` asks for; None without it.
+    """Return the number of tokens in a slice, from `--slice-tokens`; None without this flag.
 
     Raises:
-        ScheduleError: It is neither `auto` nor a whole number of 1 or more; or, with `auto`, a
-            sample does not fit into a micro-batch.
+        ScheduleError: The value is neither `auto` nor a whole number of 1 or more, or with `auto`,
+            a sample does not fit into a micro-batch.
     """
     if text is None:
         return None
@@ -125,7 +125,7 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
         return automatic_slice_tokens(max(map(sum, packs)), sizes.pp)
     if not text.isdecimal() or int(text) < 1:
         raise ScheduleError(
-            f"--slice-tokens {text} must be auto, or a whole number of 1 or more"
+            f"--slice-tokens {text} must be auto or a whole number of 1 or more"
         )
     return int(text)
 
@@ -153,10 +153,10 @@ def _table(predictions: Sequence[LengthGains]) -> str:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the lengths of samples in tokens: one number per line, or JSON lines.
+    """Read the lengths of samples in tokens, from a file with one number or JSON value per line.
 
-    A JSON line is a number, a list (whose length counts), or an object with a number or list under
-    `length`, `num_tokens` or `tokens`. Empty lines are ignored.
+    A JSON value is a number, a list whose length is taken, or an object with a number or a list
+    under `length`, `num_tokens` or `tokens`. Empty lines are ignored.
 
     Raises:
         ScheduleError: The file cannot be read, or a line contains no length.
@@ -166,7 +166,7 @@ def read_lengths(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ScheduleError(
-            f"--lengths {path} cannot be read: {reason}; give a file with one length a line"
+            f"--lengths {path} cannot be read: {reason}; give a file with one length per line"
         ) from error
     lengths = []
     for number, line in enumerate(lines, start=1):
@@ -181,13 +181,13 @@ def read_lengths(path: Path) -> list[int]:
         lengths.append(length)
     if not lengths:
         raise ScheduleError(
-            f"--lengths {path} holds no length; write one number a line"
+            f"--lengths {path} contains no length; write one number per line"
         )
     return lengths
 
 
 def _length_in(line: str) -> int | None:
-    """Return the length in a line, or None."""
+    """Return the length in a line, or None if the line contains none."""
     try:
         value: Any = parse_json(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --devices`: the best layout for training a model, and a bound on its speed."""
+"""`megatron-ext plan --devices`: finds the best layout for a model, and a bound on its speed."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -70,9 +70,9 @@ _LAYOUT_FLAGS = {
     *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
     *("--recompute-granularity", "--recompute-modules"),
 }
-"""Flags that the planner chooses itself, which do not describe the model."""
+"""Flags that do not describe the model, because the planner chooses them itself."""
 _RECIPE_MODULES = frozenset({"core_attn", "mlp", "shared_experts"})
-"""Modules that recipes with experts recompute but the search does not try."""
+"""Modules that recipes with experts recompute, but that the search does not try."""
 _MAX_DOUBLINGS = 6
 _MAX_COUNT = 10**9
 """Largest number of sequences per step, or of tokens per sequence."""
@@ -83,7 +83,7 @@ def add_to_plan(subparsers: Any) -> None:
     parser = subparsers.choices["plan"]
     group = parser.add_argument_group(
         "a layout for a model",
-        "sizes, cut, schedule and recomputation, with a lower bound",
+        "sizes, cut, schedule and recomputation, with a lower bound on the step time",
     )
     group.add_argument(
         "--model",
@@ -92,7 +92,9 @@ def add_to_plan(subparsers: Any) -> None:
         help="a folder with model.env, such as examples/deepseek-v3, or a Hugging Face config.json",
     )
     group.add_argument(
-        "--size", metavar="NAME", help="size of an example (default: its own)"
+        "--size",
+        metavar="NAME",
+        help="size of an example model (default: the example's default)",
     )
     group.add_argument(
         "--devices",
@@ -100,25 +102,28 @@ def add_to_plan(subparsers: Any) -> None:
         help=f"number and kind of devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
     )
     group.add_argument(
-        "--global-batch-size", type=int, metavar="B", help="sequences of a step"
+        "--global-batch-size",
+        type=int,
+        metavar="B",
+        help="number of sequences in a step",
     )
     group.add_argument(
         "--seq-length",
         type=int,
         metavar="S",
-        help="tokens of a sequence (default: the model's)",
+        help="tokens in a sequence (default: the model's sequence length)",
     )
     group.add_argument(
         "--fix",
         metavar="KEY=VALUE,...",
-        help=f"values that stay, of {', '.join(FIXABLE)}; recompute is none, full or modules "
-        "joined by +, layout as Megatron takes it, pairs yes or no",
+        help=f"fixed values of {', '.join(FIXABLE)}; recompute is none, full or modules joined by "
+        "+, layout is in Megatron's notation, pairs is yes or no",
     )
     group.add_argument(
         "--precision",
         type=str.lower,
         choices=PRECISIONS,
-        help="precision of the layers' products (default: bf16); fp8 scales by tensor",
+        help="precision of matrix products in layers (default: bf16); fp8 has one scale per tensor",
     )
     group.add_argument(
         "--cross-entropy-loss-fusion",
@@ -128,18 +133,18 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--no-overlap",
         action="store_true",
-        help="reduce gradients and gather parameters while nothing computes",
+        help="reduce gradients and gather parameters without overlapping computation",
     )
     group.add_argument(
         "--explain",
         action="store_true",
-        help="also show the assumptions with their sources, and why the second layout lost",
+        help="also show the assumptions with their sources, and why the second layout is slower",
     )
     group.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help=".svg: the schedule of the first, and the memory of its ranks",
+        help="draw the schedule and the memory of the first layout into this .svg file",
     )
     parser.add_argument(
         "model_flags",
@@ -150,12 +155,11 @@ def add_to_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
-        help=".json: measure single layers of the model on this machine's device and write them as "
-        "a device for --devices 64xFILE; --devices 1xKIND says what it is (default: by its name), "
-        "--fix micro_batch=2 how many sequences",
+        help="measure single layers of the model on this machine's device, and write this .json "
+        "file for --devices 64xFILE; --devices 1xKIND gives the kind of the device (default: from "
+        "its name), --fix micro_batch=2 the number of sequences",
     )
-    # The command itself only compares schedules, without a model; without --devices that is what
-    # runs.
+    # Without --devices, `plan` runs its original function, which compares schedules.
     parser.set_defaults(run=_run_plan, run_compared=parser.get_default("run"))
 
 
@@ -167,8 +171,8 @@ def _run_plan(args: argparse.Namespace) -> int:
     refuse_others(
         args,
         (*_FLAGS, "memory_gib", "json", "trace_dir"),
-        "{} compares schedules for sizes, --devices finds the sizes; leave one of them out "
-        "(--fix pp=8,schedule=zb-v keeps values)",
+        "{} compares schedules for given sizes, but --devices finds the sizes; leave one of them "
+        "out (--fix pp=8,schedule=zb-v keeps values)",
     )
     _check_batch(args)
     if args.picture is not None and args.picture.suffix != ".svg":
@@ -203,7 +207,9 @@ def _compare_schedules(args: argparse.Namespace) -> int:
             if args.global_batch_size is None:
                 example += " --global-batch-size 1024"
             flag = name.replace("_", "-")
-            raise ArgumentsError(f"--{flag} needs --devices; add, say, {example}")
+            raise ArgumentsError(
+                f"--{flag} needs --devices; add, for example, {example}"
+            )
     if args.model_flags:
         raise ArgumentsError(
             f"unknown argument {args.model_flags[0]}; see megatron-ext plan --help"
@@ -220,14 +226,15 @@ def _check_batch(args: argparse.Namespace) -> None:
         example = f"--model examples/llama3 {example}"
     state = "missing" if batch is None else batch
     raise ArgumentsError(
-        f"--global-batch-size is {state}; give the sequences of a step, say {example}"
+        f"--global-batch-size is {state}; give the sequences of a step, for example {example}"
     )
 
 
 def _search_with_progress(job: Question) -> SearchResult:
-    """Search on all CPUs, showing a progress line on a terminal."""
+    """Search on all CPUs, and show the progress if the output is a terminal."""
     num_processes = 1
-    if hasattr(os, "fork"):  # not on Windows
+    # The search forks its processes, which Windows cannot do.
+    if hasattr(os, "fork"):
         num_processes = os.cpu_count() or 1
     if not sys.stderr.isatty():
         return search(job, processes=num_processes)
@@ -238,26 +245,29 @@ def _search_with_progress(job: Question) -> SearchResult:
 
 
 def _too_large(job: Question, result: SearchResult) -> SearchResult:
-    """Return the forecast for given sizes that do not fit, and print a notice.
+    """Return the forecast for fixed sizes that do not fit, and print a notice.
 
     Raises:
-        ArgumentsError: Nothing fits, and the message says what would; or nothing has fitted so far.
+        ArgumentsError: No layout fits, and the message suggests a change; or the search was
+            interrupted before it found one.
         KeyboardInterrupt: The user interrupted the forecast.
     """
     if not result.is_complete:
-        raise ArgumentsError("interrupted before any layout fitted; let it run longer")
+        raise ArgumentsError(
+            "interrupted before any layout was found to fit; let it run longer"
+        )
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
-    # Forecast the given sizes anyway: recipes make them fit by means that the planner does not
-    # search.
+    # Forecast the fixed sizes anyway: recipes make them fit by techniques that the search does not
+    # try.
     unlimited = search(replace(job, device=_without_limit(job.device)), keep=1)
     if not unlimited.is_complete:
         raise KeyboardInterrupt
     if not unlimited.plans:
         raise ArgumentsError(_what_would_fit(job))
     [plan] = unlimited.plans
-    # Megatron can shard weights only under its own schedules, and offload whole layers only without
-    # a pipeline.
+    # Megatron shards weights only under its own schedules, and offloads whole layers only without a
+    # pipeline.
     remedy = "fix less"
     if plan.sizes.pp == 1 or plan.schedule in MEGATRONS:
         remedy = "shard the weights (--use-megatron-fsdp)"
@@ -265,7 +275,7 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
     if plan.sizes.pp == 1:
         offload_flag = "--cpu-offloading-num-layers"
     print(
-        f"does not fit: {max(plan.memory_gib):.0f} GiB on the worst rank of "
+        f"does not fit: the worst rank needs {max(plan.memory_gib):.0f} GiB of "
         f"{job.device.memory_gib:g}; {remedy}, or keep activations on the host ({offload_flag})",
         file=sys.stderr,
     )
@@ -275,11 +285,12 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
 def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
     if plan.sizes.pp == 1:
         raise ArgumentsError(
-            f"--picture {path}: the first layout has no pipeline to draw; --fix pp=2 keeps one"
+            f"--picture {path}: the first layout has no pipeline to draw; use --fix pp=2"
         )
     timeline = timeline_of(plan)
     memory_gib = plan.memory_gib
-    if timeline.schedule.placement.twins == 2:  # the second pipeline mirrors the first
+    # The second pipeline mirrors the first.
+    if timeline.schedule.placement.twins == 2:
         memory_gib += memory_gib[::-1]
     text = svg.draw(timeline, unit="s", memory_gib=memory_gib, limit_gib=limit_gib)
     try:
@@ -302,7 +313,9 @@ def _job(args: argparse.Namespace) -> Question:
     sequence = model.sequence if args.seq_length is None else args.seq_length
     if sequence is None or not 0 < sequence <= _MAX_COUNT:
         state = "missing" if sequence is None else sequence
-        raise ArgumentsError(f"--seq-length is {state}; give the tokens, say 4096")
+        raise ArgumentsError(
+            f"--seq-length is {state}; add, for example, --seq-length 4096"
+        )
     techniques = techniques_of_flags(model.flags, args.precision)
     fixed = _fixed(model, args.fix or "")
     _check_graphs(techniques, fixed)
@@ -311,7 +324,7 @@ def _job(args: argparse.Namespace) -> Question:
     if layout_flags:
         print(
             f"plan chooses {', '.join(layout_flags)} itself; --fix keeps values, and "
-            f"`megatron-ext doctor --devices {args.devices} -- FLAGS` judges those that you have",
+            f"`megatron-ext doctor --devices {args.devices} -- FLAGS` checks your own flags",
             file=sys.stderr,
         )
     return Question(
@@ -341,7 +354,7 @@ def _check_graphs(techniques: Techniques, fixed: dict[str, Any]) -> None:
 def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
     """Parse `--fix` into values by key."""
     fixed: dict[str, Any] = {}
-    # A layout contains commas, so only a comma before KEY= is a separator.
+    # A layout may contain commas, so only a comma before KEY= is a separator.
     for assignment in re.split(r",(?=[a-z_]+=)", text):
         if not assignment:
             continue
@@ -351,7 +364,7 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
                 f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}"
             )
         if key in fixed:
-            raise ArgumentsError(f"--fix {text} has {key} twice; keep one of the two")
+            raise ArgumentsError(f"--fix {text} has {key} twice; keep one of them")
         reader = _FIXED_READERS.get(key, _positive_number)
         fixed[key] = reader(model, value, assignment)
     return fixed
@@ -367,7 +380,7 @@ def _modules(model: ModelSizes, value: str, assignment: str) -> frozenset[str]:
         allowed |= _RECIPE_MODULES
     if not modules <= allowed:
         raise ArgumentsError(
-            f"--fix {assignment}: {model.name} has {', '.join(sorted(allowed))}, or none; use these"
+            f"--fix {assignment}: for {model.name}, use none or any of {', '.join(sorted(allowed))}"
         )
     return modules
 
@@ -378,7 +391,7 @@ def _schedule(_model: ModelSizes, value: str, _assignment: str) -> str:
 
 def _yes_or_no(_model: ModelSizes, value: str, assignment: str) -> bool:
     if value not in ("yes", "no"):
-        raise ArgumentsError(f"--fix {assignment} is neither yes nor no; use pairs=no")
+        raise ArgumentsError(f"--fix {assignment} must be yes or no; use pairs=no")
     return value == "yes"
 
 
@@ -388,13 +401,13 @@ def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int
     layers = [stage.count("t") for stage in stages]
     if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
         raise ArgumentsError(
-            f"--fix {assignment}: forecasts have the embedding in the first stage, MTP and loss "
-            "in the last; put E first and mL last"
+            f"--fix {assignment}: the planner supports the embedding only in the first stage, and "
+            "MTP and loss only in the last; put E first and mL last"
         )
     if sum(layers) != model.num_layers:
         raise ArgumentsError(
-            f"--fix {assignment} has {sum(layers)} layers, {model.name} has "
-            f"{model.num_layers}; give t that many times"
+            f"--fix {assignment} has {sum(layers)} layers, but {model.name} has "
+            f"{model.num_layers}; use as many t"
         )
     return layers
 
@@ -414,7 +427,7 @@ _FIXED_READERS: dict[str, Callable[[ModelSizes, str, str], Any]] = {
     "pairs": _yes_or_no,
     "layout": _layers_by_stage,
 }
-"""By key of `--fix`: the parser for its value; all other keys take positive numbers."""
+"""Key of `--fix` -> the parser of its value. All other keys take positive numbers."""
 
 
 def _show_progress(result: SearchResult, num_left: int) -> None:
@@ -432,14 +445,15 @@ def _without_limit(device: DeviceKind) -> DeviceKind:
 
 
 def _what_would_fit(job: Question) -> str:
-    """Return the error message if nothing fits, with a change that would make it fit.
+    """Return the error message if no layout fits, with a change that would make one fit.
 
-    The change is to recompute more if recomputation is fixed, else the smallest number of devices.
+    If recomputation is fixed, the change is to recompute more. Otherwise, or if that is not enough,
+    it is the smallest number of devices.
     """
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
-            f"--fix {fixed_text(job.fixed)} allows no layout, "
-            "whatever fits into memory; fix less"
+            f"--fix {fixed_text(job.fixed)} allows no layout, even with unlimited memory; fix "
+            "less"
         )
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     if "recompute" in job.fixed:
@@ -453,16 +467,16 @@ def _what_would_fit(job: Question) -> str:
         return f"{problem} under any layout; use {num_devices}"
     return (
         f"{problem} with {job.sequence} tokens under any layout, nor on up to {2**_MAX_DOUBLINGS} "
-        f"times as many for --global-batch-size {job.global_batch}; use devices with more memory, "
-        "or shorter sequences"
+        f"times as many devices for --global-batch-size {job.global_batch}; use devices with more "
+        "memory, or shorter sequences"
     )
 
 
 def _enough_devices(job: Question) -> int | None:
-    """Return the smallest number of devices on which something fits, in whole nodes.
+    """Return the smallest number of devices, in whole nodes, on which some layout fits.
 
-    The search doubles the number until something fits, then bisects. None: not even many times as
-    many devices are enough.
+    The search doubles the number until a layout fits, and then bisects. None: even
+    2**`_MAX_DOUBLINGS` times as many devices are not enough.
     """
     node_size = min(job.device.node_size, job.num_devices)
     too_few_nodes = job.num_devices // node_size

@@ -1,4 +1,4 @@
-"""The output of `megatron-ext plan --devices`: tables, reasons, JSON."""
+"""Formats the output of `megatron-ext plan --devices`: tables, explanations, JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_search import SearchResult
 
 UNLIMITED_GIB = 1e9
-"""Device memory assumed when forecasting a layout that does not fit."""
+"""Device memory that is assumed to forecast a layout that does not fit."""
 _BAR_WIDTH = 50
 _TABLE_HEADS = (
     "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
@@ -45,7 +45,7 @@ _COMPARED = (
     "pairs",
     "recompute",
 )
-"""Fields whose differences describe another layout."""
+"""Fields by which two layouts are compared."""
 
 
 def flags_of(plan: Layout) -> str:
@@ -58,7 +58,7 @@ def flags_of(plan: Layout) -> str:
 
 
 def as_dict(plan: Layout) -> dict[str, Any]:
-    """Return the figures of a plan, keyed as in `plan --json`."""
+    """Return the figures of a plan under their names in `plan --json`."""
     figures = {name: getattr(plan, name) for name in _PLAN_FIELDS}
     figures["flags"] = flags_of(plan)
     figures |= {name: getattr(plan.sizes, name) for name in _SIZE_FIELDS}
@@ -88,7 +88,7 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
 def result_lines(
     result: SearchResult, took_s: float, device: DeviceKind
 ) -> Iterator[str]:
-    """Yield the lines of the answer: layouts, bound, memory and flags."""
+    """Yield the lines of the output: layouts, bound, memory and flags."""
     plans = result.plans
     job = result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
@@ -104,10 +104,11 @@ def result_lines(
     yield aligned(rows)
     state = "" if result.is_complete else "interrupted; "
     yield (
-        f"\n{state}bound: no choice of sizes, schedule and cut is below {result.bound_s:.3f} s; "
-        f"the first is within {100 * result.gap:.1f} %\n{result.num_evaluated} layouts of "
-        f"{result.num_sizes} sizes in {took_s:.1f} s; worst share: of the work, on the busiest "
-        "rank; batch and number: of micro-batches"
+        f"\n{state}bound: no choice of sizes, schedule and cut takes less than "
+        f"{result.bound_s:.3f} s; the first layout is within {100 * result.gap:.1f} %\n"
+        f"{result.num_evaluated} layouts of {result.num_sizes} sizes in {took_s:.1f} s; worst "
+        "share: share of the work on the busiest rank; batch, number: size and number of "
+        "micro-batches"
     )
     yield from _memory_lines(plans[0], device)
     if len(plans) > 1:
@@ -117,7 +118,7 @@ def result_lines(
     for number, plan in enumerate(plans, start=1):
         yield f"  {number}  {flags_of(plan)}"
     if plans[0].techniques:
-        yield f"\nthe forecast of the first is with {plans[0].techniques}"
+        yield f"\nthe forecast of the first layout includes {plans[0].techniques}"
 
 
 def _row(number: int, plan: Layout) -> list[str]:
@@ -144,8 +145,8 @@ def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
     """Yield the memory of each rank with a bar."""
     is_mirrored = len(plan.memory_gib) != plan.sizes.pp
     pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
-    yield f"\nmemory by rank of the first{pipeline}, of {device.memory_gib:g} GiB:"
-    # A layout that does not fit needs more memory than the device has.
+    yield f"\nmemory of each rank of the first layout{pipeline}, of {device.memory_gib:g} GiB:"
+    # A layout that does not fit needs more memory than the device has, so scale to the larger.
     full_bar_gib = max(device.memory_gib, *plan.memory_gib)
     for rank, memory_gib in enumerate(plan.memory_gib):
         bar = "#" * round(_BAR_WIDTH * memory_gib / full_bar_gib)
@@ -155,7 +156,7 @@ def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
 def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[str]:
     """Yield why the second layout is slower, and the assumptions with their sources."""
     first = plans[0]
-    yield f"\nthe most time beyond useful work: {first.limit}"
+    yield f"\nlargest overhead: {first.limit}"
     if len(plans) > 1:
         yield _why_slower(plans[1], first)
     yield "\nassumptions:"
@@ -181,10 +182,10 @@ def _why_slower(second: Layout, first: Layout) -> str:
         if second_figures[name] != first_figures[name]:
             changes.append(f"{name} {second_figures[name]}")
     return (
-        f"the second, with {', '.join(changes)}, is {second.step_s - first.step_s:.3f} s "
-        f"slower: no cut of its schedule is below {second.bound_s:.3f} s against "
-        f"{first.bound_s:.3f}, its pipeline takes {second.pipeline_s:.3f} against "
-        f"{first.pipeline_s:.3f}, reductions and optimizer "
-        f"{second.step_s - second.pipeline_s:.3f} against {first.step_s - first.pipeline_s:.3f}"
-        f"; it needs {max(second.memory_gib):.1f} GiB against {max(first.memory_gib):.1f}"
+        f"the second layout, with {', '.join(changes)}, is {second.step_s - first.step_s:.3f} s "
+        f"slower: the bound for its schedule is {second.bound_s:.3f} s (first: "
+        f"{first.bound_s:.3f} s), its pipeline takes {second.pipeline_s:.3f} s "
+        f"({first.pipeline_s:.3f} s), and reductions and optimizer take "
+        f"{second.step_s - second.pipeline_s:.3f} s ({first.step_s - first.pipeline_s:.3f} s); it "
+        f"needs {max(second.memory_gib):.1f} GiB ({max(first.memory_gib):.1f} GiB)"
     )

@@ -1,4 +1,4 @@
-"""The subcommands `plan` and `plot`, which compare schedules by simulation and draw them.
+"""The subcommands `plan` and `plot`, which simulate schedules to compare or draw them.
 
 They start fast, because they import neither torch nor Megatron.
 """
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
 
 _Subparsers = argparse._SubParsersAction
-# Parsed arguments that are not flags: this module and others in `tools` set them for `plan`.
+# Parsed arguments that are not flags, which modules in `tools` set for `plan`.
 _INTERNAL = (
     "run",
     "run_compared",
     "run_simulated",
     "parser",
     "command",
-    "model_flags",  # unknown arguments, unless there is a model
+    "model_flags",  # without a model, these are unknown arguments
 )
 
 
 def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Register `plan` and `plot`; the parsed namespace's `run` attribute executes the command."""
+    """Register `plan` and `plot`. Their functions become the attribute `run` of the arguments."""
     parser = subparsers.add_parser(
         "plan",
         usage="%(prog)s --pp P --microbatches M [options]\n"
@@ -65,33 +65,33 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         nargs=1,
         default=["all"],
         metavar="NAME|all",
-        help=f"{_names()} (default: all of them)",
+        help=f"{_names()} (default: all registered schedules)",
     )
     _add_sizes(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="also show the gain or loss of a dynamic order over each table",
+        help="also show what a dynamic order gains or loses against each table",
     )
     parser.add_argument(
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="lengths of the samples in tokens, one a line, or JSON lines: predict what balancing "
-        "by cost gains",
+        help="predict how much balancing by cost gains for the lengths of samples, in tokens, in "
+        "this file: one number or JSON value per line",
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="T",
-        help="most tokens of a micro-batch, with --lengths",
+        help="largest number of tokens in a micro-batch, with --lengths",
     )
     parser.add_argument(
         "--replicas",
         type=int,
         metavar="D",
-        help="data-parallel replicas, with --lengths",
+        help="number of data-parallel replicas, with --lengths",
     )
     parser.add_argument(
         "--length-costs",
@@ -102,13 +102,14 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--hidden-size",
         type=int,
         metavar="H",
-        help="instead of --length-costs: width of a model with a feed-forward network of 4H",
+        help="instead of --length-costs: the width of a model whose feed-forward networks have "
+        "width 4H",
     )
     parser.add_argument(
         "--slice-tokens",
         metavar="T",
         help="with --lengths: also cut micro-batches of more than T tokens into slices of equal "
-        "cost; auto: two slices for each rank in the longest micro-batch",
+        "cost; auto: cut the longest micro-batch into two slices for each rank",
     )
     parser.set_defaults(run=_run_plan)
 
@@ -116,8 +117,8 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "plot",
         usage="%(prog)s NAME [NAME ...] --pp P --microbatches M [-o FILE] [options]",
         help="draw pipeline schedules",
-        description="Draw one pipeline schedule, or several below each other, in the terminal or "
-        "into a file.",
+        description="Draw one or several pipeline schedules, one below the other, in the terminal "
+        "or into a file.",
     )
     names = parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
     names.completer = lambda **_: list(registered())  # type: ignore[attr-defined] # argcomplete's
@@ -127,13 +128,13 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+        help=".svg (picture), .csv (table in the format of torch.distributed.pipelining) or .json",
     )
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="draw each schedule twice while messages are late at random: in its own order, and in "
-        "the dynamic one",
+        help="draw each schedule twice with randomly delayed messages: in the order of its table, "
+        "and in a dynamic order",
     )
     parser.set_defaults(run=_run_plot)
 
@@ -145,15 +146,18 @@ def _names() -> str:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to `plan` and `plot`: sizes, options of schedules, costs."""
-    parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    parser.add_argument("--pp", type=int, metavar="P", help="number of pipeline ranks")
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help="micro-batches of the pipeline in one step",
+        help="number of micro-batches of the pipeline in a step",
     )
     parser.add_argument(
-        "--chunks", type=int, metavar="V", help="stages on each rank (interleaved)"
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="number of stages on each rank (interleaved)",
     )
     for generator in registered(unlisted=True).values():
         for key, values in generator.options.items():
@@ -180,17 +184,17 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="run forwards and backwards of different micro-batches as pairs, each with its expert "
-        "communication behind the computation of the other",
+        help="run forwards and backwards of different micro-batches as pairs, in which the "
+        "computation of each hides the expert communication of the other",
     )
     of_forward = (
-        "a forward that is core attention, which grows with the square of the length"
+        "core attention, which grows with the square of the length, in a forward"
     )
-    of_both = "a forward and of an input gradient that is expert communication"
+    of_both = "expert communication in a forward and in an input gradient"
     for flag, default, share in (
         ("--attention", 0.0, f"{of_forward}, for --slices"),
         ("--all-to-all", 0.0, f"{of_both}, for --pairs"),
-        ("--hides", 1.0, "what could run behind computation in a pair that does"),
+        ("--hides", 1.0, "the communication in a pair that is really hidden"),
     ):
         parser.add_argument(
             flag,
@@ -212,7 +216,7 @@ def _costs(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags describe.
 
     Raises:
-        ScheduleError: A flag is given without the flag that it refines, or a number is impossible.
+        ScheduleError: A flag is given without the flag that needs it, or a number is impossible.
     """
     try:
         forward, input_gradient, weight = map(float, args.costs.split(","))
@@ -220,14 +224,14 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
-    # A table from a file may contain slices and pairs without any flag.
+    # A table from a file may contain slices and pairs without these flags.
     is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
     if args.attention > 0 and args.slices == 1 and not is_file:
         raise ScheduleError(
-            "--attention is for --slices; add it, or leave --attention out"
+            "--attention needs --slices; add --slices, or leave --attention out"
         )
     if args.hides != 1 and not args.pairs and not is_file:
-        raise ScheduleError("--hides is for --pairs; add it, or leave --hides out")
+        raise ScheduleError("--hides needs --pairs; add --pairs, or leave --hides out")
     return Costs(
         forward,
         input_gradient,
@@ -240,10 +244,10 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
-    """Return the options that the user chose, by schedule and key.
+    """Return the user's options: name of a schedule -> key -> value.
 
     Raises:
-        ScheduleError: An option belongs to a schedule that was not requested.
+        ScheduleError: An option belongs to a schedule that the user has not requested.
     """
     options: dict[str, dict[str, Option]] = {}
     for destination, value in vars(args).items():
@@ -261,7 +265,7 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Check that the sizes are given and small enough to be planned.
+    """Check that the sizes are given and small enough to simulate.
 
     Raises:
         ScheduleError: A size is missing or too large, or there is only one rank.
@@ -276,22 +280,20 @@ def _check_sizes(args: argparse.Namespace) -> None:
     if missing:
         advice = "are missing; give them" if len(missing) > 1 else "is missing; give it"
         raise ScheduleError(
-            f"{' and '.join(missing)} {advice} (only csv:FILE has its own size)"
+            f"{' and '.join(missing)} {advice} (only csv:FILE contains its size)"
         )
     if args.pp > MAX_RANKS:
         raise ScheduleError(
-            f"--pp {args.pp} is more than can be planned; use at most {MAX_RANKS}"
+            f"--pp {args.pp} is too large to simulate; use at most {MAX_RANKS}"
         )
     max_microbatches = MAX_PASSES // max(args.pp, 1)
     if args.microbatches > max_microbatches:
         raise ScheduleError(
-            f"--microbatches {args.microbatches} is more than can be planned for {args.pp} ranks; "
+            f"--microbatches {args.microbatches} is too large to simulate with {args.pp} ranks; "
             f"use at most {max_microbatches}"
         )
     if args.pp == 1:
-        raise ScheduleError(
-            "--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more"
-        )
+        raise ScheduleError("--pp 1 gives no pipeline to schedule; use 2 or more")
 
 
 def refuse_others(
@@ -302,7 +304,7 @@ def refuse_others(
     Args:
         args: The parsed arguments.
         accepted: Destinations of the accepted flags.
-        reason: The error message for any other flag, which replaces `{}`.
+        reason: The error message for any other flag, whose name replaces `{}`.
 
     Raises:
         ArgumentsError: Another flag is given.
@@ -316,8 +318,8 @@ def refuse_others(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Turn the cycle collector off, which would visit millions of tuples that form no cycles."""
-    # The calling program may have turned it off already, so restore its setting.
+    """Turn off the cycle collector, which would visit millions of tuples without any cycle."""
+    # The calling program may already have turned it off, so restore its setting.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -329,7 +331,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
-    """Compare schedules, or predict how much balancing lengths gains."""
+    """Compare schedules, or predict how much balancing by cost gains."""
     for destination in (
         "max_tokens",
         "replicas",
@@ -340,13 +342,12 @@ def _run_plan(args: argparse.Namespace) -> int:
         if args.lengths is None and getattr(args, destination) is not None:
             flag = "--" + destination.replace("_", "-")
             raise ScheduleError(
-                f"{flag} is for --lengths FILE; add it, or leave {flag} out"
+                f"{flag} needs --lengths FILE; add --lengths FILE, or leave {flag} out"
             )
     _check_sizes(args)
     if args.lengths is not None:
-        from megatron_ext.tools import (
-            length_plan,  # the only module here that needs a feature
-        )
+        # Import here: this is the only part of `plan` that imports a feature.
+        from megatron_ext.tools import length_plan
 
         return length_plan.run(args, _costs(args))
     costs = _costs(args)
@@ -393,23 +394,23 @@ def _as_json(timelines: Sequence[Timeline], costs: Costs, *, use_dpp: bool) -> s
 
 
 def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
-    """Print the units of the comparison."""
+    """Print the units of the comparison table."""
     unit = "in the unit of --costs"
     if costs_text == "1,1,1":
         unit = "1 = forward of 1/pp of the model"
     print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
         print(
-            "keys, values: of micro-batches in slices, with their gradients, 1 = as activations"
+            "keys, values: of sliced micro-batches, with gradients, in the unit of activations"
         )
 
 
-# Number of schedules whose flags `plan` prints; `--schedule NAME` prints the flags of any schedule.
+# Number of schedules whose flags `plan` prints. `--schedule NAME` prints the flags of any schedule.
 _WITH_FLAGS = 3
 
 
 def _print_recommendation(timelines: Sequence[Timeline]) -> None:
-    """Print which of several schedules to choose, and the flags of the best ones."""
+    """Print which schedule to choose if there are several, and the flags of the best ones."""
     best, *slower = timelines
     if slower:
         advice = f"\nrecommended: {best.schedule.label}"
@@ -417,10 +418,10 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
         stored_once = [
             timeline for timeline in slower if timeline.schedule.weight_copies == 1
         ]
-        # The fastest schedule may hold every weight twice, and a large model may not fit twice.
+        # The fastest schedule may hold two copies of the weights, which may not fit.
         if copies > 1 and stored_once:
             fallback = stored_once[0].schedule.label
-            advice += f" where {copies} copies of the weights fit, else {fallback}"
+            advice += f" if {copies} copies of the weights fit, otherwise {fallback}"
         print(advice)
     shown = timelines[:_WITH_FLAGS]
     if len(shown) < len(timelines):
@@ -434,7 +435,7 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
 
 
 def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
-    """Print which schedule `--pipeline-schedule auto` chooses if it knows only these sizes."""
+    """Print which schedule `--pipeline-schedule auto` chooses if only these sizes are known."""
     from megatron_ext.planning.choice import ByTable, Training, rank
 
     training = Training(
@@ -442,7 +443,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
         num_microbatches=args.microbatches,
         cut=lambda _schedule, _placement: None,
         chunks=args.chunks,
-        # Equal costs are the default of `--costs`, not a choice of the user's.
+        # Equal costs are the default of `--costs`, so the user has not chosen them.
         costs=None if costs == UNIT else costs,
     )
     ranking = rank(
@@ -454,7 +455,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
     """Print how much `--use-dpp` gains or loses for each table."""
     print(
-        "\nwith --use-dpp, time of the table's own order over time of the dynamic one:"
+        "\nwith --use-dpp: time in the order of the table / time in the dynamic order"
     )
     width = _label_width(timelines)
     for timeline in timelines:
@@ -517,7 +518,7 @@ def _run_plot(args: argparse.Namespace) -> int:
     _check_sizes(args)
     if "all" in args.schedule:
         raise ScheduleError(
-            "plot draws schedules by name; name them, or compare all with plan"
+            "plot needs the names of schedules; give them, or compare all schedules with plan"
         )
     costs = _costs(args)
     timelines: list[Timeline] = []
@@ -559,7 +560,7 @@ def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
         raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
     if path.suffix != ".svg" and len(timelines) > 1:
         raise ScheduleError(
-            f"{path} holds one schedule; name one, or draw several as .svg"
+            f"{path} can contain only one schedule; name one, or draw several as .svg"
         )
     if path.suffix == ".svg":
         text = svg.draw(*timelines)
@@ -572,13 +573,13 @@ def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
     try:
         write_text(path, text)
     except OSError as error:
-        remedy = "make room, or give another file with -o"
+        remedy = "free some space, or give another file with -o"
         raise ScheduleError(cannot_write(path, error, remedy)) from error
     for timeline in timelines:
         print(render.caption(timeline))
     print(f"wrote {path}")
     if path.suffix == ".csv" and schedule.placement.twins == 2:
         print(
-            f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
+            f"the CSV contains one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
             file=sys.stderr,
         )

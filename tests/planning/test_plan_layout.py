@@ -128,14 +128,15 @@ def test_the_table_names_bound_gap_and_flags(
     )
     printed = capsys.readouterr().out
     assert re.search(
-        r"bound: .* is below [\d.]+ s; the first is within [\d.]+ %", printed
+        r"bound: .* takes less than [\d.]+ s; the first layout is within [\d.]+ %",
+        printed,
     )
     flags = re.findall(r"^  \d  (--tensor.*)$", printed, re.MULTILINE)
     assert len(flags) == 5
     assert "NVIDIA, H100 SXM" in printed
-    [why] = re.findall(r"the second, with (.*) GiB against", printed)
+    [why] = re.findall(r"the second layout, with (.*); it needs", printed)
     why = re.sub(
-        r"no cut of its schedule is below \S+ s against \S+, ", "", why
+        r"the bound for its schedule is \S+ s \(first: \S+ s\), ", "", why
     )  # no part of it
     slower, *seconds = map(float, re.findall(r"(-?\d+\.\d{3})", why))
     parts = sum(seconds[::2]) - sum(seconds[1::2])
@@ -283,7 +284,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
     [plan] = json.loads(shown.out)["plans"]
     assert not plan["fits"]
     assert re.match(
-        r"does not fit: \d+ GiB on the worst rank of 79.1; shard", shown.err
+        r"does not fit: the worst rank needs \d+ GiB of 79.1; shard", shown.err
     )
     assert (
         "(--use-megatron-fsdp), or keep activations on the host (--cpu-off" in shown.err
@@ -298,7 +299,9 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             f"of 79.1; {told}, or keep activations on the host (--fine-grained"
             in shown.err
         )
-    [_, bars] = shown.out.split("memory by rank of the first, of 79.1 GiB:\n")
+    [_, bars] = shown.out.split(
+        "memory of each rank of the first layout, of 79.1 GiB:\n"
+    )
     assert max(map(len, bars.splitlines()[:2])) < 70
 
 
@@ -444,7 +447,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--fix",
                 "layout=Et*32|L|",
             ],
-            "MTP and loss in the last; put E first and mL last",
+            "MTP and loss only in the last; put E first and mL last",
         ),
         (
             [
@@ -537,7 +540,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--fix",
                 "recompute=all",
             ],
-            "Llama 3 8b has full, layernorm, mlp, or none; use these",
+            "for Llama 3 8b, use none or any of full, layernorm, mlp",
         ),
         (
             [

@@ -136,8 +136,8 @@ def test_a_plan_takes_the_costs_of_a_trace(
     ("words", "message"),
     [
         (["--calibrate", "a.txt"], "unknown file type; use .json"),
-        (["--calibrate", "a.json", "--pp", "4"], "--pp is for a plan; leave it out"),
-        (["--calibrate", "a.json", "--fix", "tp=2"], "takes the sequences alone"),
+        (["--calibrate", "a.json", "--pp", "4"], "so --pp has no effect; leave it out"),
+        (["--calibrate", "a.json", "--fix", "tp=2"], "accepts only micro_batch"),
         (
             ["--calibrate", "a.json", "--seq-length", "-4"],
             "--seq-length is -4; give the tokens",
@@ -163,4 +163,7 @@ def test_a_trace_of_another_model_is_an_error(
     run = write_run(tmp_path, settings={"num_layers": 12, "hidden_size": 64})
     words = ["--devices", "4xcpu", "--global-batch-size", "8", "--trace-dir", str(run)]
     assert cli.main(["plan", *words, "--", *TINY.split()]) != 0
-    assert "is of a model with num_layers 12, not 8" in capsys.readouterr().err
+    assert (
+        "has the traces of a model with num_layers 12 instead of 8"
+        in capsys.readouterr().err
+    )

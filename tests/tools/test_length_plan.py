@@ -127,8 +127,8 @@ def test_automatic_slices_divide_the_longest_micro_batch(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--lengths {}", "needs --length-costs A,B or --hidden-size H, one of them"),
-        ("--lengths {} --hidden-size 8 --length-costs 1,1", "one of them"),
+        ("--lengths {}", "needs either --length-costs A,B or --hidden-size H"),
+        ("--lengths {} --hidden-size 8 --length-costs 1,1", "needs either"),
         ("--lengths {} --length-costs 1", "two numbers A,B"),
         (
             "--lengths {} --hidden-size 0",
@@ -165,7 +165,10 @@ def test_automatic_slices_divide_the_longest_micro_batch(
             "can have 64; use --slice-tokens 2 or more",
         ),
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
-        ("--hidden-size 8", "--max-tokens is for --lengths FILE; add it, or leave"),
+        (
+            "--hidden-size 8",
+            "--max-tokens needs --lengths FILE; add --lengths FILE, or leave",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

@@ -43,7 +43,7 @@ def test_plan_ranks_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [line for line in lines if "--pipeline-model-parallel-size 8 " in line]
     assert len(flags) == 3
     assert lines[lines.index("") :].count("flags of the first three:") == 1
-    advice = "recommended: bitpipe order=zb where 2 copies of the weights fit, else zb-v chunks=2"
+    advice = "recommended: bitpipe order=zb if 2 copies of the weights fit, otherwise zb-v chunks=2"
     assert advice in lines
     automatic = "--pipeline-schedule auto takes --pipeline-schedule zb-v: 51.5 forwards a step, "
     assert any(line.startswith(automatic) for line in lines)
@@ -176,7 +176,7 @@ def test_a_csv_needs_no_sizes(
         ("plan --pp 4 --microbatches 8 --costs 1,0,1", ["must be positive"]),
         ("plan --pp 4 --microbatches 8 --comm -1", ["must be 0 or more"]),
         ("plan --pp -4 --microbatches 8", ["pp must be at least 1"]),
-        ("plan --pp 1 --microbatches 8", ["--pp 1 is not a pipeline", "use 2 or more"]),
+        ("plan --pp 1 --microbatches 8", ["--pp 1 gives no pipeline", "use 2 or more"]),
         ("plan --pp 100000 --microbatches 8", ["--pp 100000", "use at most 4096"]),
         ("plan --pp 8 --microbatches 1000000000", ["for 8 ranks; use at most 262144"]),
         ("plot interleaved --pp 4 --microbatches 8 --chunks 1000000", ["2097152", "stages"]),
@@ -194,9 +194,9 @@ def test_a_csv_needs_no_sizes(
             "plan --pp 4 --microbatches 8 --schedule zb-v --bitpipe-order zb",
             ["--bitpipe-order is for bitpipe, not for zb-v"],
         ),
-        ("plan --pp 4 --microbatches 8 --attention 0.5", ["is for --slices; add it, or leave"]),
-        ("plan --pp 4 --microbatches 8 --hides 0.5", ["--hides is for --pairs; add it"]),
-        ("plot all --pp 4 --microbatches 8", ["plot draws schedules by name"]),
+        ("plan --pp 4 --microbatches 8 --attention 0.5", ["needs --slices; add --slices"]),
+        ("plan --pp 4 --microbatches 8 --hides 0.5", ["--hides needs --pairs; add --pairs"]),
+        ("plot all --pp 4 --microbatches 8", ["plot needs the names of schedules"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o x.png", ["use .svg, .csv or .json"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o /nowhere/x.svg", ["cannot be written"]),
     ],
@@ -250,4 +250,4 @@ def test_several_schedules_in_one_picture(
     assert "input gradient" in picture  # of bitpipe, in the legend of both
     code, _, err = _run(capsys, f"plot 1f1b bitpipe {sizes}.json")
     assert code == 2
-    assert "holds one schedule" in err
+    assert "can contain only one schedule" in err
