@@ -376,6 +376,7 @@ class _Bench:
             whole_s = backward(out)
             input_s = 0.0
             if not pre:
+                # Without gradients of weights, a backward computes only the input gradient.
                 built.requires_grad_(False)
                 input_s = backward(forward())
             # The first run also allocates and compiles.
@@ -429,6 +430,7 @@ def of_trace(
         parts += kinds_of_stages[stage]
     if not has_middle:
         parts += ends
+    # Compare the time of these stages in the trace with their time by the formula.
     by_formula = _sum([formula[name] for name in parts])
     by_trace = _sum([times[stage] for stage in middle])
     if not schedule.splits_backward:

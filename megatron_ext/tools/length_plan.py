@@ -75,6 +75,7 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     if args.json:
         entries = []
         for prediction in predictions:
+            # Without slices, their fields are None.
             fields = prediction._asdict().items()
             entries.append({name: value for name, value in fields if value is not None})
         print(json.dumps(entries, indent=1))
@@ -101,6 +102,7 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
     Raises:
         ScheduleError: Neither or both of the two flags that set the cost are given.
     """
+    # Exactly one of the two flags must be given.
     if (args.length_costs is None) == (args.hidden_size is None):
         raise ScheduleError(
             "--lengths needs either --length-costs A,B or --hidden-size H for the cost of a "

@@ -304,6 +304,7 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
 def _job(args: argparse.Namespace) -> Question:
     model = read_model(args.model, args.size, args.model_flags)
     num_devices, device = parse_devices(args.devices)
+    # The limit of the user is the memory that a layout may use, so nothing is reserved.
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
     if args.trace_dir is not None:
@@ -450,6 +451,7 @@ def _what_would_fit(job: Question) -> str:
     If recomputation is fixed, the change is to recompute more. Otherwise, or if that is not enough,
     it is the smallest number of devices.
     """
+    # If no layout fits even without a limit, the fixed values contradict each other.
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
             f"--fix {fixed_text(job.fixed)} allows no layout, even with unlimited memory; fix "
@@ -480,6 +482,7 @@ def _enough_devices(job: Question) -> int | None:
     """
     node_size = min(job.device.node_size, job.num_devices)
     too_few_nodes = job.num_devices // node_size
+    # Double until a layout fits.
     for _ in range(_MAX_DOUBLINGS):
         enough_nodes = too_few_nodes * 2
         if fits(replace(job, num_devices=enough_nodes * node_size)):
@@ -487,6 +490,7 @@ def _enough_devices(job: Question) -> int | None:
         too_few_nodes = enough_nodes
     else:
         return None
+    # Bisect between the largest number that does not fit and the smallest one that does.
     while enough_nodes - too_few_nodes > 1:
         middle_nodes = (too_few_nodes + enough_nodes) // 2
         if fits(replace(job, num_devices=middle_nodes * node_size)):

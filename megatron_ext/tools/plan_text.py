@@ -166,6 +166,7 @@ def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[s
     for device_field in fields(device):
         name = device_field.name
         source = device.sources.get(name, "assumed")
+        # The factors of a measurement get one line for each part of the model.
         if name == "measured":
             for part, factors in device.measured:
                 factor_text = " ".join(f"{factor:.2f}" for factor in factors)

@@ -163,6 +163,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         for key, values in generator.options.items():
             parser.add_argument(
                 generator.flag(key),
+                # The space distinguishes these destinations from all others (`_options`).
                 dest=f"{generator.name} {key}",
                 choices=values,
                 help=f"{key} of {generator.name} (default: {values[0]})",
@@ -270,6 +271,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     Raises:
         ScheduleError: A size is missing or too large, or there is only one rank.
     """
+    # A file contains the sizes of its table.
     if all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
     missing = []

@@ -63,6 +63,7 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
             f"--folders got {len(folders)}; give the folders of the reference and the candidate, "
             "and optionally the folder of a run to learn tolerances from"
         )
+    # `read_folder` returns nothing for a folder of digests, which holds no operators.
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
             raise ArgumentsError(

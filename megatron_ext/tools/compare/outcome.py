@@ -119,6 +119,7 @@ def judge(
     failed = [contender for contender in contenders if contender.failure]
     if failed:
         code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
+    # Different numbers are worse than a failed run, so they decide the exit code.
     if "different" in judgements:
         code = DIFFERENT
     if against_itself:
@@ -146,9 +147,11 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     tokens_per_s = None
     if tokens is not None and step_s:
         tokens_per_s = tokens / step_s
+    # Every round trains the same steps, so the first round is enough to compare the numbers.
     difference = None
     if records and reference.records and contender is not reference and not speed_only:
         difference = deviations(reference.records[0], records[0])
+    # Two rounds of one contender show whether the recipe is deterministic.
     repeats = None
     if len(records) > 1 and not speed_only:
         repeats = deviations(records[0], records[1])
@@ -258,6 +261,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 def _best(rows: Sequence[Row]) -> Row | None:
     """Return the fastest row whose numbers are right; None: no row is faster than the reference."""
+    # The numbers of a row may be unjudged, for example because of dropout. That is no error.
     usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)

@@ -93,6 +93,7 @@ def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
     """Yield one chart for each loss, one for the gradient norm, and one for the step times."""
     names: list[str] = []
     for contender in contenders:
+        # Draw the first round, if there is one.
         for record in contender.records[:1]:
             for step in record.steps:
                 names += [name for name in step.numbers if name not in names]
@@ -137,6 +138,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
         return ""
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
+    # A single iteration, or equal values, give a range of 0.
     x_scale = (_WIDTH - _MARGIN - 20) / max(1, last - first)
     y_scale = (_HEIGHT - 50) / ((high - low) or 1.0)
 
@@ -144,6 +146,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
         return f"{_MARGIN + (x - first) * x_scale:.1f},{_HEIGHT - 30 - (y - low) * y_scale:.1f}"
 
     shapes = []
+    # Grid lines with their values.
     for value in (low, (low + high) / 2, high):
         height = _HEIGHT - 30 - (value - low) * y_scale
         shapes.append(
@@ -151,6 +154,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
             f'y2="{height:.1f}"/><text x="{_MARGIN - 8}" y="{height + 4:.1f}" '
             f'text-anchor="end">{value:.4g}</text>'
         )
+    # Numbers of iterations below the chart.
     for iteration in sorted({first, (first + last) // 2, last}):
         x = place(iteration, low).partition(",")[0]
         shapes.append(
@@ -190,6 +194,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
             f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
         )
         for kind, begin, length, title in row["spans"]:
+            # Waiting stays blank.
             if kind == "wait":
                 continue
             shapes.append(

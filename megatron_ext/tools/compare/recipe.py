@@ -75,6 +75,7 @@ class Recipe:
         notes: list[str] = []
         our_flags = _our_flags()
         for group in _groups(words):
+            # A flag may be written as `--flag VALUE` or `--flag=VALUE`.
             flag = group[0].partition("=")[0]
             if flag in _LEFT_OUT:
                 if _LEFT_OUT[flag]:
@@ -88,6 +89,7 @@ class Recipe:
     def value(self, flag: str) -> str | None:
         """Return the last value of a Megatron flag in the recipe, or None."""
         value = None
+        # As in argparse, the last value of a flag counts.
         for group in _groups(self.flags):
             name, equals, text = group[0].partition("=")
             if name == flag:
@@ -143,6 +145,7 @@ def candidates(
         reference_label = label_of(reference)
     runs = [Candidate(reference_label, tuple(reference))]
     for flags in (recipe.pipeline, *additions):
+        # A recipe without pipeline flags, or a repeated --with, adds no candidate.
         is_new = all(tuple(flags) != run.flags for run in runs)
         if flags and is_new:
             runs.append(Candidate(label_of(flags), tuple(flags)))
@@ -171,6 +174,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield each flag with its values."""
     group: list[str] = []
     for word in words:
+        # Values may start with a single dash, such as -1.
         if word.startswith("--") and group:
             yield group
             group = []

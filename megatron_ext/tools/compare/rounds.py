@@ -75,12 +75,14 @@ def compare(
     """
     command = [word for word in args.command_words if word != "--"]
     script, *flags = command or [""]
+    # Flags from the environment come first, so that those on the command line take precedence.
     recipe = Recipe.of([script, *requested_flags(), *flags])
     if args.slurm is not None and not jobs.is_inside_allocation():
         # Report mistakes before the job waits in the queue. --best ranks schedules for the devices
         # of the allocation, so it can only run inside.
         if not args.best:
             _planned(args, recipe, options)
+        # The batch job runs the same command line again, inside the allocation.
         option_words = words[: len(words) - len(args.command_words)]
         jobs.submit(args, option_words, command, str(Path.cwd()))
         return 0
@@ -89,6 +91,7 @@ def compare(
         print(comparison.plan())
         return 0
     folder = args.output or Path("compare") / runs.new_run_id()
+    # This raises for an existing folder, whose results would mix with the new ones.
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -138,13 +141,16 @@ def _planned(
     answers = [_checked(args, recipe, contender) for contender in contenders]
     runners = []
     for contender, answer in zip(contenders, answers, strict=True):
+        # Two runs of the same recipe must be bit-identical.
         promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
+            # What remains besides our pipeline flags are flags of Megatron.
             same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
         notes = [*answer.changes, *answer.notices]
         runners.append(outcome.Contender(contender, promise, notes))
     num_rounds = args.rounds or _NUM_ROUNDS
+    # With --self, the two contenders already are the two runs to compare.
     if args.against_itself:
         num_rounds = 1
     return Comparison(
@@ -217,6 +223,7 @@ def _with_equal_masks(
     changed = replace(
         recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
     )
+    # If other flags exclude it, the masks differ, and the numbers are not judged.
     return changed if _preflight(args, changed, reference).accepted else recipe
 
 
@@ -239,9 +246,11 @@ def _preflight(
     args: argparse.Namespace, recipe: Recipe, candidate: Candidate
 ) -> Preflight:
     command = recipe.command(candidate)
+    # The number of ranks is known only inside the allocation.
     if args.slurm is not None and not jobs.is_inside_allocation():
         return preflight(command)
     plan = jobs.planned(args, command, str(Path.cwd()))
+    # Other hosts may have another Megatron than this machine.
     if all(host.local for host in plan.hosts):
         jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
@@ -328,10 +337,13 @@ class Comparison:
         with self._weights() as weights:
             if needs_weights and not self._save_weights(weights, counter, stop):
                 return
-            load = (
-                ("--load", str(weights), "--finetune", *_WHOLE) if needs_weights else ()
-            )
+            load: tuple[str, ...] = ()
+            if needs_weights:
+                # --finetune loads only the weights, and starts with the first iteration.
+                load = ("--load", str(weights), "--finetune", *_WHOLE)
             for number in range(1, self.num_rounds + 1):
+                # Reverse every other round, so that a steady drift of the machine affects all
+                # contenders alike.
                 order = self.contenders if number % 2 else self.contenders[::-1]
                 for contender in order:
                     # Without the reference there is nothing to compare with.
@@ -372,6 +384,7 @@ class Comparison:
             speed_only=self.speed_only,
             against_itself=self.against_itself,
         )
+        # The user asked for learned tolerances, so a comparison without them has failed.
         if self.calibration_failure and answer.code == outcome.EQUAL:
             return replace(answer, code=outcome.FAILED)
         return answer
@@ -557,6 +570,8 @@ class Comparison:
 
     def _save_weights(self, path: Path, counter: _Progress, stop: run.Stop) -> bool:
         """Save the weights that all runs start from; return whether that succeeded."""
+        # The folder of --load has no checkpoint, or this run would not be needed. The following
+        # runs load the new weights instead.
         self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
         reference = self.contenders[0]
         command = self.recipe.command(
@@ -618,6 +633,7 @@ class Comparison:
             counter.end(str(error))
             return
         contender.records.append(record)
+        # The timeline of one round is enough for the page.
         if contender.timeline is None:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])

@@ -68,6 +68,7 @@ def read(folder: Path) -> RunRecord:
         DataError: There are no records, or two ranks disagree about the gradient norm.
     """
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
+    # The first line is a header. A rank that died in its first step has nothing else.
     ranks = [lines for lines in ranks if len(lines) > 1]
     ranks.sort(key=lambda lines: lines[0]["rank"])
     if not ranks:
@@ -111,6 +112,7 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
     norms = [
         line["gradient_norm"] for line in lines if line["gradient_norm"] is not None
     ]
+    # All ranks record the norm over the whole model.
     for norm in norms:
         if not is_same(norm, norms[0]):
             raise DataError(
@@ -134,6 +136,7 @@ def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | No
     ]
     if seq_length is None or len(counts) < 2:
         return None
+    # The records contain the samples consumed since the start of the training.
     samples = [after - before for before, after in itertools.pairwise(counts)]
     return int(statistics.median(samples) * seq_length)
 

@@ -52,6 +52,7 @@ def cells(row: Row, reference: Row) -> list[str]:
     speed = ""
     if row.speed is not None:
         speed = f"{row.speed:.2f} x"
+        # ~ marks a difference that is not larger than the differences between rounds.
         if is_noise(row, reference):
             speed = f"~ {speed}"
     return [

@@ -159,7 +159,7 @@ def check_training(
 
 
 def _set_facts_of_cut(answer: Preflight) -> None:
-    """Set the arguments of Megatron's schedules that `KNOWN_HANGS` reads and that are no flags.
+    """Set the arguments that `KNOWN_HANGS` reads but no flag sets, for Megatron's schedules.
 
     Raises:
         ArgumentsError: The flags of the cut contradict each other, or do not divide.
@@ -362,7 +362,8 @@ def planned(
     args = answer.checked_args
     model = sizes_of_flags(flags, "the model")
     if "cuda_graph_impl" in answer.arguments:
-        flags = [*flags, "--cuda-graph-impl", "none"]  # the schedule drops CUDA graphs
+        # The schedule disables CUDA graphs, so forecast without them.
+        flags = [*flags, "--cuda-graph-impl", "none"]
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
     twins = answer.config.twins if answer.config else 1

@@ -72,6 +72,8 @@ class _Job:
             start_new_session=True,
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
+        # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer of
+        # `_follow_launcher` sends SIGALRM.
         whys = {number: f"the agent got {number.name}" for number in _STOPPING}
         whys[signal.SIGUSR1] = runs.STOPPED
         whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
@@ -100,7 +102,7 @@ class _Job:
 
     def _reap(self, *_: object) -> None:
         """Reap adopted orphans that have ended, which otherwise stay zombies until the job ends."""
-        # Only look at first (WNOWAIT): the exit code of `child` belongs to its `Popen`.
+        # WNOWAIT leaves the process as it is, because only its `Popen` may reap `child`.
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (
@@ -250,8 +252,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # A rank that has written its cause may still be killed by torchrun while it exits, so its
-        # exit code tells less.
+        # A rank that has written its cause may still be killed by torchrun while it exits, so
+        # ignore its exit code.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
@@ -296,7 +298,7 @@ def last_lines(path: Path, count: int) -> list[str]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
             size = file.seek(0, os.SEEK_END)
-            # Read only the end: the logs of several weeks have gigabytes.
+            # Read only the end, because logs of several weeks take gigabytes.
             file.seek(max(0, size - (1 << 16)))
             text = file.read().decode(errors="replace")
     except OSError:

@@ -58,7 +58,7 @@ _MEANINGS = {
 """Pattern in the output of ssh, srun or the login shell -> explanation and remedy."""
 
 Event = tuple[int, Json | Literal["signal"] | None]
-"""Index of a host and its message (None if its connection has ended), or the number of a signal."""
+"""Index of a host and its message, None if its connection has ended; or a signal and "signal"."""
 
 
 def reach(

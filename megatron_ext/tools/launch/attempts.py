@@ -1,4 +1,4 @@
-"""Runs a planned job and repeats it after a failure; each attempt has its logs and its result."""
+"""Runs a planned job, and repeats it after a failure; each attempt has separate logs."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 MIN_FREE_BYTES = 64 << 20
-"""Less free space for the logs of a host is a problem."""
+"""Space that the logs of a host need; less free space is a problem."""
 MIN_SHARED_BYTES = 1 << 30
-"""Less free shared memory causes a warning; a container has 64 MiB by default."""
+"""Shared memory below which a host gets a warning; a container has 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _LOWEST_PORT = 20000
 _HIGHEST_PORT = 32767
@@ -35,7 +35,7 @@ _HIGHEST_PORT = 32767
 
 
 def look(request: Json, log_dir: Path) -> Json:
-    """Return whether this host can run the request, in whose environment this process already is.
+    """Return whether this host can run the request, whose environment is already set.
 
     The answer contains problems, warnings, and values that must be equal on every host. This call
     changes to the request's work directory. The log directory must not exist yet.

@@ -105,7 +105,7 @@ def add_subcommands(subparsers: Any) -> None:
         type=whole_number(0, 10**9),
         default=0,
         metavar="K",
-        help="the last K hosts join only when another host cannot take part in a restart",
+        help="keep the last K hosts as spares, which replace unusable hosts in a restart",
     )
     add(
         "--keep-going",

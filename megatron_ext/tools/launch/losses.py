@@ -79,7 +79,7 @@ class Losses:
         if len(self.items) <= self.reserve:
             return None
         for loss in self.items:
-            # Training has recovered from the losses with a time, so it is not they that end it.
+            # Training has recovered from the losses that have a time, so they did not end the job.
             if loss.back_after_s is None:
                 return loss
         return self.items[-1]

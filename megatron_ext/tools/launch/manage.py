@@ -97,7 +97,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan reduced to the host of a rank, and the local rank; without a rank, all."""
+    """Return the plan reduced to the host of a rank, and the local rank; None: all hosts."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:

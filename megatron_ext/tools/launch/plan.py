@@ -58,6 +58,7 @@ def _sizes_of(flags: Sequence[str]) -> JobSizes:
     settings: dict[str, object] = {}
     for dest in _SIZES:
         text = flag_value(flags, f"--{dest.replace('_', '-')}")
+        # Pass on text that is not a number, for which `JobSizes` raises an error with the flag.
         if text:
             settings[dest] = int(text) if text.isascii() and text.isdigit() else text
     try:

@@ -57,8 +57,8 @@ def supervise(
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # Losing a connection does not show whether the agent or only ssh has died. A second
-        # connection shows it, and stops what is left of the job on that host.
+        # A lost connection does not show whether the agent has died, or only ssh. A second
+        # connection shows this, and stops what is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
@@ -194,7 +194,7 @@ class Watch:
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:
-        """Process the report of an agent that its part of the job has ended."""
+        """Process an agent's report that its part of the job has ended."""
         del self._running[index]
         noted = message.get("cause")
         ending = None if noted is None else cause.from_json(noted)

@@ -168,6 +168,7 @@ def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
     """Return pairs of a heading and a sentence: where the time goes, what to change, and so on."""
+    # A rank that waits for one of these waits for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
     for cause, time_ns in total.idle_ns.items():
@@ -182,6 +183,7 @@ def _verdict(
     step_ns = sum(times_ns.values()) or 1
     shares = []
     for activity, time_ns in times_ns.items():
+        # Leave out shares that would be shown as 0 %.
         if time_ns >= 0.005 * step_ns:
             shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
     answers = [("Where the time goes", f"A rank spends {', '.join(shares)}.")]

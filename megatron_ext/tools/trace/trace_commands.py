@@ -81,7 +81,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         help="with --trace-dir: leave out schedules that need more memory on a rank; with "
         "--devices: memory of a device (default: the memory of that device)",
     )
-    # Keep the function of `plan` itself, which runs without a trace.
+    # Keep the function that `plan` has so far, which runs without a trace.
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
 
 
