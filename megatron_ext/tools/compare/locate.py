@@ -734,11 +734,9 @@ class _Comparing:
 
 
 def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
-    counts = [
-        {part: record.num_elements for part, record in t.parts.items()}
-        for t in (first, second)
-    ]
-    return counts[0] == counts[1]
+    first_sizes = {part: record.num_elements for part, record in first.parts.items()}
+    second_sizes = {part: record.num_elements for part, record in second.parts.items()}
+    return first_sizes == second_sizes
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:

@@ -125,28 +125,33 @@ def judge(
     if against_itself:
         return Answer(rows, _verdict_of_itself(rows), [], code)
     best = _best(rows)
-    return Answer(rows, _verdict(rows, best), [] if best is None else best.flags, code)
+    flags_to_keep: list[str] = []
+    if best is not None:
+        flags_to_keep = best.flags
+    return Answer(rows, _verdict(rows, best), flags_to_keep, code)
 
 
 def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row:
     records = contender.records
     step_s = median_s(records)
     reference_s = median_s(reference.records)
-    durations_s = sorted(
-        duration for record in records for duration in record.durations_s
-    )
+    durations_s: list[float] = []
+    for record in records:
+        durations_s += record.durations_s
+    durations_s.sort()
     fast_s = slow_s = None
     if durations_s:
-        fast_s, slow_s = (_percentile(durations_s, share) for share in _PERCENTILES)
+        low_share, high_share = _PERCENTILES
+        fast_s = _percentile(durations_s, low_share)
+        slow_s = _percentile(durations_s, high_share)
     speed = None
     if step_s and reference_s and contender is not reference:
         speed = reference_s / step_s
-    tokens = next(
-        (record.tokens for record in records if record.tokens is not None), None
-    )
+    # All rounds train the same batches, so any round with a known number of tokens will do.
+    known_tokens = [record.tokens for record in records if record.tokens is not None]
     tokens_per_s = None
-    if tokens is not None and step_s:
-        tokens_per_s = tokens / step_s
+    if known_tokens and step_s:
+        tokens_per_s = known_tokens[0] / step_s
     # Every round trains the same steps, so the first round is enough to compare the numbers.
     difference = None
     if records and reference.records and contender is not reference and not speed_only:

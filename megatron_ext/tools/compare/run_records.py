@@ -84,9 +84,10 @@ def read(folder: Path) -> RunRecord:
         notes.append(f"{len(ranks)} of {world_size} ranks left a record")
     # A rank that was killed may lack the last steps that other ranks recorded.
     num_steps = max(len(body) for body in bodies)
-    steps = [
-        _step([body[i] for body in bodies if i < len(body)]) for i in range(num_steps)
-    ]
+    steps = []
+    for index in range(num_steps):
+        lines_of_step = [body[index] for body in bodies if index < len(body)]
+        steps.append(_step(lines_of_step))
     memory_bytes = max(line["memory_bytes"] for body in bodies for line in body)
     tokens = _tokens(bodies[0], headers[0]["seq_length"])
     return RunRecord(steps, memory_bytes, tokens, world_size, notes)
@@ -195,25 +196,33 @@ class Deviations:
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     """Compare the numbers of two runs, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
-    pairs = [
-        (step, candidate_steps[step.iteration])
-        for step in reference.steps
-        if step.iteration in candidate_steps
-    ]
-    differing: list[Deviation] = []
-    skipped = None
-    for step, other in pairs:
+    num_steps = 0
+    losses: list[Deviation] = []
+    norms: list[Deviation] = []
+    first_iteration = skipped = None
+    for step in reference.steps:
+        other = candidate_steps.get(step.iteration)
+        if other is None:
+            continue
+        num_steps += 1
         if skipped is None and step.skipped != other.skipped:
             skipped = step.iteration
         for name in sorted({*step.numbers, *other.numbers}):
             numbers = step.numbers.get(name), other.numbers.get(name)
-            if not is_same(*numbers):
-                differing.append(Deviation(name, step.iteration, *numbers))
+            if is_same(*numbers):
+                continue
+            deviation = Deviation(name, step.iteration, *numbers)
+            if name == _NORM:
+                norms.append(deviation)
+            else:
+                losses.append(deviation)
+            if first_iteration is None:
+                first_iteration = step.iteration
     return Deviations(
-        loss=_largest(item for item in differing if item.name != _NORM),
-        norm=_largest(item for item in differing if item.name == _NORM),
-        first_iteration=differing[0].iteration if differing else skipped,
-        num_steps=len(pairs),
+        loss=_largest(losses),
+        norm=_largest(norms),
+        first_iteration=skipped if first_iteration is None else first_iteration,
+        num_steps=num_steps,
         skipped=skipped,
     )
 

@@ -55,16 +55,27 @@ def cells(row: Row, reference: Row) -> list[str]:
         # ~ marks a difference that is not larger than the differences between rounds.
         if is_noise(row, reference):
             speed = f"~ {speed}"
+    step_ms = tokens = memory_gib = bubble_percent = ""
+    if row.step_s is not None:
+        step_ms = f"{1e3 * row.step_s:.1f}"
+    if row.tokens_per_s is not None:
+        tokens = f"{row.tokens_per_s:,.0f}"
+    if row.memory_bytes:
+        memory_gib = f"{row.memory_bytes / 2**30:.2f}"
+    if row.bubble_ratio is not None:
+        bubble_percent = f"{100 * row.bubble_ratio:.1f}"
+    loss = _difference_text(row, "loss")
+    norm = _difference_text(row, "norm")
     return [
         label,
-        "" if row.step_s is None else f"{1e3 * row.step_s:.1f}",
+        step_ms,
         range_text,
         speed,
-        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        f"{row.memory_bytes / 2**30:.2f}" if row.memory_bytes else "",
-        "" if row.bubble_ratio is None else f"{100 * row.bubble_ratio:.1f}",
-        _difference_text(row, "loss"),
-        _difference_text(row, "norm"),
+        tokens,
+        memory_gib,
+        bubble_percent,
+        loss,
+        norm,
     ]
 
 

@@ -51,13 +51,11 @@ class Promise:
         Args:
             rounded: The differences of that run from the reference.
         """
-        relatives = [
-            0.0 if item is None else item.relative
-            for item in (rounded.loss, rounded.norm)
-        ]
-        loss, norm = (
-            max(LEARNED_MARGIN * relative, _RESOLUTION) for relative in relatives
-        )
+        loss = norm = _RESOLUTION
+        if rounded.loss is not None:
+            loss = max(LEARNED_MARGIN * rounded.loss.relative, _RESOLUTION)
+        if rounded.norm is not None:
+            norm = max(LEARNED_MARGIN * rounded.norm.relative, _RESOLUTION)
         return replace(self, loss=loss, norm=norm, is_learned=True)
 
     @property

@@ -91,9 +91,9 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     `code` is the exit code of the connection, and `printed` holds the lines that ssh or the login
     shell printed.
     """
-    last = next(
-        (line.strip() for line in reversed(printed) if line.strip()), "no output"
-    )
+    last = "no output"
+    for line in printed:
+        last = line.strip() or last
     for pattern, meaning in _MEANINGS.items():
         if re.search(pattern, "\n".join(printed), re.IGNORECASE):
             return f"{meaning.format(host=host)} ({last})"

@@ -43,10 +43,11 @@ def hosts() -> tuple[Host, ...]:
     shown = run("scontrol", "--oneliner", "show", "node", ",".join(names))
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
     tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
-    return tuple(
-        Host(name, slots=count if count > 1 else None, addr=addresses.get(name))
-        for name, count in zip(names, tasks, strict=True)
-    )
+    allocated = []
+    for name, count in zip(names, tasks, strict=True):
+        slots = count if count > 1 else None
+        allocated.append(Host(name, slots=slots, addr=addresses.get(name)))
+    return tuple(allocated)
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
