@@ -122,6 +122,7 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
     """
     if text is None:
         return None
+    # Slices suit the longest micro-batch when samples are packed in the order of the file.
     if text == "auto":
         packs = packs_in_file_order(lengths, sizes.max_tokens)
         return automatic_slice_tokens(max(map(sum, packs)), sizes.pp)

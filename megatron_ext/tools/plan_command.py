@@ -256,6 +256,7 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
         raise ArgumentsError(
             "interrupted before any layout was found to fit; let it run longer"
         )
+    # With free sizes, the search has already tried every layout.
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
     # Forecast the fixed sizes anyway: recipes make them fit by techniques that the search does not
@@ -398,6 +399,7 @@ def _yes_or_no(_model: ModelSizes, value: str, assignment: str) -> bool:
 
 def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int]:
     """Parse a layout in Megatron's notation."""
+    # In a stage, E is the embedding, t a layer, m an MTP layer and L the loss.
     stages = parse_layout(value)
     layers = [stage.count("t") for stage in stages]
     if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):

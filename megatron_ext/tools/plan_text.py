@@ -92,6 +92,7 @@ def result_lines(
     plans = result.plans
     job = result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
+    # With experts, each token uses only some of the parameters.
     size = f"{weights / 1e9:.4g} billion parameters"
     if active_weights < weights:
         size += f", {active_weights / 1e9:.3g} active"

@@ -541,6 +541,7 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
     width = 100
     coloured = False
     if sys.stdout.isatty():
+        # NO_COLOR is the convention of no-color.org.
         width = shutil.get_terminal_size((100, 24)).columns
         coloured = not os.environ.get("NO_COLOR")
     pictures = [

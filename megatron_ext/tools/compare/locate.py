@@ -114,6 +114,7 @@ class Difference:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
         if self.kind == "forward":
             return f"the output of {where}"
+        # A model as a whole records the gradient of its output, a module that of its input.
         if self.kind == "backward":
             return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
         names = {
@@ -287,6 +288,7 @@ class _Run:
     def first_step(self) -> int:
         """The first training step; the initial weights are recorded before it."""
         trained = []
+        # Before the first step, only weights are recorded.
         for number, tensors in self.steps.items():
             if any(kind == "forward" for kind, _, _ in tensors):
                 trained.append(number)
@@ -510,6 +512,7 @@ class _Comparing:
                 "the two runs have no complete step in common; record them again"
             )
         notes = [*self.reference.notes, *self.candidate.notes]
+        # Compare only the steps that both runs have.
         counts = len(self.reference.steps), len(self.candidate.steps)
         if set(self.reference.steps) != set(self.candidate.steps):
             notes.append(
@@ -517,6 +520,7 @@ class _Comparing:
                 f"{len(common)}; only these were compared"
             )
         learned_steps = self.tolerances.steps
+        # Of these, compare only the steps for which tolerances were learned.
         if self._tolerates and learned_steps is not None:
             num_unlearned = len(set(common) - set(learned_steps))
             common = [step for step in common if step in learned_steps]
@@ -536,6 +540,7 @@ class _Comparing:
                 f"the stated tolerance is for float32, but the runs compute in {precision}; learn "
                 f"one with compare --calibrate, or from a third folder recorded with {ROUNDING}=1"
             )
+        # A difference spreads to all later steps, so stop at the first step that has one.
         num_steps = num_tensors = 0
         difference = None
         for step in common:
@@ -547,6 +552,7 @@ class _Comparing:
             if mismatches:
                 difference = self._chosen(step, mismatches)
                 break
+        # Without a common tensor, equal results would mean nothing.
         if difference is None and not num_tensors:
             raise DataError(
                 "the two runs have no tensor in common, so nothing was compared; record both with "
@@ -561,6 +567,7 @@ class _Comparing:
         for key, tensor in references.items():
             if key in candidates:
                 yield from self._compared(step, key, tensor, candidates[key])
+        # A tensor that only one of the runs has computed is a difference, too.
         yield from self._never_computed(references, candidates)
 
     def _compared(
@@ -573,6 +580,7 @@ class _Comparing:
                 # Ranks sum other micro-batches or tokens, so only the reduced gradient can match.
                 return
             if kind == "backward":
+                # The runs divide the gradients of a micro-batch by different numbers.
                 candidate = candidate.scaled(self._gradient_scale)
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
@@ -589,6 +597,7 @@ class _Comparing:
             if record.bits == other_record.bits:
                 continue
             relative = relative_difference(record, other_record)
+            # In this form, the condition also holds for a NaN.
             if not tolerance or not relative <= tolerance:
                 yield _Mismatch(
                     key,
@@ -705,6 +714,7 @@ class _Comparing:
             # The sums after later micro-batches contain this one, so they differ too.
             numbers = {microbatch}
         elif microbatch != NO_MICROBATCH:
+            # List all micro-batches in which this tensor differs.
             numbers = {
                 m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)
             }

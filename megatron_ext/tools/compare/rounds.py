@@ -349,6 +349,7 @@ class Comparison:
                     # Without the reference there is nothing to compare with.
                     if stop.number is not None or self.contenders[0].failure:
                         return
+                    # A contender that has failed would most likely fail again.
                     if not contender.failure:
                         self._train_one(contender, number, load, counter, stop)
             if self.calibrates and stop.number is None:

@@ -219,11 +219,13 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     """Return an upper bound on the memory of the arenas of one rank, in bytes."""
     table = pipeline.full
+    # Rank -> the ranks with which it exchanges messages.
     peers = defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
         if source != target:
             peers[source].add(target)
             peers[target].add(source)
+    # Each slot starts at a page, so its size is rounded up.
     page_bytes = resource.getpagesize()
     margin = None
     if pipeline.dynamic is not None:
@@ -430,6 +432,7 @@ def _parallel_sizes(
     if granularity == "full":
         recomputed = frozenset({"full"})
     elif granularity == "selective":
+        # Megatron's default is to recompute core attention.
         recomputed = frozenset(
             getattr(args, "recompute_modules", None) or ("core_attn",)
         )

@@ -142,6 +142,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
     }
+    # By default, gloo uses the interface to which the name of this host resolves. The other hosts
+    # may be unable to reach that one.
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     log_name, child_name = "torchrun.log", "torchrun"
@@ -165,6 +167,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
             )
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
+        # The folder for sockets of DataLoader workers ends with the job (`upstream/parent.py`).
         sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
         environment[parent.SOCKETS] = sockets.name
         job = _Job(start["argv"], environment, request)

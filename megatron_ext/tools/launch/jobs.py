@@ -165,6 +165,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
     flags = [*requested_flags(environ), *command]
+    # On a single machine without devices, start as many processes as the flags need.
     alone = count_devices(environ=environ) or Parallel.of(flags).smallest_job
     hosts, slurm_job = hosts_of(args, 1 if args.per_node else args.nproc, alone)
     if args.run_id:

@@ -159,6 +159,7 @@ class Keeper:
         shown = {
             int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item
         }
+        # torchrun sets these variables for its ranks, except for the last three.
         os.environ.update(
             {
                 "WORLD_SIZE": str(args.nproc_per_node),
@@ -214,6 +215,7 @@ class Keeper:
         """Record the ranks that were lost since the last call."""
         for rank in self._ranks:
             code = rank.process.poll()
+            # A rank that ends with code 0 has finished, and is not lost.
             if code and not rank.is_lost:
                 rank.is_lost = True
                 rank.end_children()

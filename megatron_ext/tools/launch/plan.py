@@ -207,9 +207,9 @@ class JobPlan:
         every host has slots.
         """
         hosts = []
-        for host, count in zip(
-            self.hosts, devices or [0] * len(self.hosts), strict=True
-        ):
+        counts = devices or [0] * len(self.hosts)
+        # Slots that the user has given take precedence over the number of devices.
+        for host, count in zip(self.hosts, counts, strict=True):
             if not host.slots and not count:
                 raise LaunchError(
                     f"{host.name}: no devices were found there; give the number of processes "
@@ -307,6 +307,7 @@ class JobPlan:
         """Return the folder for a host's logs of this run, if all hosts have the same home."""
         host = self.hosts[index]
         root = self.log_root or runs_root()
+        # The agent names its folder in the same way (`agent.main`).
         name = re.sub(r"[^A-Za-z0-9._-]", "_", host.name)
         return f"{root}/{self.run_id}/{host.number:03d}-{name}"
 

@@ -94,6 +94,7 @@ class Run:
         ranks_per_cpu: dict[str, float] = {}
         words: dict[str, str] = {}
         for host, cpus in cpus_of_ranks.items():
+            # With fewer CPUs than ranks, some ranks must wait for a CPU.
             num_cpus = len(set[str]().union(*cpus))
             if len(cpus) > num_cpus:
                 ranks_per_cpu[host] = len(cpus) / num_cpus

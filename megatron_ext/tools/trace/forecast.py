@@ -119,6 +119,7 @@ class Forecast:
         choices: list[Prediction] = []
         candidates = self.candidates
         while candidates and (not choices or choices[-1].weight_copies > 1):
+            # Memory decides between candidates that are as fast as the first one.
             bound_s = (1 + _EQUAL) * candidates[0].step_s
             fast = [
                 candidate for candidate in candidates if candidate.step_s <= bound_s
@@ -184,6 +185,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
                 f"{run.directory}: no rank recorded the activations that a forward keeps, which "
                 f"--memory-gib needs; leave --memory-gib out"
             )
+    # Simulate every configuration, and note why others are impossible or too large.
     predictions: list[Prediction] = []
     reasons: dict[str, None] = {}  # a set that keeps the order
     for pipeline in traced_run.pipelines():
@@ -336,6 +338,7 @@ class _TracedRun:
         num_stages = pipeline.placement.num_stages
         self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
+        # Assume that all stages have equally many layers.
         costs = replace(
             self.costs,
             stages=cut_anew(self.costs.stages, [1] * num_stages),
@@ -385,6 +388,7 @@ class _TracedRun:
         if dynamic is None:
             steps = [evaluate(pipeline.full, costs) for costs in draws]
         else:
+            # In dynamic order, each rank chooses its next action while the simulation runs.
             policies = partial(pipeline.policy, pipeline.num_microbatches)
             steps = []
             for costs in draws:

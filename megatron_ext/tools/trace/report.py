@@ -61,6 +61,7 @@ def page(run: Run) -> str:
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
+    # Always show the traced schedule, for comparison.
     if (
         forecast.of_traced_schedule is not None
         and forecast.of_traced_schedule not in predictions
@@ -71,6 +72,7 @@ def page(run: Run) -> str:
     shown_ranks = run.surveys[:_MAX_ROWS]
     # All ranks get columns of the same width; ranks that stopped early get fewer columns.
     longest = max((rank.steps for rank in run.surveys), key=len)
+    # A column shows the mean of several steps if there are many.
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     planned_figures = None
     if plan is not None:

@@ -82,6 +82,7 @@ class Step(NamedTuple):
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
         """Return the step with a pipeline that starts and ends at these times."""
+        # A rank that has finished waits for the other ranks until the end of the pipeline.
         wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
         idle_ns = dict(self.idle_ns)
         if wait_ns:
@@ -416,6 +417,7 @@ class _IterationCounter:
         self._result.receives[span.message] = Receive(
             source,
             self._iteration.begin_ns + span.end_ns,
+            # F and B are activations and gradients.
             was_late=is_awaited and span.attributes["for"] in ("F", "B"),
         )
 
