@@ -218,6 +218,7 @@ class _Bench:
 
         on_host = self.device.name == "cpu"
         model = self.model
+        # On a GPU, a training uses Transformer Engine if it is installed.
         has_te = gpt_layer_specs.HAVE_TE and not on_host
         num_experts = None
         if kind == "moe":

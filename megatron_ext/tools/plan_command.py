@@ -241,6 +241,7 @@ def _search_with_progress(job: Question) -> SearchResult:
     try:
         return search(job, progress=_show_progress, processes=num_processes)
     finally:
+        # Erase the progress line, also after an error.
         print("\r\033[K", end="", file=sys.stderr)
 
 
@@ -308,6 +309,7 @@ def _job(args: argparse.Namespace) -> Question:
     # The limit of the user is the memory that a layout may use, so nothing is reserved.
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
+    # Correct the costs of the device by the times of the traced run.
     if args.trace_dir is not None:
         factors = calibrate.of_trace(args.trace_dir, model, device)
         sources = {**device.sources, "measured": "the trace"}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 UNLIMITED_GIB = 1e9
 """Device memory that is assumed to forecast a layout that does not fit."""
 _BAR_WIDTH = 50
+# The first column contains the rank of a layout and its step time.
 _TABLE_HEADS = (
     "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
 )
@@ -68,6 +69,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
         "recompute": mode_name(plan.sizes.mode),
         "tokens_per_s_per_gpu": plan.tokens_per_s,
         "tflops_per_gpu": plan.tflops,
+        # A layout that does not fit was forecast with unlimited memory.
         "fits": plan.job.device.memory_gib < UNLIMITED_GIB,
     }
     return figures
@@ -144,6 +146,7 @@ def _row(number: int, plan: Layout) -> list[str]:
 
 def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
     """Yield the memory of each rank with a bar."""
+    # The forecast of two mirrored pipelines contains only the ranks of one of them.
     is_mirrored = len(plan.memory_gib) != plan.sizes.pp
     pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
     yield f"\nmemory of each rank of the first layout{pipeline}, of {device.memory_gib:g} GiB:"

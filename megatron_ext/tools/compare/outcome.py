@@ -316,6 +316,7 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
             f"the recipe is deterministic: two runs have the same losses and gradient norms to the "
             f"last bit over {first.num_steps} steps."
         )
+    # For example, one of the two runs has not finished.
     if second.deviations is None or second.deviations.first_iteration is None:
         return f"unknown whether the recipe is deterministic: {second.reason}."
     return (

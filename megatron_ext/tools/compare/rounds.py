@@ -485,6 +485,7 @@ class Comparison:
             contender.located = (
                 f"{difference.sentence()}; tolerance: {comparison.tolerance}"
             )
+            # If a module computed the tensor, find the first operator in it that differs.
             place = place_of(difference)
             if place is not None and stop.number is None:
                 operator = self._operator(

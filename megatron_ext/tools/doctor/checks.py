@@ -227,6 +227,7 @@ def check_native() -> Iterator[Diagnosis]:
     try:
         yield Diagnosis("OK", "native core", str(require_native().__file__))
     except TransportError as error:
+        # The error describes the problem in one sentence, and the remedy in the next.
         problem, _, remedy = str(error).partition(". ")
         yield Diagnosis("WARN", "native core", problem, remedy.rstrip("."))
 

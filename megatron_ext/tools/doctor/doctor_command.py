@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
                 raise LaunchError(
-                    f"--{name} checks real machines, but --devices needs none; leave one of them out"
+                    f"--{name} checks real machines, but --devices needs none; leave one out"
                 )
         if not args.command_words:
             raise ArgumentsError(

@@ -118,6 +118,7 @@ def check_training(
         count: Number of devices in the job; None: as many as one replica needs.
         device: Kind of the devices; None: memory and time are not forecast.
     """
+    # Report what the rules reject or change, and unknown flags.
     answer = preflight(words, world_size=count, device_kind=device)
     for refusal in answer.refusals:
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)

@@ -139,6 +139,7 @@ def add_subcommands(subparsers: Any) -> None:
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
         "hosts keep the full logs",
     )
+    # These are all words after the options, usually with `--` in front.
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )

@@ -132,6 +132,7 @@ def check_figures(figures: Mapping[str, Any]) -> None:
 
 
 def _check_whole(number: object) -> None:
+    # In Python, True is an int.
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"{number!r} is not a whole number")
     if not 0 <= number < MAX_NUMBER:

@@ -516,6 +516,7 @@ def table(forecast: Forecast) -> str:
             "* not bounded: ranks may keep all micro-batches if other ranks are late"
         )
     lines.append(f"\nrecommended: {forecast.advice}")
+    # The recommended predictions come first; each prediction appears once.
     with_flags = list(
         dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
     )

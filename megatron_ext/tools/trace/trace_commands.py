@@ -87,6 +87,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     simulated: Callable[[argparse.Namespace], int] = args.run_simulated
+    # With --lengths, the trace only replaces --length-costs and missing sizes.
     if args.trace_dir is not None and args.lengths is not None:
         _take_length_costs(args)
         return simulated(args)
