@@ -404,7 +404,9 @@ def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int
     # In a stage, E is the embedding, t a layer, m an MTP layer and L the loss.
     stages = parse_layout(value)
     layers = [stage.count("t") for stage in stages]
-    if "E" in "".join(stages[1:]) or set("mL") & set("".join(stages[:-1])):
+    after_first = "".join(stages[1:])
+    before_last = "".join(stages[:-1])
+    if "E" in after_first or "m" in before_last or "L" in before_last:
         raise ArgumentsError(
             f"--fix {assignment}: the planner supports the embedding only in the first stage, and "
             "MTP and loss only in the last; put E first and mL last"

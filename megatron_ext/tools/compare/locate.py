@@ -715,9 +715,10 @@ class _Comparing:
             numbers = {microbatch}
         elif microbatch != NO_MICROBATCH:
             # List all micro-batches in which this tensor differs.
-            numbers = {
-                m.key[1] for m in mismatches if (m.key[0], m.key[2]) == (kind, name)
-            }
+            for mismatch in mismatches:
+                other_kind, other_microbatch, other_name = mismatch.key
+                if (other_kind, other_name) == (kind, name):
+                    numbers.add(other_microbatch)
         match = LAYER.fullmatch(name)
         layer, module = None, name
         # Only layers in the model's main stack are numbered from the model's first layer.
@@ -754,21 +755,20 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
 
     None: the norms cannot be compared, because the parts are neither a split nor copies.
     """
-    counts = [
-        sum(record.num_elements for record in t.parts.values()) for t in (first, second)
-    ]
+    sizes_of_parts = []
+    for tensor in (first, second):
+        sizes_of_parts.append([record.num_elements for record in tensor.parts.values()])
+    counts = [sum(sizes) for sizes in sizes_of_parts]
     norms = [_norm_of_parts(tensor) for tensor in (first, second)]
     if counts[0] != counts[1]:
-        # One run may hold several copies of the tensor, such as one per replica. Each copy has the
-        # norm of the whole tensor, so divide it by their number.
-        for index, tensor in enumerate((first, second)):
-            num_copies = (
-                len({record.num_elements for record in tensor.parts.values()}) == 1
-            )
-            if not num_copies:
+        # The parts may be copies of the tensor, such as one per replica. n copies together have
+        # sqrt(n) times the norm of one.
+        for index, sizes in enumerate(sizes_of_parts):
+            may_be_copies = len(set(sizes)) == 1
+            if not may_be_copies:
                 return None
-            norms[index] /= math.sqrt(len(tensor.parts))
-            counts[index] //= len(tensor.parts)
+            norms[index] /= math.sqrt(len(sizes))
+            counts[index] //= len(sizes)
         if counts[0] != counts[1]:
             return None
     if not norms[0]:

@@ -133,11 +133,16 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 
     The line of the reference is broader, so that it stays visible below an equal line.
     """
-    points = [point for line in lines for point in line.points]
-    if not points:
+    iterations: list[int] = []
+    values: list[float] = []
+    for line in lines:
+        for iteration, value in line.points:
+            iterations.append(iteration)
+            values.append(value)
+    if not values:
         return ""
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(iterations), max(iterations)
+    low, high = min(values), max(values)
     # A single iteration, or equal values, give a range of 0.
     x_scale = (_WIDTH - _MARGIN - 20) / max(1, last - first)
     y_scale = (_HEIGHT - 50) / ((high - low) or 1.0)

@@ -28,7 +28,9 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    report = Path(sys.argv[1])
+    grace_s = float(sys.argv[2])
+    arguments = sys.argv[3:]
     killer = threading.Timer(
         grace_s, lambda: runs.end(Process().children(recursive=True))
     )

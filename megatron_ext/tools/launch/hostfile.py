@@ -214,7 +214,9 @@ def select(
                 "; to select devices, set env.CUDA_VISIBLE_DEVICES=LIST in the hostfile"
             )
         raise LaunchError(line)
-    chosen = tuple(host for host in hosts if (host.name in named) == (exclude is None))
-    if not chosen:
+    if exclude is None:
+        return tuple(host for host in hosts if host.name in named)
+    remaining = tuple(host for host in hosts if host.name not in named)
+    if not remaining:
         raise LaunchError("--exclude removes every host; exclude fewer")
-    return chosen
+    return remaining

@@ -156,9 +156,11 @@ class Keeper:
         self._grace_s = grace_s
         self._stopped_by: int | None = None
         self._ranks_met = Path(args.log_dir) / "ranks_met"
-        shown = {
-            int(item.partition(":")[0]) for item in (args.tee or "").split(",") if item
-        }
+        shown = set()
+        for item in (args.tee or "").split(","):
+            # An item is RANK:STREAMS.
+            if item:
+                shown.add(int(item.partition(":")[0]))
         # torchrun sets these variables for its ranks, except for the last three.
         os.environ.update(
             {
@@ -240,7 +242,9 @@ class Keeper:
 
 def main() -> int:
     """Run the ranks; return 0 if enough of them finished, else the code of the fatal loss."""
-    report, grace_s, reserve = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    report = Path(sys.argv[1])
+    grace_s = float(sys.argv[2])
+    reserve = int(sys.argv[3])
     parent.die_with_parent()
     args = _parsed(sys.argv[4:])
     stores = _hosted_stores(args)

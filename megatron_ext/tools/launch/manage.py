@@ -105,9 +105,8 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
             f"--rank is {rank}; the job has ranks 0 to {plan.num_started - 1}"
         )
     index = plan.host_of(rank)
-    return replace(plan, hosts=plan.hosts[index : index + 1]), rank - plan.first_rank(
-        index
-    )
+    local_rank = rank - plan.first_rank(index)
+    return replace(plan, hosts=(plan.hosts[index],)), local_rank
 
 
 def _print_answers(

@@ -409,7 +409,9 @@ class JobPlan:
         """Return the flags with which `stop`, `status` and `logs` reach the hosts of this plan."""
         if all(host.local for host in self.hosts) or self.slurm_job is not None:
             return []
-        flags = [] if self.ssh == ("ssh",) else ["--ssh-cmd", shlex.join(self.ssh)]
+        flags = []
+        if self.ssh != ("ssh",):
+            flags += ["--ssh-cmd", shlex.join(self.ssh)]
         if self.python != sys.executable:
             flags += ["--python", self.python]
         return flags

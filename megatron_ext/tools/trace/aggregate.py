@@ -237,7 +237,8 @@ def slow(run: Run) -> list[Slow]:
     slow if its messages take longer than those of most links. Links of hosts whose ranks share CPUs
     are left out, because their messages wait until the receiving process gets a CPU.
     """
-    return sorted([*_slow_ranks(run), *_slow_links(run)], key=lambda item: -item.factor)
+    items = _slow_ranks(run) + _slow_links(run)
+    return sorted(items, key=lambda item: -item.factor)
 
 
 def _slow_ranks(run: Run) -> list[Slow]:
