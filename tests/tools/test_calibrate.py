@@ -140,7 +140,7 @@ def test_a_plan_takes_the_costs_of_a_trace(
         (["--calibrate", "a.json", "--fix", "tp=2"], "accepts only micro_batch"),
         (
             ["--calibrate", "a.json", "--seq-length", "-4"],
-            "--seq-length is -4; give the tokens",
+            "--seq-length is -4; add, for example",
         ),
         (
             ["--devices", "4xcpu", "--global-batch-size", "8", "--trace-dir", "/no"],

@@ -154,7 +154,7 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ),
         (
             "--lengths {} --hidden-size 8 --schedule csv:x",
-            "registered schedules, not csv:x",
+            "registered schedules, and not csv:x",
         ),
         (
             "--lengths {} --hidden-size 8 --microbatches 0",

@@ -178,7 +178,7 @@ def test_a_csv_needs_no_sizes(
         ("plan --pp -4 --microbatches 8", ["pp must be at least 1"]),
         ("plan --pp 1 --microbatches 8", ["--pp 1 gives no pipeline", "use 2 or more"]),
         ("plan --pp 100000 --microbatches 8", ["--pp 100000", "use at most 4096"]),
-        ("plan --pp 8 --microbatches 1000000000", ["for 8 ranks; use at most 262144"]),
+        ("plan --pp 8 --microbatches 1000000000", ["with 8 ranks; use at most 262144"]),
         ("plot interleaved --pp 4 --microbatches 8 --chunks 1000000", ["2097152", "stages"]),
         ("plot zb-v --pp 512 --microbatches 1000", ["maximum of 262144", "use fewer"]),
         ("plot 1f1b --pp 256 --microbatches 1400", ["columns of 1", "at most 4096 can be drawn"]),

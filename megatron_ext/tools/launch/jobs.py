@@ -81,7 +81,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     num_used = len(hosts) - args.spares
     if num_used < 1:
         raise LaunchError(
-            f"--spares is {args.spares}, but there are {len(hosts)} hosts; keep at least one in use"
+            f"--spares is {args.spares} of {len(hosts)} hosts; keep at least one in use"
         )
     plan = replace(plan, hosts=hosts[:num_used])
     uncounted = [host.name for host in plan.hosts if not host.slots]

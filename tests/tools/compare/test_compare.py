@@ -310,7 +310,9 @@ def test_a_run_with_fewer_steps_is_named(
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "--with", "gpipe", "-o", "out", "--", *recipe) == 3
     shown = capsys.readouterr().out
-    assert shown.count("\nzb-h1: it trained 4 steps, and the reference 5\n") == 1
+    assert (
+        shown.count("\nzb-h1: it trained 4 steps, but the reference trained 5\n") == 1
+    )
     answer = json.loads(Path("out/results.json").read_text())
     assert [len(row["rounds"]) for row in answer["runs"]] == [2, 2, 2]
 
@@ -554,7 +556,7 @@ def test_a_dry_run_tells_of_the_run_that_is_rounded_differently(
         "once more, rounded differently:"
     ) in lines
     [requirement] = [line for line in lines if line.startswith("1f1b")]
-    assert "within what --calibrate learns, because flags" in requirement
+    assert "within what --calibrate learns, because Megatron's flags" in requirement
 
 
 def test_a_batch_job_is_not_submitted_with_a_candidate_that_is_refused(

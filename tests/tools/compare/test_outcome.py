@@ -127,7 +127,7 @@ def test_a_run_with_fewer_steps_is_different(tmp_path: Path) -> None:
         [own(tmp_path), contender(tmp_path, losses=LOSSES[:-1])], speed_only=False
     )
     assert answer.code == DIFFERENT
-    assert answer.rows[1].reason == "it trained 4 steps, and the reference 5"
+    assert answer.rows[1].reason == "it trained 4 steps, but the reference trained 5"
 
 
 def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ CASES = {
     ),
     "one stage with ends": (
         ONE.format(64) + PP.format(1) + "--forward-backward-disaggregating --hidden-dropout 0 "
-        "--attention-dropout 0 --decoder-last-pipeline-num-layers 1", "training", "OK", "takes",
+        "--attention-dropout 0 --decoder-last-pipeline-num-layers 1", "training", "OK", "accepts",
     ),
     "some layers recomputed": (
         TOO_MUCH + "--recompute-granularity full --recompute-method block "
@@ -109,7 +109,7 @@ CASES = {
     ),
     "another order of a schedule": (
         ONE.format(64) + PP.format(4) + "--enable-bitpipe-schedule --bitpipe-order paper", "layout",
-        "OK", "knows no --bitpipe-order paper",
+        "OK", "does not support --bitpipe-order paper",
     ),
     "the usual order of a schedule": (
         ONE.format(64) + PP.format(4) + "--enable-bitpipe-schedule --bitpipe-order zb "
@@ -251,7 +251,7 @@ def test_flags_that_others_replace_are_named() -> None:
     flags = TOO_MUCH + PP.format(2) + "--use-dpp --recompute-granularity selective "
     remedy = flight(flags + "--recompute-modules mlp")["memory"].remedy
     words, _, better = remedy.partition(": ")
-    replaced = re.search(r" in place of ([^(]+) \(", words)
+    replaced = re.search(r" instead of ([^(]+) \(", words)
     assert replaced, remedy
     old = {"--use-dpp", "--recompute-granularity", "--recompute-modules"}
     assert {*replaced[1].split(", ")} == old - {*better.split()}

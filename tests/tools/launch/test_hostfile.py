@@ -138,7 +138,7 @@ def test_hosts_are_chosen_as_in_deepspeed(
             None,
             "--include names the unknown host 'd'; the hosts are a, b, fe80::1",
         ),
-        ("", None, "--include names ''"),
+        ("", None, "--include names the unknown host ''"),
         (
             "a:0,2",
             None,

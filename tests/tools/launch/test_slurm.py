@@ -283,4 +283,4 @@ def test_without_slurms_commands_the_remedy_is_said(tmp_path: Path) -> None:
                        )  # fmt: skip
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert "there is no sbatch; " in line
+    assert "sbatch is not installed here; " in line

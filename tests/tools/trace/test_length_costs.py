@@ -142,7 +142,7 @@ def test_mirrored_pipelines_are_refused(tmp_path: Path) -> None:
         table_files.json_text(generate("bitpipe", 4, 8))
     )
     with pytest.raises(
-        DataError, match="under bitpipe stages run micro-batches that their twin"
+        DataError, match="under bitpipe, stages run micro-batches that their twin"
     ):
         measured_length_cost(read_run(folder))
 

@@ -123,7 +123,9 @@ def test_directories_without_traces_are_told(tmp_path: Path) -> None:
         reader.open_run(tmp_path)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).write_text('[{"name":"run","ph":"M","args":{"format":7}}\n')
-    with pytest.raises(DataError, match="it has format 7, this version reads 5"):
+    with pytest.raises(
+        DataError, match="it has format 7, but this version reads format 5"
+    ):
         reader.open_run(tmp_path)
     (tmp_path / NAME).write_text("#!/bin/sh\n")
     with pytest.raises(DataError, match="it is not a trace"):
