@@ -6,7 +6,7 @@
 # python_reference PREFIX    creates the indexed dataset PREFIX_text_document from Python's manual
 # word_pieces PREFIX         creates the dataset PREFIX_text_sentence for BERT, and its tokenizer in PREFIX
 # flag_value NAME DEFAULT FLAGS...   prints the last value of the flag NAME
-# run_command OUTPUT COMMAND...      runs a training, prints its short log and writes the full output to a file
+# run_command OUTPUT COMMAND...      runs a training command, prints its short log and writes the full output to a file
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly REPO
@@ -369,7 +369,7 @@ print_command() {
     printf '%s\n' "$line"
 }
 
-# Prints the short log of a training, or its full output with RAW=true, and writes the full output to a file.
+# Prints the short log of a training command, or its full output with RAW=true, and writes the full output to a file.
 # Forwards termination signals to the command, which ends its processes. The script then continues with the exit
 # code of the command, or with 130 after Ctrl-C.
 run_command() {
