@@ -30,28 +30,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoleEnds:
-    """The peers of a role's transfers, and the shapes of the messages."""
+    """Resolves the peers and the message shapes of a role's transfers."""
 
     job: Job
     shape: tuple[int, ...] | None
-    """Shape of activations and gradients between stages, `[s, b, h]`. None: the shape is sent with
-    each message."""
+    """Shape of activations and gradients between stages, `[s, b, h]`. None: each message carries
+    its shape."""
     dtype: torch.dtype
     num_layers: int | None
-    """Transformer layers of this stage if their outputs are shipped, otherwise None."""
+    """Number of transformer layers of this stage if it ships their outputs, otherwise None."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return global ranks; a merged forward rank has all tensor-parallel ranks as peers."""
+        """Return the global ranks of a transfer's peers.
+
+        A merged forward rank exchanges tensors with all tensor-parallel ranks of a stage.
+        """
         return self.job.peers(transfer.peer)
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
-        """Return the forms of the tensors of a transfer: an activation or gradient `[s, b, h]`.
+        """Return the shapes and dtypes of the tensors in a transfer.
 
-        Shipped activations are `[layers, s, b, h]`, followed by generator states if needed.
+        Activations and gradients are `[s, b, h]`. Shipped activations are `[layers, s, b, h]`,
+        followed by generator states if needed.
         """
         kind = transfer.message.kind
+        # C: a credit, which allows a forward rank to start another micro-batch.
         if kind == "C":
             return [Form(None, torch.uint8)]
+        # Only backward ranks receive shipped layer outputs. Adjacent stages of the same role
+        # exchange one activation or gradient.
         if (
             self.num_layers is None
             or kind == "B"
@@ -59,27 +66,28 @@ class RoleEnds:
         ):
             return [Form(self.shape, self.dtype)]
         shipped = Form(self._shipped_shape(self.num_layers), self.dtype)
-        if (
-            active.draws_by_microbatch() and self.num_layers
-        ):  # a stage may have no layers
+        # A stage without layers ships no generator states.
+        if active.draws_by_microbatch() and self.num_layers:
             return [shipped, Form(None, torch.uint8, 1)]
         return [shipped]
 
     def _goes_to_backward_rank(self, transfer: Transfer) -> bool:
         if transfer.verb == "RECV":
             return self.job.role == "backward"
+        # The rows of the table are the forward stages, followed by the backward stages
+        # (`Job.position`).
         return transfer.peer >= self.job.ranks.pp
 
     def _shipped_shape(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the shape of a stage's shipped activations; None: it is sent with each message."""
+        """Return the shape of a stage's shipped activations; None: each message carries it."""
         if self.shape is None:
             return None
         stage = self.job.place.pp
         last_stage = self.job.ranks.pp - 1
         num_tensors = num_layers
         if stage < last_stage and num_layers:
-            # The last layer's output is the next stage's input; only the last stage needs it
-            # itself, for the loss.
+            # The next stage ships the last layer's output as its own input. Only the last stage
+            # ships it itself, for the loss.
             num_tensors -= 1
         if stage > 0:
             num_tensors += 1  # the stage's input
@@ -88,27 +96,28 @@ class RoleEnds:
 
 @dataclass(kw_only=True)
 class ForwardCompute(StageCompute):
-    """Computes F of a forward rank."""
+    """Computes F on a forward rank."""
 
     job: Job
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if their outputs are shipped, otherwise None."""
+    """The layers of the stage if it ships their outputs, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run F; return the tensors for the next forward rank, then those for backward ranks."""
+        """Run F. Return tensors for the next forward rank, then tensors for backward ranks."""
         stage, _, microbatch, _ = action
         schedule = self.table.schedule
         draws = active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
         keeping = saving(self.layers or (), with_generators=draws)
-        # Run without a graph, which R builds on the backward rank. The schedule therefore does not
-        # seed this forward's random numbers by micro-batch; do it here.
+        # The base class seeds random numbers by micro-batch only where gradients are enabled. This
+        # forward runs without them, so seed it here; otherwise its dropout masks differ from those
+        # of R.
         drawing: AbstractContextManager[None] = nullcontext()
         if draws:
             drawing = microbatch_rng(active.iteration(), stage, microbatch)
         roles = roles_in_force()
-        # Without gradients, Megatron's router orders the experts of a token differently, which
-        # changes the last bits of their sum.
+        # Without gradients, Megatron's router does not sort the experts of a token, and summing
+        # them in another order changes the last bits.
         roles.sorts_experts = not self.job.recomputes_routers
         try:
             with keeping as saved, torch.no_grad(), drawing:
@@ -125,7 +134,7 @@ class ForwardCompute(StageCompute):
         return results + self._shares(output, 0)
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: only the transport keeps outputs."""
+        """Do nothing, because only the transport still holds the outputs."""
 
     def _shipped(
         self,
@@ -137,12 +146,12 @@ class ForwardCompute(StageCompute):
     ) -> Tensors:
         """Return the stage's input and its layers' outputs, as far as backward ranks need them.
 
-        A first stage without layers has neither and sends an empty tensor.
+        A first stage without layers has neither, and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
         tensors += saved.outputs
         if not is_last and saved.outputs:
-            tensors.pop()  # the next stage's input
+            tensors.pop()  # the next stage ships it, as its input
         if tensors:
             packed = torch.stack(tensors)
         else:
@@ -162,6 +171,7 @@ class ForwardCompute(StageCompute):
 
     def _shares(self, tensor: torch.Tensor, sequence_dim: int) -> Tensors:
         """Return the part of a tensor that each tensor-parallel backward rank needs."""
+        # With sequence parallelism, each backward rank holds a part of the sequence.
         if self._num_shards > 1 and self.job.sequence_parallel:
             return [*tensor.chunk(self._num_shards, sequence_dim)]
         return [tensor] * self._num_shards
@@ -169,13 +179,13 @@ class ForwardCompute(StageCompute):
 
 @dataclass(kw_only=True)
 class BackwardCompute(StageCompute):
-    """Computes R and B of a backward rank."""
+    """Computes R and B on a backward rank."""
 
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if their outputs are shipped, otherwise None."""
+    """The layers of the stage if it receives their outputs, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run B, or R, which starts from shipped activations `[layers, s, b, h]` if present."""
+        """Run B, or run R, which uses shipped activations `[layers, s, b, h]` if there are any."""
         if action.kind != "R" or self.layers is None:
             return super().run(action, inputs)
         packed, *states = inputs
@@ -187,14 +197,14 @@ class BackwardCompute(StageCompute):
             outputs = packed[1:]
         replay = Replay(outputs.unbind(), *states)
         roles = roles_in_force()
-        roles.replay = (
-            replay  # read by Megatron's checkpoint, see `patches/disaggregation.py`
-        )
+        # `patches/disaggregation.py` reads this when Megatron checkpoints a layer.
+        roles.replay = replay
         try:
             super().run(action, stage_inputs)
         finally:
             roles.replay = None
-        # A layer that bypasses Megatron's checkpoint would be computed here from the wrong input.
+        # A layer that bypasses Megatron's checkpoint leaves its shipped output to the next layer,
+        # and all layers after it start from wrong inputs.
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

@@ -1,9 +1,9 @@
-"""Ships layer inputs from forward ranks in one message, and replays them on backward ranks.
+"""Ships layer inputs from forward ranks to backward ranks, which replay them.
 
 With full uniform recomputation, a backward pass needs only the input of each layer. A forward rank
-has all of them, so its backward rank can skip the stage's forward: it builds the graph from the
-shipped outputs of the layers, and computes each layer when its backward runs, as recomputation
-always does.
+has all these inputs, so it sends them in one message, and its backward rank skips the stage's
+forward: it builds the graph from the shipped layer outputs, and computes each layer when its
+backward runs, as recomputation always does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Saved(NamedTuple):
 
 
 def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """Return the transformer layers of a stage; the chunk may still be wrapped.
+    """Return the transformer layers of a stage. The chunk may be wrapped.
 
     Raises:
         ScheduleError: The model does not have exactly one block of transformer layers.
@@ -39,7 +39,7 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
     ]
     if len(blocks) != 1:
         raise ScheduleError(
-            f"--fbd-activations ship needs a model with one block of transformer layers, this "
+            f"--fbd-activations ship needs a model with one block of transformer layers, but this "
             f"one has {len(blocks)}; use --fbd-activations recompute"
         )
     return list(blocks[0].layers)
@@ -49,7 +49,7 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
 def saving(
     layers: Iterable[torch.nn.Module], *, with_generators: bool
 ) -> Iterator[Saved]:
-    """Keep the outputs of layers that run inside the `with` block."""
+    """Save the outputs of the layers that run inside the `with` block."""
     saved = Saved([], [])
 
     def before(_layer: torch.nn.Module, _inputs: Any) -> None:
@@ -59,6 +59,7 @@ def saving(
         saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
 
     def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        # Megatron's layers return (hidden states, context).
         if isinstance(outputs, tuple):
             outputs = outputs[0]
         saved.outputs.append(outputs)
@@ -66,19 +67,17 @@ def saving(
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(after).remove)
-            if (
-                with_generators
-            ):  # with dropout, the backward rank must draw the same masks
+            # With dropout, the backward rank must draw the same masks.
+            if with_generators:
                 hooks.callback(layer.register_forward_pre_hook(before).remove)
         yield saved
 
 
 class Replay:
-    """The layers' outputs `[s, b, h]` of one micro-batch on a backward rank.
+    """The layer outputs `[s, b, h]` of one micro-batch on a backward rank.
 
-    The last may be missing.
-
-    With dropout, it also holds the generator states before each layer.
+    The output of the last layer is missing unless this is the last stage. With dropout, the
+    generator states before each layer come with the outputs.
     """
 
     def __init__(
@@ -96,22 +95,23 @@ class Replay:
     def instead_of(
         self, function: Callable[..., Any], hidden_states: torch.Tensor
     ) -> Callable[..., Any]:
-        """Return a replacement for a layer's function that computes only in its backward."""
+        """Return a replacement for a layer's function that runs it only during its backward."""
         self.num_replayed += 1
         output = next(self._outputs, None)
-        if (
-            output is None
-        ):  # the last layer's output, which is not read if another stage follows
+        if output is None:
+            # The output of the last layer. If another stage follows, nothing on this rank reads it.
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
+            # Megatron's checkpoint saves the generator states now, and restores them to recompute.
             _set_generators(next(self._generators))
 
-        # Megatron's checkpoint runs this function twice: in the forward without gradients, where it
-        # returns the shipped output, and in the backward with gradients.
+        # Megatron's checkpoint runs this function twice. In the forward, without gradients, it
+        # returns the shipped output. In the backward, with gradients, it computes the layer.
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)
-            return output, inputs[2]  # the block also expects a second value
+            # The block expects the pair (hidden states, context).
+            return output, inputs[2]
 
         return computed_later
 

@@ -1,8 +1,9 @@
-"""A training step of one role, in place of Megatron's schedules, and exchanges between steps.
+"""Runs the training step of one role, and exchanges values between the roles between steps.
 
-Contract: `forward_backward_pipelining_without_interleaving` of
-`megatron/core/pipeline_parallel/schedules.py`. A forward rank runs the F of its row without a graph
-and sends its outputs to both roles; a backward rank runs the R and B of its row.
+The step replaces `forward_backward_pipelining_without_interleaving` of
+`megatron/core/pipeline_parallel/schedules.py`, with the same arguments and results. A forward rank
+runs the F of its row without a graph and sends its outputs to both roles. A backward rank runs the
+R and B of its row.
 """
 
 from __future__ import annotations
@@ -54,35 +55,40 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
-# How long to wait for news of a neighbour's death after another error.
+# How long to wait, after another error, for the news that a neighbour has died.
 _NOTICED_S = 2.0
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
-    """Run one step of this process's role, with the keyword arguments of Megatron's own schedules.
+    """Run one step of this process's role.
 
-    Evaluation needs no roles: forward ranks run it among themselves, with Megatron's own schedule
-    (`stock`). Returns the reports of the loss function by micro-batch; empty on ranks that compute
-    no loss.
+    Args:
+        stock: Megatron's own schedule, with which forward ranks evaluate among themselves.
+        **call: The keyword arguments of Megatron's schedules.
+
+    Returns:
+        The reports of the loss function, by micro-batch; empty on ranks that compute no loss.
 
     Raises:
         ScheduleError: The program changes the shapes between stages.
     """
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ScheduleError(
-            "adjust_tensor_shapes_fn, as distillation sets it, changes what stages exchange, and "
+            "adjust_tensor_shapes_fn, as distillation sets it, changes what stages exchange, but "
             "the roles exchange one tensor; leave --forward-backward-disaggregating out"
         )
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime = _ready(chunks)
     config = get_model_config(chunks[0])
-    # Forward ranks alone make the calls of an evaluation, one for each batch, and `evaluation` has
-    # fetched the weights for all of them. Both roles make all other calls.
+    # During an evaluation, only forward ranks call this function, once per batch, and `evaluation`
+    # has fetched the weights for all batches. Both roles make all other calls, so they can exchange
+    # weights here.
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
-        beat()  # backward ranks wait for the whole evaluation, however long it takes
+        # Backward ranks wait for the evaluation as long as it makes progress.
+        beat()
         with _explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
@@ -91,7 +97,8 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
                 and shape[-1] != config.hidden_size
                 and groups.pp.size() > 1
             ):
-                # Megatron's own messages then have the width of several residual streams.
+                # With several residual streams, messages are wider than the hidden size, which
+                # Megatron's schedule assumes.
                 call["adjust_tensor_shapes_fn"] = lambda _received, _sent: (
                     [shape],
                     [shape],
@@ -103,6 +110,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     try:
         compute = _run(runtime, call, chunks)
     except BaseException as error:
+        # Otherwise the neighbours would wait until their time-out.
         runtime.wire.abort(reason_for_peers(error))
         raise
     compute.finalize(default_groups(), force_all_reduce=call.get("force_all_reduce"))
@@ -141,7 +149,7 @@ def _run(
     if layers is not None:
         num_layers = len(layers)
     compute: ForwardCompute | BackwardCompute
-    # Forward ranks have no gradients to reduce, so they keep this default.
+    # Forward ranks have no gradients to reduce, so they keep this default, which does nothing.
     sync = Sync()
     if is_forward:
         compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
@@ -175,7 +183,7 @@ def _run(
 
 
 def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
-    """Return this process's row of the table, built once for each number of micro-batches."""
+    """Return this process's row of the table; build it once for each number of micro-batches."""
     job = runtime.job
     table = runtime.tables.get(num_microbatches)
     if table is None:
@@ -189,7 +197,7 @@ def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
 
 @contextmanager
 def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Evaluate on a forward rank; every step uses the weights that the backward ranks have now."""
+    """Fetch the weights of backward ranks once, for all steps of an evaluation in the block."""
     runtime = _ready(chunks)
     runtime.weights.transfer()
     runtime.is_evaluating = True
@@ -200,13 +208,13 @@ def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
-    """Return the runtime, which is created at first use."""
+    """Return the runtime, which the first call creates."""
     job = active.job()
     roles = roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
-        # This is collective over a pipeline, so that all of its ranks raise the error.
+        # This check is collective over a pipeline, so that all of its ranks raise the error.
         group = default_groups().pp
         for feature in features():
             feature.refuse_roles(chunks, linear(job.ranks.pp), group)
@@ -224,7 +232,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of activations between stages, `[s, b, h]`; None: it is sent with them."""
+    """Return the shape of activations between stages; None: each message carries its shape."""
     # A separate stage for multi-token prediction passes on the hidden states of several depths.
     if config.variable_seq_lengths or config.mtp_standalone:
         return None
@@ -232,11 +240,11 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
     return shape_between_stages(config, groups, length, call["micro_batch_size"])
 
 
-# -- the connection with the neighbours of both roles ----------------------------------------------
+# -- the connection to neighbours in both roles ----------------------------------------------------
 
 
 def _open_wire(job: Job, device: torch.device) -> Transport:
-    """Connect a process with its neighbours, by global ranks, for steps and exchanges in between.
+    """Open a transport from this process to its neighbours in both roles, by global rank.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
@@ -244,7 +252,8 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     config = active.required().config
     assert config.wire != "torch", "the configuration refuses it"
     # Neighbours are the same stage of the other role (in all replicas, if each holds a shard of the
-    # weights), and the adjacent stages of both roles. The relation is symmetric.
+    # weights), and the adjacent stages of both roles. If one process is a neighbour of another, the
+    # reverse holds too, so each connection has two ends.
     place = job.place
     ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
@@ -259,13 +268,13 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
         ranks.num_ranks,
         sorted(neighbours),
         wire=config.wire,
-        slots=job.window
-        + 2,  # a message may stay in its slot while computation uses it
+        # A message may stay in its slot while computation uses it.
+        slots=job.window + 2,
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         device=device,
     )
-    # Go through host memory: the configuration rejects `device_path` ipc here.
+    # Copy tensors through host memory, because the configuration rejects `device_path` ipc here.
     return observed(
         through_host(host, device, job.timeout_s), active.required().observers
     )
@@ -273,7 +282,7 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
 
 @contextmanager
 def _explaining_failures(wire: Transport) -> Iterator[None]:
-    """Name the dead neighbour if torch.distributed, which names no rank, fails in the block.
+    """Name the dead neighbour if torch.distributed fails in the block.
 
     Raises:
         TransportError: A neighbour has died; the message names it.
@@ -281,17 +290,17 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch.distributed fails on a rank whose neighbour is gone, and this transport knows which.
+        # torch.distributed does not name the rank that died, but this transport can.
         try:
             find_lost_peer(wire, _NOTICED_S)
-        except TransportError as found:
-            wire.abort(reason_for_peers(found))
-            raise found from error
+        except TransportError as lost_peer:
+            wire.abort(reason_for_peers(lost_peer))
+            raise lost_peer from error
         wire.abort(reason_for_peers(error))
         raise
 
 
-# -- exchanges besides tensors, which every rank of a job calls ------------------------------------
+# -- exchanges of values between the roles, which every rank of a job calls ------------------------
 
 _LOSSES = "losses of an evaluation"
 _PROGRESS = (
@@ -304,9 +313,13 @@ _PROGRESS = (
 
 
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Make forward ranks resume from the checkpoint that backward ranks have loaded.
+    """Make forward ranks continue from the checkpoint that backward ranks have loaded.
 
-    Takes and returns counters of the training, by the names of Megatron's arguments.
+    Args:
+        counters: Counters of the training, by the names of Megatron's arguments.
+
+    Returns:
+        The counters of the checkpoint, by the same names.
     """
     # Some releases lack some of these counters.
     own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
@@ -316,6 +329,7 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     consumed = progress.get(
         "consumed_train_samples", counters["consumed_train_samples"]
     )
+    # With --rampup-batch-size, the number of micro-batches depends on the consumed samples.
     update_num_microbatches(consumed_samples=consumed, verbose=False)
     return progress
 
@@ -327,9 +341,9 @@ def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
 
 
 def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Let forward ranks evaluate the weights of backward ranks; return their losses, on the host.
+    """Send the weights to forward ranks, and return the losses of their evaluation.
 
-    The losses are in fp32.
+    The losses are fp32 tensors on the host.
     """
     runtime = _ready(chunks)
     runtime.weights.transfer()
@@ -342,6 +356,6 @@ def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Ten
 def send_evaluation(
     chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
 ) -> None:
-    """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log."""
+    """Send the losses of an evaluation from forward ranks to backward ranks, which log them."""
     values = {key: loss.tolist() for key, loss in losses.items()}
     hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)

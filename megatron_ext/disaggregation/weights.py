@@ -1,7 +1,7 @@
 """Transfers weights and buffers from backward ranks, which train them, to forward ranks.
 
 Before each training step and each evaluation, a backward rank sends the current state of its model:
-weights in buckets, and buffers. A forward rank receives them before its first forward.
+its buffers, and its weights in buckets. A forward rank receives them before its first forward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAKE_OWN_BUFFERS = (
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
-    """Return the message for a bucket, or for the header with the layout of sharded buckets."""
+    """Return the identity of the message for a bucket, or for the header of a transfer."""
     return Message("W", job.place.pp, number, header=header)
 
 
@@ -40,9 +40,9 @@ class _Weight(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     num_shards: int
-    """Number of backward ranks that each hold a shard; the forward rank holds the whole."""
+    """Number of backward ranks that each hold a shard of it; the forward rank holds all shards."""
     gated: bool
-    """True if it fuses two matrices, so that each shard has a part of both."""
+    """Whether it fuses two matrices, so that each shard has a part of both."""
 
     @property
     def numel(self) -> int:
@@ -51,11 +51,11 @@ class _Weight(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The place of a weight in a bucket."""
+    """The position of a weight in a bucket."""
 
     weight: _Weight
     start: int
-    """Index of its first element within one message."""
+    """Index of its first element in the message."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Bucket:
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
-    """Yield the weights of a stage, in the same order for both roles."""
+    """Yield the weights of a stage, in the same order on both roles."""
     is_merged = job.ranks.merged and job.role == "forward"
     [model] = unwrap_model(list(chunks))
     has_gates = bool(model.config.gated_linear_unit)
@@ -91,8 +91,8 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
-    """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
-    # Both roles compute the same message sizes and split by them, so the layout need not be sent.
+    """Yield buckets of up to 32 MiB, each with weights of one dtype."""
+    # Both roles compute the same message sizes and form the same buckets, so no layout is sent.
     bucket = _Bucket()
     numel = 0
     for weight in weights:
@@ -113,7 +113,7 @@ _Layout = list[list[tuple[str, int]]]
 
 
 def _shared_buckets(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """Yield Megatron's buffers and buckets; each replica updates a shard of every bucket."""
+    """Yield Megatron's buffers and buckets. Each replica updates a shard of every bucket."""
     for chunk in chunks:
         assert isinstance(chunk, DistributedDataParallel)
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -128,7 +128,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     for buffer, bucket in _shared_buckets(chunks):
         entries = []
         for parameter in bucket.params_list:
-            # Don't use `param_to_index`, which ignores the alignment of weights.
+            # Don't use `param_to_index`, which ignores the padding that aligns weights.
             start, *_ = buffer.param_index_map[parameter]
             entries.append((names[parameter], start - bucket.offset))
         layout.append(entries)
@@ -136,7 +136,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
 
 
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
-    """Return buckets of the frozen weights, which are in none of Megatron's buckets."""
+    """Return buckets of the frozen weights, which Megatron's buckets leave out."""
     trained: set[str] = set()
     for entries in layout:
         trained.update(name for name, _ in entries)
@@ -144,14 +144,15 @@ def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the buffers of a stage that must be equal for both roles, by name.
+    """Return the buffers of a stage that must be equal on both roles, by name.
 
-    These are all buffers except the unsaved ones of Megatron's position embeddings and experts.
+    These are all buffers except the non-persistent ones of Megatron's position embeddings and
+    experts.
     """
     [model] = unwrap_model(list(chunks))
     buffers: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
-        # Each role computes these itself: tables of positions, which grow with the sequences seen
+        # Each role computes these itself: tables of positions, which grow with the longest sequence
         # so far, token counts, and copies of weights.
         makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
         unsaved = module._non_persistent_buffers_set if makes_own else ()
@@ -162,7 +163,7 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class _BufferForm(NamedTuple):
-    """The header of a buffer; dtype and shape may change from step to step."""
+    """The header of a buffer. Its dtype and shape may change from step to step."""
 
     name: str
     dtype: str
@@ -176,7 +177,7 @@ class _BufferForm(NamedTuple):
 
 
 class _Side:
-    """One end of the transfers; holds the wrapped model."""
+    """One end of the transfers, with the wrapped model."""
 
     def __init__(
         self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
@@ -185,12 +186,12 @@ class _Side:
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
-        # Buffers of replicas may differ, so take them only from the same replica.
+        # Buffers may differ between replicas, so take them only from the same replica.
         self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
 
 
 class WeightSender(_Side):
-    """The sending side, on a backward rank."""
+    """The sender, on a backward rank."""
 
     def __init__(
         self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
@@ -199,6 +200,7 @@ class WeightSender(_Side):
         if job.shares_weights:
             layout = _layout(chunks)
             self._unshared = _frozen(_weights(job, chunks), layout)
+            # The layout stays the same during training, so send it once.
             wire.begin([], 1)
             self._isend(_encoded(layout), self._partners, _message(job, 0, header=True))
         else:
@@ -210,9 +212,9 @@ class WeightSender(_Side):
         Raises:
             ScheduleError: Megatron's buffers no longer hold a weight.
         """
-        # Send before the step instead of after the optimizer: a training loop may change weights
-        # between two steps, as pruning, clipping and averaging do, and `.data` leaves no trace of
-        # that.
+        # Send before the step instead of after the optimizer, because a training loop may change
+        # weights between two steps, as pruning, clipping and averaging do. Send every weight,
+        # because a write to `.data` leaves no trace.
         self._send_buffers()
         self._wire.begin([], 1)
         # Don't flush: the forwards of this step overlap with these sends.
@@ -245,29 +247,29 @@ class WeightSender(_Side):
         for target in targets:
             self._wire.isend(tensor, target, message)
 
-    # Copy buckets: the next optimizer step may start before they are sent.
+    # Both methods copy buckets, because the next optimizer step may start before they are sent.
 
     def _shared_flats(self) -> Iterator[torch.Tensor]:
         """Yield this replica's shard of each bucket of shared weights, on the host."""
         if not self._job.shares_weights:
             return
-        # Replicas gather weights only in their next forward (the distributed optimizer with
-        # --overlap-param-gather). Instead of waiting for that, each one sends its updated shard to
-        # the forward ranks of all replicas, which assemble the buckets of Megatron's gradient
-        # buffers.
+        # With the distributed optimizer and --overlap-param-gather, replicas gather weights only in
+        # their next forward. Instead of waiting for that, each replica sends its updated shard to
+        # the forward ranks of all replicas, which join the shards of each bucket.
         for _, bucket in _shared_buckets(self._chunks):
             self._check_storage(bucket)
             shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
             yield shards[self._job.place.dp].detach().clone().cpu()
 
     def _whole_flats(self) -> Iterator[torch.Tensor]:
-        """Yield the other buckets, on the host: frozen weights, or all if none are sharded."""
+        """Yield the unshared buckets, on the host: frozen weights, or all weights."""
         if not self._job.shares_weights:
             ddps = [
                 chunk
                 for chunk in self._chunks
                 if isinstance(chunk, DistributedDataParallel)
             ]
+            # The gather would otherwise run in the replicas' next forward, after this transfer.
             for ddp in ddps:
                 if ddp.ddp_config.overlap_param_gather:
                     ddp.start_param_sync(force_sync=True)
@@ -275,7 +277,7 @@ class WeightSender(_Side):
             yield bucket.flat().cpu()
 
     def _check_storage(self, bucket: Any) -> None:
-        """Check that a bucket's weights are stored in Megatron's buffer, a shard of which is sent.
+        """Check that Megatron's buffer, whose shards are sent, stores the weights of a bucket.
 
         Raises:
             ScheduleError: A weight is stored elsewhere.
@@ -296,7 +298,7 @@ class WeightSender(_Side):
 
 
 class WeightReceiver(_Side):
-    """The receiving side, on a forward rank."""
+    """The receiver, on a forward rank."""
 
     def __init__(
         self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
@@ -320,8 +322,8 @@ class WeightReceiver(_Side):
         """Wait for the state of the backward ranks' models, and load it.
 
         Raises:
-            ScheduleError: A merged forward rank cannot hold their buffers.
-            TransportError: The backward ranks did not send it in time, or are gone.
+            ScheduleError: Buffers differ between the backward ranks of a merged forward rank.
+            TransportError: The backward ranks did not send the state in time, or are gone.
         """
         self._load_buffers()
         expected = []
@@ -345,14 +347,14 @@ class WeightReceiver(_Side):
             _unpack(bucket, shards)
 
     def _sources_of(self, number: int) -> list[int]:
-        """Return the ranks that send a bucket. Buckets are numbered from 1, shared ones first."""
+        """Return the ranks that send a bucket; shared buckets have the lower numbers, from 1."""
         if number <= len(self._shared):
             return self._partners
         return self._twins
 
     def _load_buffers(self) -> None:
-        """Receive all buffers, and replace those of this rank."""
-        # All backward ranks of a stage have the same modules, so one header describes all.
+        """Receive all buffers, and replace the buffers of this rank."""
+        # All backward ranks of a stage have the same modules, so one header describes all of them.
         header, *_ = self._recv_alone(self._twins, header=True)
         forms = [_BufferForm(*form) for form in _decoded(header)]
         if not forms:
@@ -364,22 +366,22 @@ class WeightReceiver(_Side):
         for form in forms:
             end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
             content = contents[0][begin:end]
-            # A merged forward rank has one buffer where each of its backward ranks has one.
-            for of_other_shard in contents[1:]:
-                if not torch.equal(of_other_shard[begin:end], content):
+            # A merged forward rank has one buffer, and each of its backward ranks has one too.
+            for shard_content in contents[1:]:
+                if not torch.equal(shard_content[begin:end], content):
                     raise ScheduleError(
-                        f"the buffer {form.name} differs between tensor-parallel ranks, and a "
+                        f"the buffer {form.name} differs between tensor-parallel ranks, but a "
                         "merged forward rank holds one; leave --ignore-forward-tensor-parallel out"
                     )
-            # Clone: a clone starts at an address that is aligned for every dtype.
+            # Clone, because the buffer may start at an address that is not aligned for its dtype.
             buffer = content.clone().view(form.torch_dtype).view(form.shape)
             own_buffer = own_buffers.get(form.name)
             if own_buffer is not None:
-                # Replace the data instead of copying into it: routers change a buffer's dtype in
-                # their first forward.
+                # Replace the data instead of copying into it, because routers change the dtype of a
+                # buffer in their first forward.
                 own_buffer.data = buffer.to(own_buffer.device)
             else:
-                # The backward rank's module created this buffer in a forward.
+                # A module of the backward rank created this buffer during a forward.
                 path, _, name = form.name.rpartition(".")
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end
@@ -387,7 +389,7 @@ class WeightReceiver(_Side):
     def _recv_alone(
         self, sources: Sequence[int], *, header: bool
     ) -> list[torch.Tensor]:
-        """Receive the only message, in bytes, of a step of the wire from each source."""
+        """Receive one message of bytes from each source, in a separate step of the wire."""
         message = _message(self._job, 0, header=header)
         self._wire.begin(
             [Expected(source, message, None, torch.uint8) for source in sources], 1
@@ -414,7 +416,7 @@ def _decoded(encoded: torch.Tensor) -> Any:
 
 @torch.no_grad()
 def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
-    """Copy one bucket, received in shards, into the weights of a forward rank."""
+    """Copy one bucket, received as shards, into the weights of a forward rank."""
     for weight, start in bucket.slots:
         parameter = weight.parameter
         end = start + weight.numel
@@ -427,6 +429,8 @@ def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
         shape[dim] //= weight.num_shards
         matrices = [part.view(shape) for part in parts]
         if weight.gated:
+            # Each shard holds parts of both matrices. The whole weight holds all parts of the first
+            # matrix, followed by all parts of the second.
             gates = []
             values = []
             for matrix in matrices:

@@ -1,9 +1,9 @@
 """Turns the processes of one role into an ordinary Megatron job.
 
-In each process, torch.distributed knows only the processes of its role. So the backward ranks form
-an ordinary Megatron job with its own data-parallel groups, optimizer, gradient norm, checkpoints
-and logs, and the forward ranks form a second one. All processes share one store: transports find
-each other in it, and it carries the few values below.
+In each process, torch.distributed covers only the processes of one role. So the backward ranks form
+an ordinary Megatron job with its data-parallel groups, optimizer, gradient norm, checkpoints and
+logs, and the forward ranks form a second one. All processes share one store, through which
+transports find each other and the roles exchange a few small values.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _ENDED = f"{_PREFIX}/ended"
-# Pauses between two checks for a value.
+# The pauses between checks for a value grow from the first to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
 @dataclass
 class RoleRuntime:
-    """State that lasts from step to step."""
+    """State that persists from step to step."""
 
     job: Job
     wire: Transport
-    """Carries tensors and weights to the neighbours of this process."""
+    """Carries tensors and weights between this process and its neighbours."""
     weights: WeightSender | WeightReceiver
     layers: Sequence[torch.nn.Module] | None
-    """Layers of this stage if their inputs are shipped, otherwise None."""
+    """Layers of this stage if forward ranks ship their inputs, otherwise None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Number of micro-batches -> table."""
     is_evaluating: bool = False
-    """Whether an evaluation is in progress, for which the weights are already here."""
+    """Whether an evaluation is in progress; its weights have already arrived."""
     has_ignored_input: bool = False
-    """Whether the log has named a stage whose input got no gradient."""
+    """Whether a stage whose input got no gradient has been logged."""
 
 
 @dataclass
 class Roles:
-    """State of a process with a role, kept under one configuration."""
+    """State of a process with a role, for as long as its configuration is active."""
 
     store: Store
     """Shared by the processes of both roles."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of values exchanged so far, by name."""
+    """Number of values exchanged so far, by name of the value."""
     replay: Replay | None = None
-    """The replay of shipped activations that is in progress."""
+    """The replay of shipped activations in progress."""
     sorts_experts: bool = False
     """Whether the current forward orders the experts of a token like a forward with gradients."""
     runtime: RoleRuntime | None = None
-    """State that lasts from step to step; None before the first step."""
+    """State that persists from step to step; None before the first step."""
 
     def close(self) -> None:
         """Close the wire to the other ranks."""
@@ -82,24 +82,24 @@ class Roles:
 
 
 def join(backend: str) -> None:
-    """Find all processes of the job, then start torch.distributed among those of one role."""
+    """Connect to the store of all processes, and start torch.distributed within this role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
-    # Use the launcher's own rendezvous, so that a role needs no address besides MASTER_ADDR.
+    # Use the launcher's rendezvous, so that no address besides MASTER_ADDR is needed.
     everyone = rendezvous(
         "env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout
     )
     store, _, _ = next(iter(everyone))
     # Otherwise a process that waits for a key would give up after torch's default of 5 minutes.
     store.set_timeout(timeout)
-    # torchrun keeps the store when it restarts the ranks, so leave out values of the previous
-    # attempt. If nodes of a c10d rendezvous count restarts differently, they wait for each other
-    # until the time-out.
+    # torchrun keeps the store when it restarts the ranks, so this prefix hides values of the
+    # previous attempt. If nodes of a c10d rendezvous count restarts differently, they wait for each
+    # other until the time-out.
     store = PrefixStore(
         "/".join(("megatron_ext/run", *active.required().environment.run)), store
     )
     active.required().roles = Roles(store)
-    # Use a prefix for each role, because both use the same names for groups and keys.
+    # Use a prefix for each role, because both roles use the same names for groups and keys.
     dist.init_process_group(
         backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
@@ -127,8 +127,8 @@ def beat() -> None:
 def ending_both_roles() -> Iterator[None]:
     """End the other role too if Megatron calls `sys.exit()` in the block.
 
-    Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which no launcher
-    treats as a failure, so the other role would wait for this one.
+    Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which launchers
+    do not treat as a failure, so the other role would wait for this one.
     """
     try:
         yield
@@ -146,7 +146,9 @@ def _end_with_other_role(store: Store) -> None:
         return
     name, code = json.loads(store.get(_ENDED))
     _LOG.warning(
-        "%s ended the training with exit code %d; so do forward ranks", name, code
+        "%s ended the training with exit code %d; forward ranks exit too",
+        name,
+        code,
     )
     raise SystemExit(code)
 
@@ -154,22 +156,22 @@ def _end_with_other_role(store: Store) -> None:
 def hand_over(
     subject: str, value: Any, *, to: str, pause: Callable[[float], object]
 ) -> Any:
-    """Send a small value from the last process of one role to all processes of the other.
+    """Send a small value from the last process of one role to all processes of the other role.
 
     Both roles must make the same calls for each subject, in the same order.
 
     Args:
-        subject: Name of the value, also for error messages.
-        value: The value on the last process of the sending role, JSON-serialisable; ignored
-            elsewhere.
+        subject: Name of the value, which also appears in error messages.
+        value: The JSON-serialisable value to send; only the last process of the sending role
+            reads it.
         to: The receiving role.
-        pause: Waits some seconds, and raises an error if another process has died.
+        pause: Waits for a number of seconds, and raises an error if another process has died.
 
     Returns:
-        The sent value on the receiving role; the argument `value` on the other.
+        The received value on the receiving role; the argument `value` on the sending role.
 
     Raises:
-        SystemExit: A process of the other role has ended, see `ending_both_roles`.
+        SystemExit: A process of the other role has ended (see `ending_both_roles`).
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job = _job()
@@ -184,18 +186,17 @@ def hand_over(
             # Use JSON, never pickles: anyone who reaches the store may write to it.
             store.set(key, json.dumps(value))
         return value
-    # Don't use `store.wait`, which would not notice the death of a rank of the other role. Poll
-    # often: forward ranks wait here in each step of a job that ends by itself.
+    # Don't use `store.wait`, which would not notice that a rank of the other role has died. Poll
+    # often, because forward ranks wait here in each step if the job may end by itself.
     beats = store.add(_BEATS, 0)
     pause_s = _FIRST_PAUSE_S
-    until = (
-        time.monotonic() + job.timeout_s
-    )  # a pause may end early, when a poll is woken
+    # Read the clock instead of adding up pauses, because a message may end a pause early.
+    until = time.monotonic() + job.timeout_s
     while not store.check([key]):
-        # Before the wire is open, nothing else notices that the other role has ended.
+        # Before the wire is open, `pause` cannot notice that the other role has ended.
         _end_with_other_role(store)
         if time.monotonic() >= until:
-            # An evaluation may take longer than the time-out as long as it makes progress.
+            # An evaluation may take longer than the time-out if it makes progress meanwhile.
             before = beats
             beats = store.add(_BEATS, 0)
             if beats == before:
@@ -211,7 +212,7 @@ def hand_over(
 
 def leave() -> None:
     """Wait until all processes of the job are ready to exit."""
-    # Otherwise the process that hosts the store would exit while others still use it.
+    # Otherwise the process that hosts the store could exit while other processes still use it.
     job = _job()
     store = roles_in_force().store
     barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)
