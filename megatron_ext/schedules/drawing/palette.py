@@ -1,4 +1,4 @@
-"""The colours of every picture: `plot` in files and terminals, the trace report, the website.
+"""The colours of every picture: those of `plot`, of the trace report and of the website.
 
 Any two colours are distinguishable with any kind of colour blindness (a test computes how well),
 and each has a matching text colour. Even chunks of a rank use the strong shade, odd chunks the pale
@@ -17,7 +17,7 @@ KINDS = {
 """By kind of action: the colours of even and of odd chunks."""
 
 SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
-"""Spans of a trace beside actions: messages, and the work after the pipeline."""
+"""Spans of a trace other than actions: messages, and the work after the pipeline."""
 
 NAMES = {
     "F": "forward",

@@ -1,11 +1,11 @@
-"""Draws a simulated schedule as a grid of characters: one line for each rank, time to the right.
+"""Draws a simulated schedule as a grid of characters, with one line for each rank.
 
     0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
 
-`F0` is the forward of micro-batch 0, `B0---` takes the time of two forwards, `.` is idle. Lower
-case marks the rank's second chunk; with more than two chunks, cells name the stage, as in `5F0`. A
-schedule with twins is shown with both directions; the micro-batches of the second direction are
-numbered after those of the first.
+Time runs to the right. `F0` is the forward of micro-batch 0, `B0---` takes as long as two forwards,
+and `.` is idle time. Lower case marks the second chunk of a rank; with more than two chunks, cells
+name the stage, as in `5F0`. A schedule with twins is drawn with both directions. The micro-batches
+of the second direction are numbered after those of the first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> 
 
 
 def _painted(cell: re.Match[str]) -> str:
-    """Return a cell in the colour of its kind, in the pale shade if its letter is lower case."""
+    """Return a cell in the colour of its kind, in the pale shade if the letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
     if kind.islower():
@@ -60,10 +60,10 @@ _MAX_CELLS = 1 << 20
 
 
 def check_drawable(timeline: Timeline) -> None:
-    """Check that a picture has a reasonable number of columns.
+    """Check that the grid of a picture is not too large.
 
     Raises:
-        ScheduleError: It has too many columns.
+        ScheduleError: The picture has too many columns.
     """
     pp = timeline.schedule.pp
     slot = slot_time(timeline)
@@ -80,7 +80,8 @@ def _legend(timeline: Timeline) -> str:
     kinds: set[str] = set()
     for row in timeline.schedule.rows:
         kinds.update(action.kind for action in row)
-    if timeline.schedule.ships_activations:  # R takes no time and is not drawn
+    if timeline.schedule.ships_activations:
+        # The R of shipped activations takes no time, so it is not drawn.
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
@@ -96,7 +97,7 @@ def _legend(timeline: Timeline) -> str:
 
 
 def unit_of_time(timeline: Timeline) -> str:
-    """Return what 1 on the time axis stands for."""
+    """Return the meaning of 1 on the time axis."""
     if timeline.costs.forward == 1:
         return "1 = forward of one micro-batch on 1/pp of the model"
     return "in the unit of --costs"
@@ -112,6 +113,7 @@ def slot_time(timeline: Timeline) -> float:
 
 
 def _num_chunks(schedule: Schedule) -> int:
+    # The last stage has the highest chunk number.
     return 1 + chunk_on_screen(schedule, schedule.num_stages - 1)
 
 
@@ -131,9 +133,10 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     rank_width = len(str(len(rows) - 1))
     num_columns = len(rows[0])
     cell_width = len(rows[0][0])
-    # A terminal would wrap long lines in the middle of the grid.
+    # Break the grid into blocks, because a terminal would wrap each long line separately.
     columns_per_block = num_columns
-    if rank_width + num_columns * cell_width > width:  # the last character is a space
+    # The separator after the rank takes one column, and the space at the end is stripped.
+    if rank_width + num_columns * cell_width > width:
         columns_per_block = max(1, (width - rank_width - 1) // cell_width)
     blocks = []
     for first in range(0, num_columns, columns_per_block):
@@ -146,7 +149,7 @@ def grid(timeline: Timeline, width: int = 100) -> str:
 
 
 class _Bar(NamedTuple):
-    """An action, or pair, on the grid."""
+    """An action or a pair on the grid."""
 
     label: str
     first: int
@@ -166,11 +169,12 @@ def _cells(timeline: Timeline) -> list[list[str]]:
         labels = [cell_label(schedule, action) for action, _, _ in row]
         for label in labels:
             cell_width = max(cell_width, len(label) + 1)
-        # A pair is drawn as one bar in the place of its forward.
+        # Draw a pair as one bar, at the position of its forward.
         for index in schedule.pairs_of(table_rank(schedule, rank)):
             _, start, end = row[index]
             labels[index] += f"+{labels[index + 1]}"
             labels[index + 1] = ""
+            # The label of a pair may extend over all of its columns.
             num_columns = max(1, _column(end - start, slot))
             cell_width = max(
                 cell_width, math.ceil((len(labels[index]) + 1) / num_columns)
@@ -180,13 +184,13 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             if label:
                 bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
         bars_by_rank.append(bars)
-    # The last action may end between two columns, so round the grid in the same way as the bars.
+    # The last action may end between two columns, so round the width of the grid like the bars.
     num_columns = _column(timeline.makespan, slot)
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 
 
 def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
-    """Return the text of each cell of a rank; a label extends across the columns of its bar."""
+    """Return the text of each cell of a rank. A label extends across the columns of its bar."""
     cells = [".".ljust(cell_width)] * num_columns
     for bar in bars:
         # The last character is a space, which separates the bars.

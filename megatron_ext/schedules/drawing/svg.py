@@ -20,8 +20,8 @@ _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 _AXIS = 44
 # Width of the longest schedule, unless its labels need more.
 _WIDTH = 1000
-# Width in pixels of a digit at 10px. The reader's font is unknown, so allow slightly more than most
-# fonts need.
+# Width of a digit in pixels, at a font size of 10px. The reader's font is unknown, so this is
+# slightly more than most fonts need.
 _DIGIT = 5.8
 
 _STYLE = f"""\
@@ -44,14 +44,14 @@ def draw(
 ) -> str:
     """Return an SVG with one lane per rank above a time axis.
 
-    Odd chunks are pale, and the second direction is framed. Several schedules are drawn one below
-    the other on the same time scale. The picture grows with the table so that every number is
-    legible.
+    Odd chunks are pale, and actions of the second direction have a frame. Several schedules are
+    drawn below each other on the same time scale. The picture grows with the table, so that every
+    number is legible.
 
     Args:
         timelines: The schedules, from top to bottom.
-        unit: Meaning of 1 on the axis; empty: take it from `unit_of_time`.
-        memory_gib: Memory of each rank, drawn below; none if empty.
+        unit: Meaning of 1 on the axis; empty: `unit_of_time`.
+        memory_gib: Memory of each rank, drawn below the schedules; empty: not drawn.
         limit_gib: Memory limit of a rank, which is the length of its lane.
     """
     for timeline in timelines:
@@ -87,7 +87,7 @@ def draw(
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
-    """Return the pixels per unit of time at which every number is legible."""
+    """Return the pixels per unit of time that make every number legible."""
     legible = shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
@@ -95,7 +95,7 @@ def _scale(timelines: Sequence[Timeline]) -> float:
                 if end > start:
                     label = _label(timeline.schedule, action)
                     legible = max(legible, (_DIGIT * len(label) + 4) / (end - start))
-                    # 30 pixels for the shortest action are enough.
+                    # The shortest action needs no more than 30 pixels.
                     shortest_scale = max(shortest_scale, 30 / (end - start))
     longest = max(timeline.makespan for timeline in timelines)
     # Do not stretch short tables to the full width.
@@ -120,7 +120,7 @@ def _fills(timelines: Sequence[Timeline]) -> str:
 def _memory(
     memory_gib: Sequence[float], limit_gib: float, width: int, y: int
 ) -> Iterator[str]:
-    """Yield a memory lane for each rank; the length of the lane is the limit."""
+    """Yield a memory lane for each rank. The length of the lane is the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
     for rank, rank_gib in enumerate(memory_gib):
@@ -139,18 +139,18 @@ def _label(schedule: Schedule, action: Action) -> str:
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
-    """Yield the actions of a rank."""
+    """Yield the lane of a rank, with its actions."""
     schedule = timeline.schedule
     yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
     length = timeline.makespan * scale
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
     pairs = schedule.pairs_of(table_rank(schedule, rank))
     for index, (action, start, end) in enumerate(timeline.bars[rank]):
-        if start == end:  # the R of shipped activations
+        if start == end:  # the R of shipped activations takes no time
             continue
         x = _LEFT + start * scale
         width = (end - start) * scale
-        # The actions of a pair overlap in time: draw the forward above and the backward below.
+        # The actions of a pair overlap in time, so draw the forward above the backward.
         top = y
         height = _BAR
         line = 14
@@ -163,7 +163,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
             top += height
         odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
         up = " up" if action.microbatch >= schedule.num_microbatches else ""
-        inset = 1.2 if up else 0.4  # the frame lies half outside
+        inset = 1.2 if up else 0.4  # half of a frame's line is outside the rectangle
         yield (
             f'<rect class="{action.kind}{odd}{up}" x="{_n(x + inset)}" y="{top}" '
             f'width="{_n(width - 2 * inset)}" height="{height}"/>'
@@ -175,9 +175,9 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 
 
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
-    """Yield an axis with numbers at round times, and the name of its unit."""
+    """Yield an axis with numbers at round times and the name of its unit."""
     end = _LEFT + timeline.makespan * scale
-    # The smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
+    # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))
     step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
     yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'
@@ -212,14 +212,14 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
 
 
 def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
-    """Return (CSS classes, name) for everything that is drawn as a rectangle."""
+    """Return (CSS classes, name) for everything drawn as a rectangle."""
     kinds: set[str] = set()
     for schedule in schedules:
         present: set[str] = set()
         for row in schedule.rows:
             present.update(action.kind for action in row)
         if schedule.ships_activations:
-            present.discard("R")  # it takes no time here, so it is not drawn
+            present.discard("R")  # takes no time here, so it is not drawn
         kinds |= present
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     entries.append(("lane", "idle"))

@@ -1,11 +1,11 @@
 """BitPipe: two mirrored pipelines, each interleaved in a V, on the same ranks.
 
-One pipeline goes down the ranks and back up through 2pp stages, the other starts at the last rank.
-While one fills, the other works. Ranks r and pp-1-r hold the same four stages (weights are stored
-twice), so the table covers pp/2 ranks in W placement with half of the micro-batches, and runs
-twice, the second time mirrored. The twins are data-parallel peers. With `routing=twin` activations
-cross to the twin at the inner folds, as in the paper; with `local` they stay on their rank, which
-saves messages.
+One pipeline goes down the ranks and back up through 2pp stages, and the other starts at the last
+rank. While one fills, the other works. Ranks r and pp-1-r hold the same four stages, so weights are
+stored twice. The table covers pp/2 ranks in W placement with half of the micro-batches. It runs
+twice, the second time mirrored, and the twins are data-parallel peers. With `routing=twin`,
+activations cross to the twin at the inner folds, as in the paper. With `local` they stay on their
+rank, which saves messages.
 
 `order=paper` is the order of the published code. Its bubble grows with every pp micro-batches.
 
@@ -20,8 +20,8 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
 `order=zb` splits backwards and searches for an order (greedy.py) that keeps no more activations.
-The search uses the actual costs, because a table made for equal times and free links takes much
-longer under other costs.
+The search uses the actual costs, because a table optimised for equal times and free links takes
+much longer under other costs.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -36,7 +36,7 @@ unequal costs and pp >= 16 it also grows slowly with m.
 
 Activations: min(pp, m) at most. Each direction sums its gradients in the order of its
 micro-batches; then the twins' gradients are reduced, as between data-parallel ranks. So losses and
-gradients equal those of Megatron's pipeline on pp/2 ranks, bit for bit, with one exception: with
+gradients are bit-identical to those of Megatron's pipeline on pp/2 ranks, with one exception: with
 `routing=twin` and experts spread over the twins, the experts in stages between the inner folds see
 the twins' tokens in the opposite order. Losses then agree to 1e-6 (`routing=local`: bit for bit).
 """
@@ -82,6 +82,8 @@ def bitpipe(
     if order == "paper":
         rows = _paper_rows(pp, m)
     else:
+        # The cap counts activations of single stages, which are 1/(2pp) of the model: 2pp of them
+        # equal the pp units stated above.
         problem = Problem(folded, m, cap=2 * pp, costs=costs)
         variants = [Variant()]
         for limit in range(num_ranks, pp + 1):
@@ -96,8 +98,8 @@ def bitpipe(
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published order of one of the two pipelines."""
     num_ranks = pp // 2
-    # The published order needs whole units of one micro-batch per rank, so generate one unit too
-    # many and drop the surplus.
+    # The published order needs whole units of one micro-batch per rank. So round the number of
+    # micro-batches up to whole units, and drop the surplus.
     published = math.ceil(num_microbatches / num_ranks) * num_ranks
     rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
     if published == num_microbatches:
@@ -106,7 +108,7 @@ def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
 
 
 class _Pass(NamedTuple):
-    """The stages of one rank in the order of a pass: down the first V and back, then the second."""
+    """The stages of one rank in the order of a forward: both sides of one V, then of the other."""
 
     first_down: int
     first_up: int
@@ -133,7 +135,7 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
 
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
     """Return the actions of one kind for one unit: one micro-batch per rank of a direction."""
-    # Ranks further down run fewer micro-batches before the first one comes back up.
+    # Ranks further down run fewer micro-batches before the first one returns.
     head = unit[: len(unit) - rank]
     tail = unit[len(unit) - rank :]
     early = unit[:rank]
@@ -159,7 +161,8 @@ def _weave(
     warm_up = 2 * pp - num_pairs
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
-    # Forwards and backwards in turn. It consumes the same two iterators as the slices below.
+    # Forwards and backwards in turn. This consumes the same two iterators as the slices below, so
+    # each action appears once.
     alternating = chain.from_iterable(
         zip(remaining_forwards, remaining_backwards, strict=False)
     )

@@ -23,42 +23,42 @@ from megatron_ext.schedules.table.table_change import table_changes
 
 CSV_PREFIX = "csv:"
 SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
-"""The schedules for slices by length: those whose tables take a small part of a step to make."""
+"""Schedules that support slices by length, because their tables are fast to generate."""
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
-"""Largest number of forwards in one table. Such a table takes about ten seconds and 1 GB."""
+"""Maximum number of forwards in a table. Such a table takes about ten seconds and 1 GB."""
 MAX_SEARCHED_PASSES = 1 << 18
-"""Largest number of forwards in a table produced by a search."""
+"""Maximum number of forwards in a table that a search produces."""
 
 Build = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A registered schedule: the function that builds its tables, and their properties."""
+    """A registered schedule: the function that builds its tables, and what they support."""
 
     name: str
     build: Build
     num_chunks: int = 1
     """Default number of stages on each rank."""
     free_chunks: bool = False
-    """Whether the user may choose a different number of chunks, at least 2."""
+    """Whether the user may choose another number of chunks, at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
     """Values of each additional option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) for each row it gets when all schedules are compared."""
+    """Options (and `chunks`) of each variant that a comparison of all schedules shows."""
     twins: int = 1
-    """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
+    """2: two mirrored pipelines share the ranks, and each runs half of the micro-batches."""
     pairs: bool = False
-    """Whether the generated order already suits pairs, so that pairs only have to be marked."""
+    """Whether the generated order already alternates for pairs, so that they only need marking."""
     needs_costs: bool = False
-    """Whether the table depends on costs; if so, they are the generator's last argument."""
+    """Whether the table depends on costs, which are then the generator's last argument."""
     listed: bool = True
     """Whether `--pipeline-schedule` accepts it and comparisons of all schedules show it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
-    """Takes (ranks, micro-batches) and returns whether a search produces the table."""
+    """Takes (ranks, micro-batches), and returns whether a search produces the table."""
     flags: str | None = None
-    """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
+    """Training flags that select it; `{chunks}` is filled in. None: `--pipeline-schedule NAME`."""
 
     def complete(
         self, chunks: int | None, options: Mapping[str, Option]
@@ -97,12 +97,12 @@ class Generator:
         return f"--{self.name}-{key}"
 
 
-# By name. Modules of this package and of users register here when they are imported.
+# By name. Modules of this package and of plug-ins register here when they are imported.
 _GENERATORS: dict[str, Generator] = {}
 
 
 def register(name: str, **settings: Any) -> Callable[[Build], Build]:
-    """Return a decorator that registers a generator; `settings` are its other fields."""
+    """Return a decorator that registers a generator; `settings` are fields of `Generator`."""
 
     def enter(build: Build) -> Build:
         if name in _GENERATORS:
@@ -118,7 +118,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
 @cache
 def _load_generators() -> None:
-    # Imported at the first look-up, because the generator modules import this module.
+    # Import at the first look-up, because the generator modules import this module.
     from megatron_ext.schedules import generators as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -126,13 +126,12 @@ def _load_generators() -> None:
 
 
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
-    """Return the generators by name, in alphabetical order.
+    """Return the generators, by name.
 
-    `unlisted` includes the generators that `--pipeline-schedule` does not accept.
+    `unlisted` also returns generators that `--pipeline-schedule` does not accept.
     """
     _load_generators()
-    # Sorted, because plug-ins register in the order of their imports, which differs from program to
-    # program.
+    # Sort, because plug-ins register in the order of their imports, which differs between programs.
     generators = {}
     for name, generator in sorted(_GENERATORS.items()):
         if generator.listed or unlisted:
@@ -144,7 +143,7 @@ def get(name: str) -> Generator:
     """Return a generator by name.
 
     Raises:
-        ScheduleError: There is no such schedule; the message lists the existing ones.
+        ScheduleError: No schedule has this name; the message lists all names.
     """
     generators = registered(unlisted=True)
     if name not in generators:
@@ -201,12 +200,11 @@ def generate(
     generator = get(name)
     complete_options = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
-        raise ScheduleError(
-            f"{name} needs pp and num_microbatches, one is missing; give both"
-        )
+        raise ScheduleError(f"{name} needs both pp and num_microbatches; give both")
     _check_size("pp", pp)
     _check_size("the number of micro-batches", num_microbatches)
-    # The generator treats each pass as a whole micro-batch.
+    # Features such as slices change the number of passes. The generator treats each pass as a whole
+    # micro-batch.
     num_passes = num_microbatches
     for change in changes:
         change.check(name)
@@ -222,7 +220,8 @@ def generate(
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # Each action is therefore costed that many times too long, so scale the latency likewise.
+        # So it sees each action as num_passes / num_microbatches times too long; scale the latency
+        # by the same factor.
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
@@ -236,8 +235,8 @@ def generate(
     return schedule
 
 
-# Choosing a schedule searches for a table, and running it would repeat the same search. The cache
-# is small because a table may take 100 MB.
+# Choosing a schedule already searches for its table, which training then needs again. The cache is
+# small because a table may take 100 MB.
 @lru_cache(maxsize=2)
 def _searched(
     build: Build,
@@ -260,10 +259,10 @@ def _check_size(name: str, number: int) -> None:
 
 
 def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
-    """Check the sizes of two mirrored pipelines; `config/stages.py` checks them for flags.
+    """Check the sizes of two mirrored pipelines; `config/stages.py` checks those of flags.
 
     Raises:
-        ScheduleError: A number is odd, or there are fewer than four ranks.
+        ScheduleError: A size is odd, or there are fewer than four ranks.
     """
     if pp < 4 or pp % 2:
         near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
@@ -286,7 +285,7 @@ def _check_bounds(
     *,
     has_slices: bool,
 ) -> None:
-    """Check that a table can be generated, validated and simulated within seconds."""
+    """Check that generating, validating and simulating a table takes only seconds."""
     if pp > MAX_RANKS:
         raise ScheduleError(
             f"a pipeline of {pp} ranks is longer than the maximum of {MAX_RANKS}; use at most "

@@ -1,7 +1,7 @@
 """DualPipe: two pipelines in opposite directions on the same ranks, each with half of the step.
 
-Ranks r and pp-1-r hold the same two stages: the weights are stored twice, and the step ends with a
-reduction over these twins. The table is DualPipeV's for pp/2 ranks, run twice: once mirrored.
+Ranks r and pp-1-r hold the same two stages, so weights are stored twice, and the step ends with a
+reduction over these twins. The table is DualPipeV's for pp/2 ranks. It runs twice, once mirrored.
 
 Paper: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 

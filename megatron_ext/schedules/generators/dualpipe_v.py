@@ -2,8 +2,8 @@
 
 Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
 the communication of each with the computation of the other. Backwards are split only while the
-pipeline fills and drains. This table treats a forward and a backward as two actions, and each
-delivers its result when it ends.
+pipeline fills and drains. In this table, a forward and a backward are two actions, each of which
+sends its result when it ends.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -19,7 +19,7 @@ dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %),
 3|f7 B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
 
 Bubble: (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1/2 on every rank.
-With fewer than 2pp micro-batches, the table for 2pp is generated and the surplus ones removed.
+With fewer than 2pp micro-batches, the table for 2pp is generated and the surplus is removed.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
 
@@ -52,18 +52,19 @@ def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the published steps of one rank, which has at least 2pp micro-batches."""
     below = pp - 1 - rank
     half = (rank + 1) // 2
+    # The number of full backwards depends on the parity of the rank, as in the published code.
     if rank % 2:
         turn = [("B1 B0", half), ("I1 I0", rank + 1 - half)]
     else:
         turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
     phases = (
-        # Steps 1 to 3 of the published code: forwards fill the V, and the first I leave early.
+        # Steps 1 to 3 of the published code: forwards fill the V, and the first I run early.
         ("F0", 2 * below),
         ("F0 F1", rank + 1),
         ("I1 W F1", below),
-        # Step 4, the steady phase: each forward beside a backward of the other chunk.
+        # Step 4, the steady phase: each forward is followed by a backward of the other chunk.
         ("F0 B1 F1 B0", num_microbatches - 2 * pp + rank + 1),
-        # Steps 5 to 8: the cool-down, whose backwards are split from the second half of step 6 on.
+        # Steps 5 to 8, the cool-down: from the second half of step 6 on, backwards are split.
         ("B1 F1 B0", below),
         *turn,
         ("W I0", below),

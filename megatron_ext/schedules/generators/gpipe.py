@@ -1,7 +1,7 @@
 """GPipe: every forward of the step, then every backward.
 
-The simplest pipeline, and the one that needs the most memory: all micro-batches are alive when the
-last forward ends.
+This is the simplest pipeline. It needs the most memory, because all micro-batches are alive when
+the last forward ends.
 
 Paper: Huang et al., GPipe, 2019 (arXiv 1811.06965).
 
@@ -29,7 +29,7 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # In ascending order, as in 1F1B, so gradients are summed in the same order as without a #
-        # pipeline.
+        # Backwards run in ascending order, as in 1F1B, so gradients are summed in the same order as
+        # without a pipeline.
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

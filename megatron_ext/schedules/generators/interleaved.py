@@ -1,8 +1,8 @@
 """Interleaved 1F1B: v chunks of the model on each rank, so that the pipeline fills v times as fast.
 
 Rank r holds the stages r, pp + r, 2pp + r, ... Micro-batches go around in groups of pp. The bubble
-shrinks by v; there are v times as many messages, and more activations are alive. This is Megatron's
-order without its extra warm-up for overlapped communication.
+is v times smaller, but v times as many messages are sent and more activations are alive. This is
+Megatron's order without its extra warm-up for overlapped communication.
 
 Paper: Narayanan et al., Efficient Large-Scale Language Model Training, 2021 (arXiv 2104.04473).
 
@@ -69,7 +69,8 @@ def _row(
             forwards += [Action(stage, "F", i) for i in group]
         for stage in reversed(stages):
             backwards += [Action(stage, "B", i) for i in group]
-    # A round of pp forwards for each chunk except the last, plus two forwards for each rank below:
-    # one while the last chunk's first micro-batch travels down, one while its gradient comes back.
+    # A round of pp forwards for each chunk except the last, plus two forwards for each rank below.
+    # One of the two runs while the last chunk's first micro-batch travels down, the other while its
+    # gradient comes back.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
     return alternate(forwards, backwards, min(warm_up, len(forwards)))

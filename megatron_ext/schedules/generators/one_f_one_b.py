@@ -31,7 +31,7 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # One forward for each rank below: by then the first gradient is on its way back.
+        # One forward for each rank below: by then, the first gradient is on its way back.
         warm_up = min(pp - 1 - rank, num_microbatches)
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))

@@ -27,8 +27,8 @@ def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
     """Return the rows of a longer table, limited to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank. So
-    if the longer table completes, the shortened one does too, in the same order and with no more
-    activations.
+    if the longer table completes, the shortened table does too. It keeps the order of its actions
+    and needs no more activations.
     """
     shorter = []
     for row in rows:
@@ -45,13 +45,13 @@ def expand(
 
     Args:
         phases: Steps and their number of repetitions. A step names a kind and a chunk, as in
-            `F0 I1 W1`, and runs the next micro-batch of this kind on that chunk; `W` alone runs
-            the W of the oldest pending I, of either chunk.
+            `F0 I1 W1`, and runs the next micro-batch of this kind on that chunk. `W` alone runs the
+            W of the oldest pending I of any chunk.
         stages: The stage of each chunk.
     """
-    # How many micro-batches each step name has run so far.
+    # By counter (`_Step`): how many micro-batches have run so far.
     counts: Counter[str] = Counter()
-    # The W of each I that has run, oldest first.
+    # The pending W of each I that has run, oldest first.
     weights: deque[Action] = deque()
     row: list[Action] = []
     for steps, repeats in phases:
@@ -70,14 +70,14 @@ def expand(
     return tuple(row)
 
 
-# A plain tuple, because `expand` unpacks one for each of millions of actions, and a named tuple is
-# # slower.
+# A plain tuple, because `expand` unpacks one for each of millions of actions and a named tuple is
+# slower.
 _Step = tuple["Kind", int, str]
-"""(kind, stage, counter): steps that share a counter take the micro-batches in turn."""
+"""(kind, stage, counter). Steps with the same counter take the micro-batches in turn."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
-    """Parse one step of a phase; None stands for the oldest pending W."""
+    """Parse one step of a phase. None means the oldest pending W."""
     if step == "W":
         return None
     kind = step[0]

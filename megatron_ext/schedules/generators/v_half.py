@@ -1,8 +1,8 @@
 """V-Half: ZB-V's placement with half of its activations.
 
-The paper repeats a building block in which a micro-batch stays alive half as long as in 1F1B. Here
+The paper repeats a building block in which a micro-batch stays alive half as long as in 1F1B. Here,
 a greedy search (greedy.py) orders the actions under the same cap on activations. It finds shorter
-tables than the building block gives.
+tables than those that repeat the building block.
 
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362).
 
@@ -42,7 +42,7 @@ def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     # Half of ZB-V's cap, which is 2pp, plus one for each of the two chunks.
     problem = Problem(folded, num_microbatches, cap=pp + 2, costs=costs)
     variants = [Variant()]
-    # No formula gives the best limit on micro-batches in flight, so try several.
+    # No formula gives the best limit on micro-batches in flight, so try several limits.
     for limit in spread(pp // 2 + 1, pp + 1):
         variants.append(Variant(limit))
     rows = search(problem, variants)

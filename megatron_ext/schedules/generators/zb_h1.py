@@ -1,8 +1,8 @@
 """ZB-H1: only input gradients are urgent; weight gradients fill the bubble.
 
 This is 1F1B with its backward split into I, which the previous stage waits for, and W, which no
-rank waits for. F and I keep 1F1B's order. W runs when memory requires it, and at the end, where
-1F1B would idle.
+rank waits for. F and I keep 1F1B's order. W runs when memory requires it, and otherwise at the end,
+where 1F1B would idle.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
 

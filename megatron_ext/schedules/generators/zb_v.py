@@ -47,8 +47,8 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
     variants = [Variant()]
     if num_microbatches > pp:
-        # The cap admits most of the step's micro-batches but not all, where I before F leaves a gap
-        # # at the end (greedy.py).
+        # The cap admits most of the step's micro-batches but not all. Running I before F then
+        # leaves a gap at the end (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
     for limit in spread(pp // 2 + 1, pp):
         variants.append(Variant(limit))
@@ -66,7 +66,7 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
     """Return the published order of all ranks."""
-    # The phases need at least 2pp - 1 micro-batches, so a shorter table is cut out of that one.
+    # The phases need at least 2pp - 1 micro-batches, so shorten that table for fewer micro-batches.
     published = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, published) for rank in range(pp))
     if published == num_microbatches:
@@ -78,7 +78,7 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the published order of one rank, which has at least 2pp - 1 micro-batches."""
     below = pp - 1 - rank
     phases = (
-        # Warm-up: down the V, then as many forwards as memory allows, then up.
+        # Warm-up: down the V, then as many forwards as memory allows, then up the V.
         ("F0", 2 * below + 1),
         ("F1 F0", rank),
         ("F1 I1 W1", below + 1),

@@ -1,7 +1,7 @@
 """Simulates a step in dynamic order, event by event.
 
-This is the counterpart of `simulate.py`, with the same costs. There the table fixes the order; here
-policies choose it as time advances.
+This is the counterpart of `simulate.py`, with the same costs. There, the table fixes the order.
+Here, policies choose it as time advances.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _RankEvent(NamedTuple):
-    """An event on a rank. At equal times, arrivals come first."""
+    """An event on a rank. At equal times, arrivals sort first."""
 
     time: float
     chooses: bool
@@ -59,10 +59,10 @@ def simulate_dynamic(
 class _DynamicStep:
     """One simulated step: the ranks, their policies, and the pending events.
 
-    If launches take time, a device runs behind its host. As in `runtime/ordering.py`, the host then
+    If launches take time, a device runs behind its host. As in `runtime/ordering.py`, the host
     chooses the next action while the last one is still running if the policy looks ahead, and
-    otherwise after it has ended. The next rank is notified of a launch immediately, as between
-    devices on the same host (`transport/direct.py`).
+    otherwise when the last one has ended. The next rank is notified of a launch immediately, as
+    between devices on the same host (`transport/direct.py`).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class _DynamicStep:
         ranks = range(len(schedule.rows))
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: positions in its table row of the action or pair that is running.
+        # By rank: the positions, in its row of the table, of the action or pair that is running.
         self._running: list[Sequence[int]] = [() for _ in ranks]
         # By rank: the time at which its host may choose again.
         self._host_free = [0.0 for _ in ranks]
@@ -91,13 +91,14 @@ class _DynamicStep:
             now, chooses, rank, arrival = heapq.heappop(self._events)
             if arrival is not None:
                 self._policies[rank].progress.arrived(arrival)
-            if now < self._host_free[rank]:  # a later event wakes the rank
+            # While the host is busy, ignore events; a later event wakes the rank.
+            if now < self._host_free[rank]:
                 continue
             if chooses:
                 self._wake(rank, now)
             else:
-                # Process arrivals before choices, so that a rank knows everything that has arrived
-                # by now.
+                # Queue a choice behind the arrivals of this time, so that the rank knows about all
+                # of them.
                 self._push(now, rank)
 
     def timeline(self) -> Timeline:
@@ -120,7 +121,7 @@ class _DynamicStep:
         )
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
-        """Queue the arrival of a message, or, without one, a time at which a rank may choose."""
+        """Queue the arrival of a message or, without one, a time at which a rank may choose."""
         heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
 
     def _wake(self, rank: int, now: float) -> None:
@@ -130,9 +131,11 @@ class _DynamicStep:
         device_free = ends[-1] if ends else 0.0
         for position in self._running[rank]:
             policy.progress.finished(position)
-            # The host becomes free when the previous action ends, which is when this one begins.
+            # The host becomes free when the previous action ends, which is when this action begins.
             policy.progress.began()
         self._running[rank] = ()
+        # Wait for the head of the table as long as the policy says, unless its choice is certain
+        # while the device is still busy.
         patient_until = device_free + policy.wait()
         if now < patient_until and not (now < device_free and policy.looks_ahead()):
             self._push(patient_until, rank)
@@ -150,7 +153,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # A missing entry means that the tensor arrived before the rank chose.
+                # Without an entry, the tensor arrived before the rank chose.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:
@@ -158,7 +161,8 @@ class _DynamicStep:
         self._rows[rank] += actions
         for action in actions:
             self._send(action, rank, launched, end)
-        # With launch times, the host may launch one more action once the one before this has ended.
+        # If launches take time, the host may launch one action ahead, once the previous action has
+        # ended.
         previous_end = device_free if self._costs.launch else end
         self._host_free[rank] = max(launched, previous_end)
         self._push(self._host_free[rank], rank)
@@ -177,7 +181,7 @@ class _DynamicStep:
             noticed = arrival
             if self._costs.launch:
                 if target_rank == rank:
-                    # On the same rank, everything launched later can use it.
+                    # On the same rank, any action launched later can use the result.
                     noticed = launched
                 else:
                     self._arrivals[message] = arrival

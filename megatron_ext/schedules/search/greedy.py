@@ -1,12 +1,12 @@
 """A greedy list scheduler for split backwards under a cap on activations.
 
 The scheduler fills the timeline from the front. An idle rank starts the action with the highest
-priority among those whose inputs have arrived: I before F before W, so that W fills gaps and
-otherwise runs only when the cap allows nothing else.
+priority among those whose inputs have arrived. I precedes F, and F precedes W, so that W fills gaps
+and otherwise runs only when the cap allows nothing else.
 
-If the cap admits most micro-batches of a step, but not all, this order delays the last few until no
-I remains, which leaves a gap at the end. For that case `Variant.forwards_first` runs F before I; if
-the cap forbids an F, it first runs the W that makes room.
+If the cap admits most micro-batches of a step but not all, this order delays the last few until no
+I remains, which leaves a gap at the end. For that case, `Variant.forwards_first` runs F before I.
+If the cap forbids an F, it first runs the W that makes room.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
-# Actions that one search may place while comparing variants, which takes about 20 seconds.
+# Maximum number of actions that one search places to compare variants. A search of this size takes
+# about 20 seconds.
 _MAX_PLACED = 2_000_000
-# Micro-batches per rank that are enough to judge a limit for longer tables.
+# Number of micro-batches per rank with which a search compares limits for longer tables.
 _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """Order backwards before F before W; deepest stage first for F, shallowest for the others."""
+    """Return a sort key: backwards, then F from deep stages to shallow ones, then W."""
     stage, kind, microbatch, slice_index = action
-    # The deepest forward is closest to its backward, which frees memory.
+    # The deepest forward is the closest to its backward, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
-    # Slices run backward in reverse.
+    # The backwards of slices run in reverse.
     if kind == "W":
         return 2, stage, microbatch, -slice_index
     return 0, stage, microbatch, -slice_index
 
 
-# Ticks per unit of time. Times are whole ticks, so that sums are exact.
+# Ticks per unit of time. Times are integers, so that sums are exact.
 _TICKS = 10**6
 
 
@@ -60,12 +61,12 @@ class Problem:
     placement: Placement
     num_microbatches: int
     cap: float
-    """Upper bound on the activations (of one stage and micro-batch each) alive on one rank."""
+    """Maximum number of activations (of one stage and micro-batch each) alive on one rank."""
     costs: Costs
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
     backwards: tuple[Kind, ...] = ("I", "W")
-    """The kinds of action that make up a backward; empty for evaluation."""
+    """The kinds of actions that make up a backward; empty for evaluation."""
     slice_sizes: SliceSizes = ()
     """The sizes of slices by micro-batch, if they differ (`Schedule.slice_sizes`)."""
 
@@ -82,6 +83,7 @@ class Problem:
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
         """Return the ticks of each kind of action on one stage, by slice of a micro-batch."""
+        # Costs describe 1/pp of the model, and a stage is num_ranks * twins / num_stages of that.
         share = (
             self.placement.num_ranks * self.placement.twins / self.placement.num_stages
         )
@@ -101,7 +103,7 @@ class Problem:
 
     @property
     def delays(self) -> list[int]:
-        """Ticks from the end of a stage to the start of the next, by the lower stage of the two."""
+        """Latency in ticks between two adjacent stages, by the lower stage of the two."""
         latency = round(self.costs.latency * _TICKS)
         delays = []
         for hop in self.placement.hops:
@@ -110,13 +112,13 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """A lower bound on the makespan: the last rank's late start plus all of its work."""
+        """A lower bound on the makespan: the start of the last rank, plus all of its work."""
         num_ranks = self.placement.num_ranks
-        # The first micro-batch passes one stage on each of the ranks before the last one.
+        # The first micro-batch passes one stage on each rank before the last one.
         start = self.durations_of(0)["F"][0] * (num_ranks - 1) + sum(
             self.delays[: num_ranks - 1]
         )
-        # All micro-batches take the same time, unless they differ in their slices.
+        # Unless micro-batches differ in their slices, they all take the same time.
         repeats = 1 if self.slice_sizes else self.num_microbatches
         work = 0
         for microbatch in range(len(self.slice_sizes) or 1):
@@ -129,10 +131,10 @@ class Variant(NamedTuple):
     """The parameters of one greedy run."""
 
     limit: int | None = None
-    """Upper bound on the slices (or whole micro-batches) that are between their first F and their
-    last I or B; None: unlimited."""
+    """Maximum number of slices (or whole micro-batches) between their first F and their last I or
+    B; None: unlimited."""
     forwards_first: bool = False
-    """Whether F runs before I, and at the cap W runs as soon as an F needs the room."""
+    """Whether F runs before I. At the cap, W then runs as soon as an F needs the room."""
 
 
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
@@ -146,10 +148,11 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
-    # Micro-batches that differ have no short table that stands for the long one.
+    # If micro-batches differ, no shorter table represents the long one.
     if surplus and not problem.slice_sizes:
-        # Compare the variants on a short table, because trying them all on the long one would take
-        # too long. The pipeline reaches its steady state early, so the best limit stays the best.
+        # Compare the variants on a short table, because comparing them on the long one would take
+        # too long. The pipeline reaches its steady state early, so the best limit is the same for
+        # both.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
         best_of_pilot = _best(pilot, variants)
         if best_of_pilot is not None:
@@ -165,11 +168,11 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return the evaluation table: F of each stage and micro-batch, ascending on each stage.
+    """Return the evaluation table: the F of each stage and micro-batch, ascending on each stage.
 
     The table depends only on the placement, so it exists for any number of micro-batches, even if
-    the training schedule restricts that number. Each rank runs the deepest stage that has an input,
-    so micro-batches in flight finish first and few activations are alive.
+    the training schedule restricts that number. Each rank runs the deepest stage that has an input.
+    So micro-batches in flight finish first, and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
     return Schedule(
@@ -180,16 +183,16 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 def slots_for_forward(schedule: Schedule) -> int:
     """Return how many slots per edge a forward-only table needs to complete, at least 2.
 
-    Evaluation keeps no activations, which would otherwise bound the messages in flight, so senders
-    wait for receivers. The number of slots used by the simulated run is enough to keep any run from
-    deadlocking.
+    During training, the activations that ranks keep bound the messages in flight. Evaluation keeps
+    none, so senders wait for receivers. As many slots as the simulated run uses are enough to keep
+    any run from deadlocking.
     """
     # By stage: the link to the rank that receives its output; None: the output stays on the rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
         link = outputs[0].link if outputs else None
         link_of.append(link)
-    # Deep stages first: at equal times, they free a slot before an earlier stage fills it.
+    # Sort deep stages first at equal times: they free a slot before an earlier stage fills it.
     completions: list[tuple[float, int]] = []
     for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
         for action, end in zip(row, ends, strict=True):
@@ -213,7 +216,7 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_slices
     # The variants differ in their limit on micro-batches in flight. No formula gives the best
-    # limit, so try several, but fewer for long tables, to bound the time of the search.
+    # limit, so try several. For long tables try fewer, to bound the time of the search.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:
@@ -227,29 +230,29 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
 
 
 def spread(first: int, last: int) -> list[int]:
-    """Return the integers from first to last, thinned out to about ten if there are more."""
+    """Return the integers from first to last, or about ten of them if there are more."""
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
 Candidate = tuple[Key, Action]
-"""(priority, action); heaps have the best candidate on top."""
+"""(priority, action); the best candidate is on top of its heap."""
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action): the earliest start, or the actual start once it is chosen."""
+"""(time, priority, action): the earliest start, or the actual start of a chosen action."""
 
 
 @dataclass
 class _Rank:
     """The timeline of one rank so far, and its candidates.
 
-    Actions that became ready while the rank was busy wait in heaps by priority. `future` holds the
-    few that become ready after the rank becomes free.
+    Actions that became ready while the rank was busy wait in heaps, by priority. `future` holds the
+    few actions that become ready after the rank becomes free.
     """
 
     free: int = 0
     """Tick at which the rank may start another action."""
     live: float = 0
-    """Activations alive on the rank, in units of one stage and micro-batch."""
+    """Activations alive on the rank, in activations of one stage and micro-batch."""
     future: list[Choice] = field(default_factory=list)
     inputs: list[Candidate] = field(default_factory=list)
     """B and I."""
@@ -312,12 +315,12 @@ class _Attempt:
             while True:
                 if not self._starts:
                     return False
-                # The rank that can start first, the lowest on ties.
+                # Take the rank that can start first; on ties, the lowest.
                 start, number = heappop(self._starts)
                 rank = self._ranks[number]
                 choice = rank.choice
-                # A rank that chose again has left its old entry here: skipping such entries is
-                # cheaper than finding and removing them.
+                # A rank that chose again has left its old entry in the heap. Skip such entries,
+                # which is cheaper than finding and removing them.
                 if choice is not None and choice[0] == start:
                     break
             action = choice[2]
@@ -345,8 +348,8 @@ class _Attempt:
     def _follow(self, number: int, action: Action) -> None:
         """Release the actions that become possible after an action of a rank.
 
-        This follows `Schedule.feeds`. In a greedy run a rank runs the slices and micro-batches of a
-        stage in order, so an action with several inputs is released by the last one to arrive.
+        The rules are those of `Schedule.feeds`. In a greedy run, a rank runs the slices and
+        micro-batches of a stage in order, so the last input of an action to arrive releases it.
         """
         stage, kind, microbatch, slice_index = action
         if kind == "W":
@@ -359,7 +362,7 @@ class _Attempt:
             receiver = self._release(
                 arrival, Action(target, kind, microbatch, slice_index)
             )
-            if receiver != number:  # the action's own rank chooses once, later
+            if receiver != number:  # the rank of this action chooses later, in `run`
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
@@ -375,7 +378,7 @@ class _Attempt:
             self._release(now, Action(stage, kind, microbatch, slice_index - 1))
 
     def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
-        """Release the first stage's next forward: the one for the next slice."""
+        """Release the next forward of the first stage, for the next slice or micro-batch."""
         slice_index += 1
         if slice_index == len(self._sizes[microbatch]):
             microbatch += 1
@@ -392,6 +395,7 @@ class _Attempt:
     def _choose(self, number: int) -> None:
         """Choose the best action that a rank can start next, and queue its start."""
         rank = self._ranks[number]
+        # Move the actions that have become ready into the heaps.
         still_future = []
         for choice in rank.future:
             if choice[0] <= rank.free:
@@ -404,8 +408,8 @@ class _Attempt:
         if first is not None:
             rank.choice = (rank.free, *first)
         else:
-            # Nothing is ready, so the rank waits for the first action that becomes ready. By
-            # identity, because two empty heaps are equal.
+            # Nothing is ready, so the rank waits for the first action that becomes ready. Compare
+            # heaps by identity, because two empty heaps are equal.
             allowed = []
             for choice in still_future:
                 heap_of_choice = rank.heap_of(choice[2])
@@ -417,8 +421,10 @@ class _Attempt:
 
     def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
         """Return the heaps that the next action of a rank may come from."""
+        # With `forwards_first`, an F that fits hides all other candidates, and at the cap W makes
+        # room.
         forwards = [rank.forwards]
-        # Only the first stage starts micro-batches, so the limit holds back no other forward.
+        # Only the first stage starts micro-batches, so the limit delays no other forward.
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap

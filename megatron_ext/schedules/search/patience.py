@@ -1,13 +1,13 @@
 """Decides how long a rank waits for the head of its table before it runs a later action.
 
 If a rank runs a later action while the head's input is in flight, and the input arrives before that
-action ends, the head is delayed. Tables made for quiet links, such as zb-v, have only short waits,
-often of one message latency, so jumping ahead immediately makes them slower. Two strategies avoid
-that loss: fill the waits with W only, or wait as long as the table does. Among the strategies that
-lose nothing, a simulation picks the one that is fastest when durations vary a little.
+action ends, the head is delayed. Tables optimised for quiet links, such as zb-v, have only short
+waits, often of one message latency, so running ahead at once makes them slower. Two strategies
+avoid that loss: fill the waits with W only, or wait as long as the table does. Among the strategies
+that lose nothing, a simulation selects the fastest one for durations that vary a little.
 
-With pairs, a rank whose head lacks only its partner waits for the partner, but no longer than the
-pair would save.
+With pairs, a rank whose head lacks only its partner waits for it, but no longer than the pair
+would save.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 # Latency of a message on a quiet link, in forwards.
 _QUIET_LATENCY = 0.05
-# Delay after the simulated arrival beyond which a message counts as late, in forwards.
+# Delay after the simulated arrival after which a message is late, in forwards.
 _MARGIN = 0.05
-# Sigma of the variation of durations.
+# Standard deviation of the logarithm of durations.
 _JITTER = 0.1
 # Number of random seeds to simulate.
 _DRAWS = 4
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the costs without jitter but with their latencies."""
+    """Return the costs with their latency, but without jitter."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
 def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
-    """Build each rank's policy once with a factory, and copy it for each step."""
-    # Building a policy takes 0.2 ms for 96 actions, at the start of a step; a copy takes 0.01 ms.
+    """Build each rank's policy once, and copy it for each step."""
+    # Building a policy for 96 actions takes 0.2 ms at the start of each step. A copy takes 0.01 ms.
     originals = cache(make)
 
     def policy_of_step(rank: int) -> Policy:
@@ -79,23 +79,23 @@ def policies(
         name: The kind of policy.
         schedule: The table.
         extra_activations: As for `activation_cap`.
-        weights_fill: Whether W may leave its place in the table to fill gaps.
-        costs: The costs to simulate the table with.
+        weights_fill: Whether W may leave its position in the table to fill gaps.
+        costs: The costs for the simulations that select a strategy.
         stash_ratio: As for `activation_cap`.
 
     Raises:
-        ScheduleError: The table sums gradients in an order that policies do not keep
-            (`progress.py`), or runs forwards and backwards on different ranks.
+        ScheduleError: The table sums gradients in an order that policies cannot keep
+            (`progress.py`), or it runs forwards and backwards on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forwards and backwards on different ranks, which choose no "
-            "order; leave --use-dpp out"
+            f"{schedule.label} runs forwards and backwards on different ranks, which cannot choose "
+            "an order; leave --use-dpp out"
         )
     if not validate(schedule).ascending:
         raise ScheduleError(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
-            "which a dynamic order adds gradients; sort them, or leave --use-dpp out"
+            "which a dynamic order sums gradients; sort them, or leave --use-dpp out"
         )
     if schedule.pairs:
         costs = exchanging(costs)
@@ -126,28 +126,27 @@ def _best_hint(
     """Return a factory for the fastest strategy that loses nothing on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
-    # A table of one step's lengths does not outlive the step, so compare no strategies for it.
+    # A table for the lengths of one step lasts only for that step, so compare no strategies for it.
     if schedule.slice_sizes and weights_fill:
         return at_once
     static = simulate(schedule, calm)
-    # A rank waits as long as in the simulated static order, plus a small margin. So it never jumps
-    # ahead unless a message is late, and the step takes as long as in the table's order. A rank's
-    # total wait is at most its bubble in the table plus one margin per action.
+    # A rank waits as long as in the simulated static order, plus a small margin. So it runs ahead
+    # only if a message is late, and otherwise the step takes as long as in the table's order. A
+    # rank's total wait is at most its bubble in the table, plus one margin per action.
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
-    if (
-        schedule.pairs or schedule.slice_sizes
-    ):  # a rank that never waits finds few partners
+    # A rank that never waits finds few partners.
+    if schedule.pairs or schedule.slice_sizes:
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
-    # W may leave its place and run when nothing else can. For some tables (v-half, bitpipe) that
-    # gains more than jumping ahead loses.
+    # W may leave its position and run when nothing else can. For some tables (v-half, bitpipe),
+    # that gains more than running ahead loses.
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
-        # The tolerance covers rounding, because durations are summed in a different order.
+        # The tolerance covers rounding, because durations are summed in another order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
             1 + 1e-9
         )
@@ -171,6 +170,7 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     row = static.schedule.rows[rank]
     pairs = static.schedule.pairs_of(rank)
     clock = Clock(static.schedule, static.costs)
+    # A pair saves the time that its two actions take alone, minus the time that they take together.
     durations = list(map(clock.time_of, row))
     gains = [0.0] * len(row) if pairs else []
     for index in pairs:
@@ -184,30 +184,30 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     return Patience(waits, durations, gains)
 
 
-# Mean of the random latency of late links (log-normal, sigma 1), in forwards.
+# Mean of the random latency of late links, in forwards. It is log-normal with sigma 1.
 _LATE = 0.5
 NOTABLE = 0.005
-"""Relative difference below which two times count as equal."""
+"""Relative difference below which two times are considered equal."""
 
 
 class Gains(NamedTuple):
-    """Ratio of static to dynamic makespan, per kind of link; above 1, dynamic is faster."""
+    """Ratio of static to dynamic makespan, by kind of link. Above 1, the dynamic one is shorter."""
 
     quiet: float
     late: float
 
     @property
     def advice(self) -> str:
-        """Advice in words: which of the two orders to use."""
+        """Which of the two orders to use, in words."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
 
 
 def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
-    """Compare `--use-dpp` with the static order of a table, on quiet and on late links.
+    """Compare `--use-dpp` with the static order of a table, on quiet links and on late links.
 
-    A latency in the costs applies to the quiet links.
+    A latency in the costs applies to quiet links only.
     """
     simulate_hint = _hint_simulator(schedule, costs)
 
@@ -221,7 +221,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Return the timelines in the table's order and in dynamic order when messages are late."""
+    """Return the timelines with late messages, in the table's order and in dynamic order."""
     schedule = timeline.schedule
     costs = _late(timeline.costs, 0)
     static = simulate(schedule, costs)
@@ -235,7 +235,8 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
-    """Return a function that simulates a table under `--use-dpp`, planned for these costs."""
+    """Return a function that simulates a table under `--use-dpp`, whose policy uses these costs."""
+    # As in training, where a dynamic order splits backwards so that W can fill gaps.
     split = split_backwards(schedule)
     hints = policies(
         "hint",

@@ -2,16 +2,16 @@
 
 A static table fixes the order in advance, so a late message stalls its rank. A policy instead
 chooses the next action each time the rank is idle, based on the messages that have arrived.
-Policies perform no I/O: the simulator and the executor drive the same object through
+Policies perform no I/O. The simulator and the executor drive the same object through
 `Progress.arrived`, `choose` and `finished`.
 
 `hint` follows a static table as long as possible. If the head of the table must wait, it runs the
 first later action that is ready and that keeps the activation curve of the remaining table below a
-cap, which is the same on all ranks; `patience.py` decides how long a rank first waits for the head.
+cap. All ranks have the same cap. `patience.py` decides how long a rank first waits for the head.
 `breadth-first` and `depth-first` use neither the table's order nor a cap, and serve as baselines.
 
-The idea of dynamic pipelines is from MegatronApp's DPP (breadth-first). Using the table as a hint
-that bounds memory is ours; RRFP (arXiv 2605.18750) is similar.
+The idea of dynamic pipelines comes from MegatronApp's DPP (breadth-first). Using the table as a
+hint that bounds memory is new here; RRFP (arXiv 2605.18750) is similar.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ POLICIES: tuple[PolicyName, ...] = ("hint", "breadth-first", "depth-first")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for the head of its table, in the unit of the table's costs."""
+    """How long a rank waits for the head of its table, in the unit of the costs."""
 
     waits: Sequence[float]
     """By position of the head: how long the rank must be idle before it may skip the head."""
     durations: Sequence[float]
-    """By position: the action's duration under these costs, used to calibrate the unit of time."""
+    """By position: the duration of the action under these costs, to calibrate the unit of time."""
     gains: Sequence[float] = ()
-    """By position of the head: the time that running it in its pair saves; 0 if it runs alone.
+    """By position of the head: the time that running it as a pair saves; 0 if it runs alone.
     Empty: no pairs."""
 
 
@@ -75,9 +75,9 @@ class Policy(ABC):
 
     @abstractmethod
     def looks_ahead(self) -> bool:
-        """Return whether to choose while the last action still runs on the device.
+        """Return whether to choose while the last action is still running on the device.
 
-        True only if nothing that may arrive until then would change the choice.
+        True only if no message that may arrive meanwhile can change the choice.
         """
 
     @abstractmethod
@@ -85,9 +85,9 @@ class Policy(ABC):
         """Choose the next action and return its position in the row, or None if none may run."""
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the action just chosen and, with pairs, its partner; the forward comes first.
+        """Return the action just chosen and, with pairs, its partner. The forward comes first.
 
-        The partner is the first ready action of the other direction.
+        The partner is the first ready action in the other direction.
         """
         partners = self._partners(index)
         if partners is None:
@@ -98,13 +98,13 @@ class Policy(ABC):
         return (partner, index)
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action may be paired with this one; None if there is none."""
+        """Return the heap whose first action may be the partner of this action, or None."""
         action = self.progress.row[index]
         progress = self.progress
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
-        # A backward needs the forward of its micro-batch first.
+        # A backward of the same micro-batch needs this forward, so the two cannot run as a pair.
         if not partners or progress.row[partners[0]].microbatch == action.microbatch:
             return None
         return partners
@@ -113,9 +113,9 @@ class Policy(ABC):
 class Curve:
     """Changes of a count by position, and the maximum of their running sum.
 
-    An action that runs early removes its change, which shifts the curve behind it. Both operations
-    take O(log n): each node of a tree stores the sum of the changes below it and the maximum of
-    their running sum, at least 0.
+    An action that runs early removes its change, which shifts the curve after it. Both operations
+    take O(log n), because each node of a tree stores the sum of the changes below it and the
+    maximum of their running sum, at least 0.
     """
 
     def __init__(self, changes: Sequence[float]) -> None:
@@ -123,6 +123,7 @@ class Curve:
         padding = [0] * (self._size - len(changes))
         self._sum: list[float] = [0] * self._size + [*changes, *padding]
         self._top: list[float] = [max(0, change) for change in self._sum]
+        # Leaves start at `_size`. The children of a node are 2 * node and 2 * node + 1.
         for node in range(self._size - 1, 0, -1):
             left = 2 * node
             right = 2 * node + 1
@@ -147,6 +148,7 @@ class Curve:
         sums[node] = tops[node] = 0
         while node > 1:
             node >>= 1
+            # Update all ancestors. `max` would cost more, and this runs for each chosen action.
             left = node << 1
             sums[node] = sums[left] + sums[left + 1]
             high = tops[left]
@@ -170,14 +172,14 @@ class Curve:
 
 
 class Hint(Policy):
-    """Follows the order of the static table; runs later actions while the head waits.
+    """Follows the order of the static table, and runs later actions while the head waits.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        cap: Upper bound on the activations (of one stage each) that the rank may keep; at least the
-            table's peak on that rank.
-        weights_fill: Whether W may leave its place in the table and run when nothing else can.
+        cap: Maximum number of activations (of one stage each) that the rank may keep; at least the
+            peak of the table on that rank.
+        weights_fill: Whether W may leave its position in the table and run when nothing else can.
         patience: See `patience.py`; None: never wait for the head.
         stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
     """
@@ -194,7 +196,7 @@ class Hint(Policy):
     ) -> None:
         self._pairs = schedule.pairs_of(rank)
         super().__init__(schedule, rank, pairs=bool(self._pairs))
-        # I replaces the activations with a weight stash, which may be larger.
+        # I replaces the activations by a weight stash, which may be larger.
         self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
         self._sizes_of = schedule.sizes_of
         self._remaining = Curve([self._change(action) for action in self.progress.row])
@@ -203,13 +205,14 @@ class Hint(Policy):
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
-        # Whether the last chosen action was launched behind its input, before that input existed.
+        # Whether the last chosen action was launched after its input was launched, but before it
+        # existed.
         self._follows = False
 
     def for_next_step(self) -> Hint:
-        """Return the policy of another step."""
+        """Return a copy for another step; call it only before this policy has chosen anything."""
         policy = copy(self)
-        # Everything else is a number or constant during a step, and can be shared.
+        # All other fields are numbers or constant during a step, so they can be shared.
         policy.progress = self.progress.for_next_step()
         policy._remaining = self._remaining.for_next_step()
         return policy
@@ -233,9 +236,9 @@ class Hint(Policy):
         self._advance()
         if not self.progress.num_left:
             return False
-        # A device runs behind its host, so launching early costs no time while the last action
-        # still runs. But an input may arrive in time for a better choice, so only the head, or an
-        # action behind its launched input, is certain.
+        # A device runs behind its host, so waiting to launch costs no time while the last action is
+        # still running. Meanwhile an input may arrive that allows a better choice. So only two
+        # choices are certain: the head, or an action that follows its launched input.
         if self._runs_head():
             return not self._lacks_partner()
         if self.patience is not None:
@@ -262,22 +265,22 @@ class Hint(Policy):
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action, and its partner unless it follows its input."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The chosen action's change has already been applied, so it counts as 0 here.
+        # The change of the chosen action has already been taken, so `take` returns 0 for it.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action can be paired with this one; None if there is none."""
+        """Return the heap whose first action can be the partner of this action, or None."""
         partners = super()._partners(index)
         if partners is None or not self._is_admissible(partners[0]):
             return None
-        # The forward of a pair runs first, before its backward has freed anything.
+        # The forward of a pair allocates its activations before the backward frees any.
         row = self.progress.row
         peak = self.live - self._change(row[index]) + self._change(row[partners[0]])
         return partners if peak <= self.cap else None
 
     def _lacks_partner(self) -> bool:
-        """Return whether the head's partner in the table is pending and no partner is ready."""
+        """Return whether the head has a partner in the table, but no partner is ready."""
         head = self._head
         return (
             head in self._pairs
@@ -298,11 +301,11 @@ class Hint(Policy):
 
     def _follower(self) -> int | None:
         """Return an admissible action whose missing inputs have all been launched."""
-        # Once the sender has launched an action's input, the action can be launched right behind
-        # it, which hides its launch time while the pipeline fills and drains. This is safe for the
-        # head, and for another action if the head waits for the same sender, whose device computes
-        # the head's input later anyway. It cannot deadlock, because an action follows only what was
-        # launched before it, and each device runs its actions in the order of their launches.
+        # Once the sender has launched an action's input, the action can be launched right after it,
+        # which hides its launch time while the pipeline fills and drains. This is safe for the
+        # head. It is safe for another action if the head waits for the same sender, because that
+        # device computes the head's input later anyway. It cannot deadlock: an action follows only
+        # actions launched before it, and each device runs actions in the order of their launches.
         index = self.progress.follower(self._head)
         if index is None or not self._is_admissible(index):
             return None
@@ -321,7 +324,7 @@ class Hint(Policy):
         forwards = progress.forwards
         if best and not self._is_admissible(best[0]):
             best = []
-        # A W that results from splitting a B has no place in the table, so it runs when nothing
+        # A W that results from splitting a B has no position in the table, so it runs when nothing
         # else can.
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
@@ -335,14 +338,14 @@ class Hint(Policy):
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
-        """Return whether an action may run now without pushing the curve above the cap.
+        """Return whether an action may run now without raising the curve above the cap.
 
-        Beyond its position the curve does not change. So if the first ready forward does not fit,
-        no later one does.
+        The curve does not change beyond the position of the action. So if the first ready forward
+        does not fit, no later forward fits.
         """
-        # The head is always admissible, so every step completes: consider the first unfinished
-        # action in a global order that respects data dependencies and the table. Everything before
-        # it has run, so it is the head of its rank, and its input exists.
+        # The head is always admissible, so every step completes. To see why, consider the first
+        # unfinished action in a global order that respects data dependencies and the table.
+        # Everything before it has run, so it is the head of its rank, and its input exists.
         change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
@@ -352,29 +355,30 @@ class Hint(Policy):
 class Greedy(Policy):
     """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
 
-    A rank may keep up to m activations. Only the table's actions matter, not their order.
+    A rank may keep up to m activations. The order of the table has no effect.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        depth_first: Whether the deepest forward comes first, instead of the forward of the first
-            chunk.
+        depth_first: Whether the forward of the deepest chunk comes first, instead of the forward of
+            the first chunk.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
 
         def preference(action: Action) -> tuple[int, int, int]:
-            # Backwards traverse the chunks in reverse, so the preference is reversed as well.
+            # Backwards traverse the chunks in reverse, so reverse the preference for them.
             forward = action.kind == "F"
             depth = action.stage
             if forward == depth_first:
                 depth = -action.stage
-            # Within a micro-batch, slices run backward in reverse.
+            # Within a micro-batch, the backwards of slices run in reverse.
             slice_turn = action.slice
             if not forward:
                 slice_turn = -action.slice
             return depth, action.microbatch, slice_turn
 
+        # `Progress` offers the first ready action by position, so sort the row by preference.
         rows = list(schedule.rows)
         rows[rank] = tuple(sorted(rows[rank], key=preference))
         table = replace(schedule, rows=tuple(rows), pairs=())
@@ -382,7 +386,7 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether an action in the direction that did not run last is ready."""
+        """Return whether an action is ready in the direction that did not run last."""
         progress = self.progress
         if self._backward_next:
             return bool(progress.backwards)
@@ -404,7 +408,7 @@ class Greedy(Policy):
 def activation_cap(
     schedule: Schedule, extra_activations: int = 0, stash_ratio: float = 1.0
 ) -> float:
-    """Return the cap of `hint`, in activations of one stage each, the same on all ranks.
+    """Return the cap of `hint` for all ranks, in activations of one stage each.
 
     Args:
         schedule: The table.
@@ -413,9 +417,9 @@ def activation_cap(
         stash_ratio: Size of a weight stash, in activations.
     """
     # A separate cap per rank would save nothing useful: devices are equal, so the rank with the
-    # highest peak decides how much memory the job needs. And 1F1B and interleaved tables keep far
-    # less on the last ranks than on the first, so with their own caps the last ranks could never
-    # run ahead.
+    # highest peak determines how much memory the job needs. Besides, the last ranks of 1F1B and
+    # interleaved tables keep far fewer activations than the first, so with separate caps they could
+    # never run ahead.
     slices, sizes = schedule.slices, schedule.slice_sizes
     peak = max(most_alive(row, stash_ratio, slices, sizes) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
@@ -427,14 +431,14 @@ _MAX_SLOTS = 1024  # the limit of an arena (csrc/core/arena.h)
 def arena_slots(
     table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
 ) -> int:
-    """Return the slots for a pair of ranks: twice their peak of messages in flight, both ways.
+    """Return the number of slots for a pair of ranks: twice their peak of messages in flight.
 
-    The result is at most the limit of an arena. The second half holds messages that have arrived
-    but have not been consumed.
+    The peak includes both directions. The second half of the slots holds messages that have arrived
+    but have not been consumed. The result is at most the limit of an arena.
 
-    `extra_activations` is the allowance of a dynamic order, or None for the table's order. Each
-    edge gets slots for what a policy may keep beyond the table's peak. A greedy policy may exceed
-    that, since it may keep all activations; a message without a slot then waits in its sender's
+    `extra_activations` is the allowance of a dynamic order; None: the table's order. Each edge gets
+    slots for the activations that a policy may keep beyond the table's peak. A greedy policy may
+    keep all activations, so it may need more. A message without a slot waits in its sender's
     memory.
     """
     extra_slots = 0

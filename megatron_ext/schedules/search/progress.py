@@ -1,8 +1,8 @@
 """Tracks which actions may run next on a rank, for every dynamic policy.
 
-An action is *ready* when its inputs exist (`Schedule.needs`) and everything that must run before it
-to keep results bit-identical has run. On a device an action can *follow* its inputs once they are
-launched, because the device runs it after them.
+An action is *ready* when its inputs exist (`Schedule.needs`) and all actions have run that must
+precede it to keep results bit-identical. On a device, an action can *follow* its inputs once they
+are launched, because the device runs it after them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Progress:
     """The ready actions of one rank, as positions in its row of the static table.
 
-    Policies choose by kind of action, so there are three heaps: forwards, backwards (B and I) and
-    weights.
+    Policies choose by kind of action, so there are three heaps: forwards, backwards (B and I), and
+    weights (W).
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -36,14 +36,14 @@ class Progress:
         self.weights: list[int] = []
         # By position: the number of tensors and actions that the action waits for.
         self._missing = [0] * len(self.row)
-        # By position: how many of those have not been launched either.
+        # By position: how many of these have not been launched either.
         self._unlaunched: list[int] = []
-        # Tensors that have been launched but have not arrived.
+        # Tensors that have been launched but have not arrived yet.
         self._launched: set[Message] = set()
-        # The part of `_launched` that was launched before the last chosen action began.
+        # The tensors in `_launched` that were launched before the last chosen action began.
         self._launched_before: set[Message] = set()
         self.hears_launches = False
-        """Whether `launched` announces each tensor of another rank before it arrives."""
+        """Whether `launched` announces each tensor from another rank before it arrives."""
         # Inputs that had not arrived yet when their action was chosen.
         self._awaited: set[Message] = set()
         # By position: the actions of this rank that wait for this action.
@@ -60,7 +60,7 @@ class Progress:
                 heapq.heappush(self._heap_of[index], index)
 
     def for_next_step(self) -> Progress:
-        """Return a copy for another step that shares everything constant during a step."""
+        """Return a copy for another step, which shares all that is constant during a step."""
         progress = copy(self)
         progress.done = bytearray(self.done)
         progress.forwards = list(self.forwards)
@@ -86,7 +86,7 @@ class Progress:
         return [heaps[action.kind] for action in self.row]
 
     def _connect(self, schedule: Schedule) -> None:
-        """Build the dependencies between actions."""
+        """Record the dependencies between actions."""
         position = {action: index for index, action in enumerate(self.row)}
         rank_of = schedule.placement.rank_of
         for index, action in enumerate(self.row):
@@ -103,8 +103,8 @@ class Progress:
     def _order_gradients(self) -> None:
         """Make the backwards of each stage become ready in the order of the micro-batches.
 
-        So gradients are always summed in the same order, and the result is bit-identical to the
-        static table's whatever arrives first.
+        So gradients are summed in the same order whatever arrives first, and the result is
+        bit-identical to that of the static table.
         """
 
         def turn(index: int) -> tuple[int, int]:
@@ -131,11 +131,12 @@ class Progress:
         for index, action in enumerate(self.row):
             if action.kind == "F":
                 forwards[action.stage].append(index)
-        # Some losses are averaged over replicas with a collective in the last stage's forward, so
-        # all replicas must run these forwards in the same order.
+        # Some losses are averaged over replicas by a collective in the last stage's forward, so all
+        # replicas must run these forwards in the same order.
         for before, after in pairwise(forwards.get(last_stage, [])):
             self._order(before, after)
-        # The first forward of each stage is the table's, as `check_first_gradients` requires.
+        # Each stage starts with the same forward as in the table, as `check_first_gradients`
+        # requires.
         for first, *following in forwards.values():
             for after in following:
                 self._order(first, after)
@@ -145,7 +146,7 @@ class Progress:
         self._missing[after] += 1
 
     def require(self, action: Action, message: Message) -> None:
-        """Make an action wait for one more message; call it before anything is chosen."""
+        """Make an action wait for another message. Call this before any action is chosen."""
         index = self.row.index(action)
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
@@ -153,19 +154,20 @@ class Progress:
         self._unlaunched[index] += 1
 
     def launched(self, message: Message) -> None:
-        """Record that another rank has launched the computation of a message and all its parts."""
+        """Record that another rank has launched the computation of all parts of a message."""
         self._launched.add(message)
         self._unlaunched[self._takers[message]] -= 1
 
     def arrived(self, message: Message) -> None:
-        """Record that a message that an action needs has arrived, with all its parts.
+        """Record that all parts of a message have arrived.
 
-        A launch notice is recorded as `launched` instead.
+        A launch notice is recorded by `launched` instead.
         """
         if message.launched:
             self.launched(message.tensor)
             return
         if message in self._awaited:
+            # Its action was chosen before the message arrived, and no longer waits for it.
             self._awaited.remove(message)
             return
         index = self._takers[message]
@@ -184,14 +186,14 @@ class Progress:
             self._supply(after)
 
     def began(self) -> None:
-        """Record that the last chosen action begins, and which tensors are in flight then."""
+        """Record that the last chosen action begins, and which tensors are in flight."""
         self._launched_before = set(self._launched)
 
     def expects(self) -> bool:
         """Return whether a tensor may arrive before the last chosen action ends.
 
-        Actions take about as long on all ranks, so an action launched after this one began will end
-        later.
+        Actions take about equally long on all ranks, so an action launched after this one began
+        ends later.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(
             self._launched
@@ -200,7 +202,8 @@ class Progress:
     def follow(self, index: int) -> None:
         """Record that an action is chosen before it is ready, to follow its launched inputs."""
         self._missing[index] = 0
-        self._awaited |= self._launched  # all are inputs of this action (`follower`)
+        # All launched tensors are inputs of this action, because `follower` requires it.
+        self._awaited |= self._launched
         self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
@@ -208,10 +211,11 @@ class Progress:
         return not self._missing[index]
 
     def follower(self, head: int) -> int | None:
-        """Return the action that needs exactly the launched tensors, or None.
+        """Return the action whose missing inputs are exactly the launched tensors, or None.
 
         An action other than the head qualifies only if its input comes from the same device as the
-        head's: devices run actions in launch order, so the head's input comes later anyway.
+        input of the head. Devices run actions in launch order, so the head's input comes later
+        anyway.
         """
         takers = {self._takers[message] for message in self._launched}
         if len(takers) != 1:

@@ -1,12 +1,12 @@
-"""Orders all messages of a step, and proves that ranks which follow the order never deadlock.
+"""Orders all messages of a step, and proves that ranks that follow this order never deadlock.
 
 NCCL and MCCL match messages by order, not by name: the n-th send on a communicator matches the n-th
-receive. In addition, a device may run everything that its rank has started as one queue, so that an
+receive. In addition, a device may run everything that its rank has started as one queue. Then an
 early receive blocks the very computation that its sender waits for. CUDA_DEVICE_MAX_CONNECTIONS=1
-forces a single queue, and with many streams it can happen anyway.
+forces a single queue, and many streams can cause the same.
 
-So all messages of a table are ordered by the time at which a simulated step sends them. Each rank
-places its receives between its sends according to that order.
+So all messages of a table are ordered by the time at which a simulated step sends them, and each
+rank places its receives between its sends according to that order.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ class _Moment(NamedTuple):
 
     time: float
     message: Message
-    """The first message that the action sends; its bypasses follow immediately."""
+    """The first message that the action sends. Its bypasses follow immediately."""
     answers: bool
-    """Whether this is the second of two messages that twins send to each other at the same time.
-    The leading twin's message comes first."""
+    """Whether this message comes second when twins send to each other at the same time. The message
+    of the leading twin comes first."""
     number: int = 0
     """Index among the messages of the same action."""
 
 
 class MessageOrder:
-    """The order of the messages of a validated table, from the point of view of each rank."""
+    """The order of all messages of a validated table, as each rank sees it."""
 
     def __init__(self, schedule: Schedule) -> None:
-        # Unit costs, because a user's costs may differ so widely that times coincide.
+        # Use unit costs, because costs of a user may differ so widely that times coincide by
+        # rounding.
         timeline = simulate(_with_equal_slices(schedule))
         self.exchanges = [
             exchanges(schedule, rank) for rank in range(len(schedule.rows))
         ]
-        """By rank; a pair counts as one action here."""
+        """By rank. A pair is one action here."""
         self._starts: list[list[float]] = []
-        # By rank: when each action ends, which is when its result leaves.
+        # By rank: when each action ends and sends its results.
         self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [
             [] for _ in schedule.rows
@@ -87,7 +88,7 @@ class MessageOrder:
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank, in order.
 
-        One of two twins `leads`: it sends before it receives.
+        `leads` marks the twin that sends before it receives.
         """
         starts = self._starts[rank]
         departures = []
@@ -99,8 +100,8 @@ class MessageOrder:
             arrivals.append((moment._replace(answers=answers), transfer))
         posts = []
         for moment, transfer in sorted(arrivals):
-            # Place the receive after the sends that precede it in the total order and before those
-            # that follow it. This keeps two ranks from waiting for each other.
+            # Place the receive after the sends that precede it in the total order, and before the
+            # sends that follow it. So no two ranks wait for each other.
             index = bisect_left(departures, moment)
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
@@ -108,7 +109,7 @@ class MessageOrder:
 
 
 def _with_equal_slices(schedule: Schedule) -> Schedule:
-    """Return a table whose slices all take time; those of an empty micro-batch would take none."""
+    """Return a table whose slices all take time, including those of empty micro-batches."""
     if not schedule.slice_sizes:
         return schedule
     return replace(
@@ -125,7 +126,7 @@ Place = tuple[int, int]
 
 
 class Meeting(NamedTuple):
-    """A message, named identically at both of its ends."""
+    """A message, with the same name at its sender and its receiver."""
 
     source: Place
     target: Place
@@ -145,7 +146,7 @@ def programs(
 ) -> dict[Place, list[Meeting]]:
     """Return the messages of each rank of both twins, in the order in which it starts them.
 
-    `order` is that of the table; None: it is made here.
+    `order` is the message order of the table; None: compute it.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
@@ -171,7 +172,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     posted: set[Message] = set()
     for index, exchange in enumerate(order.exchanges[rank]):
         for behind_inputs in (False, True):
-            # First the receives before the action, then those after its inputs.
+            # Start the receives before the action first, then those that wait for its inputs.
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (
                 index,
                 behind_inputs,
@@ -193,7 +194,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
 
 
 def _other_end(twin: int, transfer: Transfer) -> Place:
-    """Return the place of a transfer's peer."""
+    """Return the place of the peer of a transfer."""
     if transfer.to_twin:
         return 1 - twin, transfer.peer
     return twin, transfer.peer
@@ -202,39 +203,38 @@ def _other_end(twin: int, transfer: Transfer) -> Place:
 def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
     """Check that a table completes even if each rank runs everything it starts as one queue.
 
-    `order` is that of the table; None: it is made here.
+    `order` is the message order of the table; None: compute it.
 
     Raises:
-        ScheduleError: The ranks deadlock; the message says where.
+        ScheduleError: The ranks deadlock; the message names the place.
     """
     check_meetings(schedule.label, programs(schedule, order))
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
-    """Check that all ranks finish even if both ends of every message wait for each other.
+    """Check that all ranks finish even if sender and receiver of each message wait for each other.
 
     Raises:
-        ScheduleError: Some ranks wait forever; the message says for what.
+        ScheduleError: Some ranks wait forever; the message names what they wait for.
     """
-    # Assume the worst queue: each rank works strictly in sequence, and a send lasts until it is
+    # Assume the worst case: each rank works strictly in sequence, and a send lasts until it is
     # received. Then the ranks finish if and only if one order of all messages is consistent with
     # every rank's sequence. Collectives need no check: their members run the same row and meet at
-    # the same position, so several replicas deadlock only if one alone does.
+    # the same position, so several replicas deadlock only if one replica does.
     ends: Counter[Meeting] = Counter()
     for program in programs.values():
         ends.update(program)
-    # A message with one end only waits forever.
+    # A message without a sender or a receiver waits forever.
     stuck = [meeting for meeting, count in ends.items() if count != 2]
-    order: TopologicalSorter[Meeting] = (
-        TopologicalSorter()
-    )  # Python 3.10 has no [...] for it
+    # Annotate it, because `TopologicalSorter[Meeting]()` fails on Python 3.10.
+    order: TopologicalSorter[Meeting] = TopologicalSorter()
     for program in programs.values():
         for before, after in pairwise(program):
             order.add(after, before)
     try:
         order.prepare()
     except CycleError as error:
-        # `graphlib` repeats the first message of the cycle at its end.
+        # `graphlib` repeats the first message of a cycle at its end.
         stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(

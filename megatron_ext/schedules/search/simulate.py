@@ -1,4 +1,4 @@
-"""Simulates a table: the time of each action, the makespan of the step, and live activations.
+"""Simulates a table: the times of its actions, the makespan of the step, and live activations.
 
 Every rank runs its list in order. An action starts as soon as the rank is idle and its inputs have
 arrived; on a device, its host must also have launched it. A full backward sends its input gradient
@@ -32,7 +32,7 @@ class _PairExchanges(NamedTuple):
 
     @property
     def hidden_share(self) -> float:
-        """The share that runs behind computation; 0 without pairs."""
+        """The share of the total that runs behind computation; 0 without pairs."""
         if not self.total:
             return 0.0
         return self.hidden / self.total
@@ -44,6 +44,7 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
+    # By rank, in the order of its row.
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
 
@@ -54,10 +55,10 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """The work of the busiest rank: the makespan without any wait."""
+        """The work of the busiest rank, which is the makespan without any wait."""
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            # Both actions of a pair span the same time, which must count once.
+            # The two actions of a pair span the same time, which must count once.
             counted_twice = [
                 ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
             ]
@@ -93,12 +94,12 @@ class Timeline:
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """Per rank, for pairs only: the share of `hidden` that long steps converge to."""
+        """By rank: the hidden share of all-to-all in pairs alone, to which long steps converge."""
         return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank of the world, both twins: the actions to draw, with their starts and ends."""
+        """By rank of both twins: the actions to draw, with their starts and ends."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)
@@ -121,10 +122,11 @@ class Timeline:
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
-        """Peak of activations on each rank of the world (both twins), in Ma."""
+        """Peak of activations on each rank of both twins, in Ma."""
         peaks = activation_peaks(self.schedule)
         if self.schedule.placement.twins == 1:
             return peaks
+        # The second pipeline is the mirror image of the first.
         return peaks + peaks[::-1]
 
     @property
@@ -141,9 +143,8 @@ class Timeline:
     def messages(self) -> int:
         """Total number of activations and gradients that cross ranks in one step."""
         if self.schedule.disaggregated:
-            return sum(
-                slots_needed(self.schedule).values()
-            )  # all can be in flight at once
+            # All messages can be in flight at once, so there is a slot for each of them.
+            return sum(slots_needed(self.schedule).values())
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return (
             2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
@@ -165,7 +166,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     run = clock.run
     is_free = clock.is_free
     # If launches take time, by rank: the time of its last launch, and the end times of its actions.
-    # The lists start with AHEAD zeros, so that the first launches do not wait.
+    # Each list starts with AHEAD zeros, so that the first launches do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
@@ -176,12 +177,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         # `walk` passes two values for a pair, and one for a single action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
-            # This also drops a time of 0.0, which is harmless because nothing begins earlier.
+            # `filter` also drops a time of 0.0, which is harmless because nothing begins earlier.
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:
-            # The host launches an action once at most AHEAD - 1 earlier ones still run.
+            # The host launches an action as soon as at most AHEAD - 1 earlier actions still run.
             launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
@@ -192,12 +193,13 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
                 _first_arrival(clock, action, end),
                 _first_arrival(clock, partner, end),
             ]
-        if is_free:  # the fast path for tables with millions of actions
+        # The fast path for tables with millions of actions.
+        if is_free:
             return end
         arrivals = clock.arrivals(action, end)
         return arrivals[0] if len(arrivals) == 1 else arrivals
 
-    # A walk does not say why it stopped; this check finds the cycle and raises an error showing it.
+    # `walk` returns no reason why it stopped. This check finds the cycle and shows it in its error.
     if walk(schedule, visit):
         check_for_deadlock(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")
@@ -205,17 +207,17 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
 
 def _first_arrival(clock: Clock, action: Action, end: float) -> float:
-    """Return when the result of one action of a pair arrives at the only rank that needs it."""
+    """Return when the result of an action of a pair arrives at the only rank that needs it."""
     arrivals = clock.arrivals(action, end)
     return arrivals[0] if arrivals else end
 
 
 def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
-    """Return the table with the shortest step; among equals, the one with the lowest memory."""
+    """Return the table with the shortest step and, among equals, the lowest memory."""
 
     def time_and_memory(table: Schedule) -> tuple[float, float]:
         timeline = simulate(table, costs)
-        # Tables that take equally long may differ by rounding, and memory then decides.
+        # Equal times may differ by rounding. Round them, so that memory decides.
         return round(timeline.makespan, 9), timeline.peak_activations
 
     return min(tables, key=time_and_memory)
@@ -239,7 +241,7 @@ class Clock:
         self._latency = costs.latency
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
-        """Whether every message arrives the moment its action ends."""
+        """Whether every message arrives when its action ends."""
         # By kind and stage of an action: the link to each receiver; None: no latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
@@ -260,11 +262,12 @@ class Clock:
         return time
 
     def all_to_all_of(self, action: Action) -> float:
-        """Return how much of an action's time is all-to-all; weight gradients need none."""
+        """Return how much of an action's time is all-to-all. Weight gradients need none."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         share = 1.0
-        if action.kind == "B":  # only its I part has all-to-all
+        # Only the I part of a B has all-to-all.
+        if action.kind == "B":
             share = (
                 self._durations["I"][action.stage] / self._durations["B"][action.stage]
             )
@@ -284,12 +287,12 @@ class Clock:
     def _run_pair(
         self, rank: int, now: float, forward: Action, backward: Action
     ) -> float:
-        """Run a pair starting at `now`, and return when both actions end together.
+        """Run a pair starting at `now`, and return when its two actions end.
 
-        Layers pair one to one; the surplus layers of the longer stage run alone.
+        Layers pair one to one. The surplus layers of the longer stage run alone.
         """
         time = exchange = compute = 0.0
-        # The time of a stage's forward stands for its number of layers.
+        # The time of a stage's forward is proportional to its number of layers.
         layers = [self._durations["F"][action.stage] for action in (forward, backward)]
         for action, stage_layers in zip((forward, backward), layers, strict=True):
             paired_share = min(layers) / stage_layers
