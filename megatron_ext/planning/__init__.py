@@ -1,1 +1,1 @@
-"""Plans the layout of a training run, with a lower bound: sizes, memory, time, cuts, search."""
+"""Plans the layout of a training run: model sizes, memory, time, cuts, a bound and a search."""

@@ -1,4 +1,4 @@
-"""Lower bound on the time of a schedule's table for any cut of the layers that fits into memory."""
+"""Lower bound on the time of a table, over all cuts of the layers that fit into memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row, Schedule
 
 _ROUNDING = 1e-9
-"""Slack in layers, so that rounding never excludes a division of layers that fits."""
+"""Slack in layers, so that rounding errors exclude no division of layers that fits."""
 _FORWARD_CHANGE = {"F": 1, "W": 0}
-"""Change in the number of live micro-batches of a stage, by action; all other actions end one."""
+"""Change in the number of live micro-batches of a stage, by action. Other actions end one."""
 _WAITING_CHANGE = {"I": 1, "W": -1}
-"""Change in the number of weight gradients that wait on a stage, by action."""
+"""Change in the number of weight gradients waiting on a stage, by action."""
 
 
 class StageLoad(NamedTuple):
-    """The data that one stage keeps at a moment of a step."""
+    """The data that one stage keeps at one moment of a step."""
 
     live: int
     """Number of micro-batches between forward and backward."""
@@ -38,14 +38,13 @@ class RowUse(NamedTuple):
 
     fullest_moments: list[list[StageLoad]]
     """Loads of all stages at the moments that no other moment exceeds. For ranks with more than two
-    stages, only the two fullest are kept."""
+    stages, only the two fullest moments are kept."""
     num_pairs: Counter[tuple[int, int]]
-    """(position of the forward's stage, position of the backward's stage) -> number of such pairs.
-    """
+    """(position of the forward's stage, position of the backward's stage) -> number of pairs."""
 
 
-# Live micro-batches and waiting weight gradients, stage after stage. Flat, because the moments of a
-# row are compared number by number.
+# Live micro-batches and waiting weight gradients of each stage in turn. It is flat because the
+# moments of a row are compared number by number.
 _Moment = tuple[int, ...]
 
 
@@ -56,8 +55,8 @@ def uses_of(table: Schedule) -> list[RowUse]:
         stages = table.placement.stages_of[rank]
         position_of = {stage: position for position, stage in enumerate(stages)}
         moments = _moments(row, position_of)
-        # The moments to keep grow fast with the number of stages, and each one is tried for every
-        # division of the layers.
+        # The number of moments to keep grows fast with the number of stages, and each moment is
+        # tried for each division of the layers.
         if len(stages) <= 2:
             fullest = _unexceeded(moments)
         else:
@@ -91,7 +90,7 @@ def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
 def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
     """Return the moments that no other moment exceeds in every number."""
     unexceeded: set[_Moment] = set()
-    # In descending order of sums, no moment exceeds an earlier one.
+    # In descending order of sums, no moment can exceed an earlier one.
     for moment in sorted(moments, key=sum, reverse=True):
         if not any(_exceeds(fuller, moment) for fuller in unexceeded):
             unexceeded.add(moment)
@@ -99,7 +98,7 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
 
 
 def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
-    """Return whether no stage keeps less at the fuller moment."""
+    """Return whether each stage keeps at least as much at the fuller moment."""
     return all(
         load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True)
     )
@@ -118,11 +117,11 @@ class CutBound:
     """Bounds the time of a table over all cuts.
 
     A rank runs its row after the forwards of the stages before its first action, and before the
-    backwards of the stages before its last. So by any given time it can finish only a limited
-    number of layers of a kind, and its memory holds only a limited number: the bound is the time by
-    which all layers of each kind have found a rank. For a rank with one or two stages, all ways to
-    divide its layers among them are tried; more stages are treated as one stage that has the lowest
-    cost of them for every layer.
+    backwards of the stages before its last action. So by a given time it can finish only a limited
+    number of layers, and its memory holds only a limited number. The bound is the time by which the
+    layers of each kind fit on the ranks. For a rank with one or two stages, all divisions of its
+    layers among them are tried. More stages are treated as one stage, with the lowest cost of any
+    of them for each layer.
     """
 
     table: Schedule
@@ -133,27 +132,27 @@ class CutBound:
     last: Part
     """Extra part of the last stage."""
     min_layers: Sequence[int]
-    """Minimum number of layers of each stage; their sum does not exceed the model's layers."""
+    """Minimum number of layers of each stage. The model has at least as many layers as the sum."""
     overlap: float
     """Largest share of the exchange that pairs can hide."""
     microbatches_beyond: float
-    """Micro-batches of a row in addition to those of the table."""
+    """Number of micro-batches of a row in addition to those of the table."""
     memory_bytes: float
     """Memory of a rank."""
     static_bytes: Callable[[Part], float]
     """Returns the bytes of a part's weights, gradients and optimizer states."""
 
     def span_s(self) -> float:
-        """Return a time that no cut can beat, in seconds; infinite if no cut fits."""
+        """Return a lower bound on the seconds of a step with any cut; infinite if no cut fits."""
         span_s = 0.0
         outside_s = [self._outside_s(row) for row in self.table.rows]
         stages_of = self.table.placement.stages_of
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
-            # Layers that every cut gives to a stage are in `fixed` already.
+            # The layers that every cut gives to a stage are already in `fixed`.
             num_left = num_layers
-            # For each rank, when it would end with one more layer of this kind: (time, rank, number
-            # of extra layers).
+            # For each rank, the time at which it would end with one more layer of this kind: (time,
+            # rank, number of extra layers).
             candidates: list[tuple[float, int, int]] = []
             for rank, ladder in enumerate(ladders):
                 span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
@@ -162,7 +161,8 @@ class CutBound:
                         num_left -= self.min_layers[stage]
                 candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
             heapify(candidates)
-            # Assign each layer to the rank that then ends first.
+            # Assign each layer to the rank that would end first with it. No other assignment ends
+            # earlier.
             for _ in range(num_left):
                 end_s, rank, num_extra = candidates[0]
                 span_s = max(span_s, end_s)
@@ -174,9 +174,9 @@ class CutBound:
 
     @cached_property
     def kinds(self) -> list[set[Part]]:
-        """The kinds of layers that each stage may get, over all cuts."""
-        # A stage starts at the earliest where the stages before it have their minimum, and at the
-        # latest behind all spare layers.
+        """The kinds of layers that each stage may have under some cut."""
+        # At the earliest, a stage starts where all earlier stages have their minimum. At the
+        # latest, it starts after all spare layers.
         num_spare = len(self.layers) - sum(self.min_layers)
         kinds = []
         begin = 0
@@ -188,7 +188,7 @@ class CutBound:
 
     @cached_property
     def fixed(self) -> list[Part]:
-        """The minimum that each stage computes and keeps under any cut."""
+        """The minimum work and memory of each stage under any cut."""
         fixed = []
         for stage, kinds in enumerate(self.kinds):
             parts: list[Part] = []
@@ -219,24 +219,24 @@ class CutBound:
 
     @cached_property
     def _forwards_before_s(self) -> list[float]:
-        """For each stage, the seconds of the forwards of all earlier stages."""
+        """By stage: the seconds of the forwards of all earlier stages."""
         return [0.0, *accumulate(part.forward for part in self.fixed)]
 
     @cached_property
     def _backwards_before_s(self) -> dict[str, list[float]]:
-        """Kind of a last action -> by stage, the seconds of all earlier stages' backwards."""
+        """Kind of the last action -> by stage, the seconds of all earlier stages' backwards."""
         hidden = [beside(part, self.overlap) for part in self.fixed]
         whole_backwards_s = [part.input + part.weight for part in hidden]
         inputs_s = [part.input for part in hidden]
         return {
             "B": [0.0, *accumulate(whole_backwards_s)],
             "I": [0.0, *accumulate(inputs_s)],
-            # No action of another stage follows a weight gradient.
+            # No other stage needs a weight gradient, so no action follows it.
             "W": [0.0] * (len(hidden) + 1),
         }
 
     def _outside_s(self, row: Row) -> float:
-        """Return the seconds before the first action of a row and after its last one."""
+        """Return the seconds before the first action of a row and after its last action."""
         first_stage = row[0].stage
         last_stage, last_kind, *_ = row[-1]
         return (
@@ -246,7 +246,7 @@ class CutBound:
 
     @cached_property
     def fixed_bytes(self) -> list[float]:
-        """Bytes of weights, gradients and optimizer that each stage needs under any cut."""
+        """By stage: the bytes of weights, gradients and optimizer states under any cut."""
         return [self.static_bytes(part) for part in self.fixed]
 
 
@@ -254,13 +254,13 @@ class _FreeMemory(NamedTuple):
     """Memory at one moment of a rank's row."""
 
     free_bytes: float
-    """Memory that is not used by the fixed parts of its stages."""
+    """Memory that the fixed parts of its stages do not use."""
     bytes_per_layer: list[float]
     """Bytes for each additional layer, by stage."""
 
 
 class _Passes(NamedTuple):
-    """Seconds of a stage with some number of layers, in pairs."""
+    """Seconds that the passes of a stage take in pairs, for some number of layers."""
 
     forward_s: float
     input_s: float
@@ -269,13 +269,14 @@ class _Passes(NamedTuple):
 
 
 class _Ladder:
-    """The minimum time of a rank by the number of extra layers of one kind on its stages."""
+    """The minimum time of a rank, by the number of extra layers of one kind on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
         self._stages = stages = cut.table.placement.stages_of[rank]
         self._num_pairs = cut.uses[rank].num_pairs
         parts = [cut.fixed[stage] for stage in stages]
+        # A rank needs at least the temporary memory of the stage that uses the most.
         free_bytes = cut.memory_bytes - max(part.transient for part in parts)
         free_bytes -= sum(cut.fixed_bytes[stage] for stage in stages)
         layer_bytes = cut.static_bytes(layer)
@@ -289,8 +290,7 @@ class _Ladder:
                     layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
                 )
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
-        # Layers pair one to one, which determines the length of a pair only if all layers are
-        # alike.
+        # Layers pair one to one. That determines the length of a pair only if all layers are equal.
         is_alike = len(stages) <= 2 and all(
             cut.kinds[stage] == {layer} for stage in stages
         )
@@ -311,7 +311,7 @@ class _Ladder:
         for moment in self._free_memory:
             if num_extra * min(moment.bytes_per_layer) > moment.free_bytes:
                 return math.inf
-        # More than two stages: every extra layer goes where it costs least.
+        # With more than two stages, assume that each extra layer goes where it costs the least.
         least_s = sum(row_s[0] for row_s in self._row_s)
         least_s += min(row_s[num_extra] - row_s[0] for row_s in self._row_s)
         if self._counts_pairs:
@@ -325,8 +325,8 @@ class _Ladder:
         most_on_first = num_extra
         for moment in self._free_memory:
             on_first, on_second = moment.bytes_per_layer
-            # Start with all extra layers on the second stage; moving a layer to the first changes
-            # the sum.
+            # Start with all extra layers on the second stage. Each layer that moves to the first
+            # stage frees `on_second` bytes and needs `on_first` bytes.
             free_bytes = moment.free_bytes - num_extra * on_second
             moved_bytes = on_first - on_second
             if moved_bytes > 0:
@@ -361,7 +361,7 @@ class _Ladder:
             hidden_share = exchange_s / (forward_s + input_s or 1.0)
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
-                # Assume that a pair hides all that it can, whatever the length of the partner.
+                # Assume that a pair hides as much as it can, whatever the length of the partner.
                 for (forward, backward), num_pairs in self._num_pairs.items():
                     paired_s = forward_s * (forward == position) + input_s * (
                         backward == position
@@ -371,7 +371,7 @@ class _Ladder:
             self._passes[position].append(_Passes(forward_s, input_s, hidden_share))
 
     def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
-        """Return the seconds of exchange that pairs hide with these numbers of extra layers."""
+        """Return the seconds of all-to-all that pairs hide with these numbers of extra layers."""
         passes = []
         for stage_passes, num_extra in zip(
             self._passes, num_extra_by_stage, strict=True
@@ -381,7 +381,7 @@ class _Ladder:
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
             forward = passes[forward_position]
             backward = passes[backward_position]
-            # Layers pair one to one, so the excess layers of the longer stage run alone.
+            # Layers pair one to one, so the surplus layers of the longer stage run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
             paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))

@@ -1,8 +1,8 @@
-"""Measured costs of parts of a model, in place of those from the device's description.
+"""Corrects the costs of parts of a model by measurements.
 
-A measurement is kept as factors: measured seconds divided by seconds by formula, for the
+A measurement is stored as factors: measured seconds divided by the seconds of the formula, for the
 computation of a forward, an input gradient and a weight gradient. So it also applies to other
-shares of a layer and other micro-batches; communication keeps its formula.
+shardings of a layer and other micro-batches. Communication is always estimated by formula.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
 
 _MIN_FACTOR = 0.01
-"""The difference of two measurements can be zero or negative."""
+"""Lower limit, because the difference of two measurements may be zero or negative."""
 
 
 class Passes(NamedTuple):
@@ -39,7 +39,7 @@ def computation(
     device: DeviceKind,
     mode: frozenset[str],
 ) -> Part:
-    """Return the cost of a part by formula, with links that take no time."""
+    """Return the cost of a part by formula, without the time of links."""
     instant_links = replace(
         device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
     )
@@ -55,7 +55,7 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return the cost of a part, see `layer_costs.part_of`, corrected by its measurements.
+    """Return the cost of a part (see `layer_costs.part_of`), corrected by its measurements.
 
     Multi-token prediction uses the measurements of its layers' kind.
     """
@@ -68,8 +68,8 @@ def part_of(
         return part
     forward_factor, input_factor, weight_factor = factors
     computed = computation(model, kind, sharding, device, mode)
-    # Leave out recomputation: the factor of the input gradient does not apply to recomputed
-    # forwards.
+    # Separate the recomputation, because recomputed forwards need the factor of the forward, not
+    # that of the input gradient.
     plain = computation(model, kind, sharding, device, frozenset())
     recomputed_s = computed.input - plain.input
     return part._replace(
@@ -89,7 +89,7 @@ def parts_of(
     *,
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
-    """Return all layers, the extra part of the first stage, and that of the last one."""
+    """Return all layers, the extra part of the first stage, and that of the last stage."""
     part_by_kind = {
         kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)
     }
@@ -122,6 +122,7 @@ def factors(
 
 
 def _factor(measured_s: float, formula_s: float) -> float:
-    if not formula_s:  # for example the input gradient of an embedding
+    # For example, the input gradient of an embedding takes no time.
+    if not formula_s:
         return 1.0
     return max(_MIN_FACTOR, measured_s / formula_s)

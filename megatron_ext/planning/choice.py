@@ -1,8 +1,8 @@
-"""The candidate schedules of a training, best first: `--pipeline-schedule auto` takes the first.
+"""Ranks the candidate schedules of a training; `--pipeline-schedule auto` takes the first.
 
-Each schedule is forecast for the model, its sizes and its device. If one of these is unknown, only
-its table is simulated, with equal costs or with those measured in a trace. Nothing is measured or
-remembered here, so the same training always gets the same answer.
+Each schedule is forecast for the model, its sizes and the device. If one of these is unknown, only
+the table of the schedule is simulated, with equal costs or with costs measured in a trace. Nothing
+is measured or stored here, so the same training always gets the same answer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 REFERENCE = "1f1b"
-"""The schedule whose memory is the limit if the device's memory is unknown."""
+"""The schedule whose memory is the limit if the memory of the device is unknown."""
 _EQUAL = 0.005
-"""Steps that differ by less than this fraction count as equally fast; the one with less memory
-wins."""
+"""Steps that differ by less than this fraction are considered equally fast. The one with less
+memory then wins."""
 _MAX_CHUNKS = 8
 _WASTEFUL = ("gpipe",)
 """Schedules that keep every micro-batch without a benefit."""
 _THRIFTY = {"v-half": "zb-v"}
 """Schedule -> the schedule with the same stages, but more memory and shorter steps. The search for
-the tables of the former takes longer than all others together, so it is tried only if the latter
-does not fit."""
+tables of the former takes longer than all other searches together, so it is tried only if the
+latter does not fit."""
 
 NOT_FORECAST = read_rules("""
     --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
@@ -63,17 +63,17 @@ class Training:
     """The properties that all candidates share."""
 
     ranks: int
-    """Ranks of one pipeline, or of both if a schedule mirrors two."""
+    """Number of ranks of a pipeline, or of both if a schedule mirrors two."""
     num_microbatches: int
-    """Micro-batches of one step of these ranks."""
+    """Number of micro-batches that these ranks run in a step."""
     cut: Callable[[str, Placement], Sequence[int] | None]
-    """Returns the layers of each stage as Megatron will build them under a schedule. None: the
-    number of layers is unknown."""
+    """Takes a schedule and its placement, and returns the layers of each stage as Megatron will
+    build them. None: the number of layers is unknown."""
     chunks: int | None = None
-    """Stages on each rank if a schedule leaves them open. None: the best number."""
+    """Number of stages on each rank if a schedule does not fix it. None: the best number."""
     num_layers: int | None = None
     costs: Costs | None = None
-    """The user's costs, for which tables are generated. None: those of the forecast."""
+    """The user's costs, for which tables are generated. None: the costs of the forecast."""
     pairs: bool = False
     slices: int = 1
     stash_ratio: float = 1.0
@@ -98,9 +98,9 @@ class Training:
         return weights_at_once(table) if self.weights_at_once else table
 
     def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
-        """Return the costs to generate tables for; None: the user's, or all equal.
+        """Return the costs to generate tables for; None: the user's costs, or equal costs.
 
-        A table searched for the given costs is not always better than one for equal costs.
+        A search for the given costs does not always find a better table than one for equal costs.
         """
         if self.costs is not None or not get(schedule).searches(
             self.ranks, self.num_microbatches
@@ -111,7 +111,7 @@ class Training:
         return (None, costs.in_forwards())
 
     def activations(self, table: Schedule) -> float:
-        """Return the activations that the worst rank keeps, in Ma (`schedules/table/memory.py`)."""
+        """Return the peak of activations on the worst rank, in Ma (`schedules/table/memory.py`)."""
         return max(activation_peaks(table, self.stash_ratio))
 
     def layers_by_stage(
@@ -125,8 +125,8 @@ class Training:
             ArgumentsError: The user's flags about the cut contradict each other.
             ScheduleError: The model cannot have these stages.
         """
-        # The placement is the same for any number of micro-batches, and searching many would take
-        # long.
+        # The placement is the same for any number of micro-batches, and a search for many would
+        # take long.
         smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
         return self.cut(schedule, smallest.placement)
 
@@ -152,13 +152,13 @@ class Candidate:
 
     @property
     def flags(self) -> str:
-        """The flags that select it."""
+        """The flags that select this candidate."""
         by_name = f"--pipeline-schedule {self.schedule}"
         flags = (get(self.schedule).flags or by_name).format(chunks=self.chunks)
         return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
 
     def reason(self, best: Candidate) -> str:
-        """Return why it has this position, compared with the best."""
+        """Return the reason for its position, compared with the best candidate."""
         if not self.fits:
             return "which needs too much memory"
         if self == best:
@@ -180,7 +180,7 @@ class Ranking:
     """Why other schedules are not candidates, one line for each reason."""
 
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
-        """Return the log line about the best candidates, and those that flags exclude."""
+        """Return a log line with the best candidates and the schedules that flags exclude."""
         best, *runners_up = accepted
         line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
         if not best.fits:
@@ -205,7 +205,7 @@ class Judge(Protocol):
         """
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the memory that a candidate may need, given the reference."""
+        """Return the memory limit of candidates. `reference` is the candidate for `REFERENCE`."""
 
     def basis(self) -> str:
         """Return the basis of the comparison."""
@@ -214,8 +214,8 @@ class Judge(Protocol):
 def rank(training: Training, judge: Judge) -> Ranking:
     """Return the candidates of a training, best first.
 
-    Candidates that fit come first, sorted by time, and by memory if steps are equally fast. If none
-    fits, the one that needs the least memory comes first.
+    Candidates that fit come first, sorted by time, and by memory if their steps are equally fast.
+    If no candidate fits, the one that needs the least memory comes first.
     """
     left_out: list[str] = []
     reference = _tried(judge, REFERENCE, None, left_out)
@@ -249,7 +249,7 @@ def rank(training: Training, judge: Judge) -> Ranking:
 def _tried(
     judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
 ) -> Candidate | None:
-    """Return a candidate; if it is impossible, add the reason and return None."""
+    """Return a candidate. If it is impossible, add the reason to `left_out` and return None."""
     try:
         return judge.candidate(schedule, chunks)
     except (ArgumentsError, ScheduleError) as error:
@@ -261,20 +261,21 @@ def _tried(
 
 
 def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | None]:
-    """Return the numbers of stages on each rank to try."""
+    """Return the numbers of stages per rank to try."""
     if not generator.free_chunks:
         return (None,)
     if training.chunks is not None:
         return (training.chunks,)
     if training.num_layers is None:
         return (2, 4)
-    # Embedding and loss may be stages without layers.
+    # The embedding and the loss may be stages without layers.
     most_chunks = min((training.num_layers + 2) // training.ranks, _MAX_CHUNKS)
     return range(2, most_chunks + 1)
 
 
 def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, best first."""
+    # Repeatedly take the best of all candidates that are about as fast as the fastest one left.
     waiting = sorted(
         (candidate for candidate in candidates if candidate.fits),
         key=lambda candidate: candidate.step,
@@ -294,15 +295,15 @@ def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _weights_are_held_twice(schedule: str) -> ScheduleError:
     return ScheduleError(
-        f"{schedule} holds each weight twice, and it is not known that both fit"
+        f"{schedule} holds each weight twice, and it is not known whether both copies fit"
     )
 
 
 def _activations_of(reference: Candidate | None) -> float:
-    """Return the maximum of activations if the memory of the device is unknown."""
+    """Return the limit on activations if the memory of the device is unknown."""
     if reference is None:
         return math.inf
-    # Sums of thirds and of eighths differ in the last digit.
+    # Sums of thirds and sums of eighths may differ in the last digit.
     return reference.memory * (1 + 1e-9)
 
 
@@ -367,8 +368,8 @@ class ByForecast:
     def _layout(
         self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
     ) -> Layout:
-        # Forecast with unlimited memory, because a candidate that does not fit is compared with the
-        # limit too.
+        # Forecast with unlimited memory, because a candidate that does not fit is also compared
+        # with the limit.
         roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
         num_chunks = chunks or get(schedule).num_chunks
         at_once = self.training.weights_at_once
@@ -382,8 +383,7 @@ class ByForecast:
             at_once=at_once,
         )
         if plan is None:
-            # Generating the table raises an error that names the rule; the forecast only returns
-            # None.
+            # `forecast` gives no reason. Generating the table raises an error that names the rule.
             self.training.table(schedule, chunks, costs)
             raise ScheduleError(f"{schedule} has another number of stages than the cut")
         return plan
@@ -405,7 +405,7 @@ class ByForecast:
                 f"with {limit_gib:.1f} GiB"
             )
         return (
-            f"by forecast with the times of {device.name}, for the device is not known, and at "
+            f"by forecast with the times of {device.name}, because the device is unknown, and at "
             f"most {REFERENCE}'s activations"
         )
 
@@ -419,7 +419,7 @@ class ByTable:
 
     training: Training
     measured: MeasuredCosts | None
-    """Costs of a traced run. None: the user's, or all equal."""
+    """Costs of a traced run. None: the user's costs, or equal costs."""
     reason: str
     """Why there is no forecast, as text."""
 

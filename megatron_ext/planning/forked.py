@@ -1,6 +1,7 @@
-"""Calls of a function in forked processes, each with its own caches.
+"""Calls a function in forked processes, each of which has separate caches.
 
-The caller chooses the process of each call, which the pools of the standard library do not support.
+The caller chooses the process for each call, which the pools of the standard library do not
+support.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Caller:
         self._function = function
 
     def begin(self, *args: Any) -> None:
-        """Call the function; it may continue to run until `result` is called."""
+        """Call the function. It may continue to run until `result` is called."""
         self._returned = self._function(*args)
 
     def result(self) -> Any:
-        """Return the function's result, or raise its error."""
+        """Return the result of the function, or raise its error."""
         return self._returned
 
 
@@ -38,7 +39,7 @@ class _ForkedCaller(Caller):
     """Calls a function in a forked process."""
 
     def __init__(self, function: Callable[..., Any], pipes: list[Any]) -> None:
-        # Fork, because a fresh interpreter would start with empty caches.
+        # Fork, because a new interpreter would start with empty caches.
         fork = multiprocessing.get_context("fork")
         self.pipe, child_end = fork.Pipe()
         pipes.append(self.pipe)
@@ -60,7 +61,8 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        self._process.kill()  # a call may take long, and it needs no clean-up
+        # Kill it, because a call may take long and needs no clean-up.
+        self._process.kill()
         self._process.join()
         self.pipe.close()
 
@@ -78,7 +80,7 @@ class _ForkedCaller(Caller):
 
 @contextmanager
 def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
-    """Yield this many callers of a function, each with a forked process; a single one runs here."""
+    """Yield callers of a function, each with a forked process; a single caller runs in this one."""
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
@@ -91,9 +93,10 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
 
 
 def ended(busy: Collection[Caller]) -> list[Caller]:
-    """Wait for the first result; return the callers that have one.
+    """Wait for the first result, and return the callers that have one.
 
-    A call may take any time; Ctrl-C or the death of a process ends the wait.
+    There is no time-out, because a call may take any time. Ctrl-C or the death of a process ends
+    the wait.
     """
     forked: dict[Any, Caller] = {
         c.pipe: c for c in busy if isinstance(c, _ForkedCaller)
@@ -104,11 +107,12 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
 def _serve(
     caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]
 ) -> None:
-    # Ctrl-C reaches all processes; the parent ends this one
+    # Ctrl-C reaches all processes, and the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         parent.die_with_caller(caller_pid)  # a call may take minutes
-    # Otherwise these processes would wait forever if the parent is killed
+    # This process inherited the parent's ends of all pipes. If they stayed open, it would wait
+    # forever after the parent is killed.
     for parent_end in inherited:
         parent_end.close()
     with suppress(EOFError, OSError):
@@ -123,6 +127,6 @@ def _serve(
 
 
 def _send(pipe: Any, message: object) -> None:
-    # Don't use pipe.send(), which exports a BytesIO: if the other end is gone, Python 3.12.1
+    # Don't use `pipe.send()`, which exports a BytesIO. If the other end is gone, Python 3.12.1
     # crashes when it collects the traceback.
     pipe.send_bytes(pickle.dumps(message))

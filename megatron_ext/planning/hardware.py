@@ -1,4 +1,4 @@
-"""Rates of devices and links, with the source of every number."""
+"""Rates of devices and links, with the source of each number."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """A kind of device in its node. Rates are per second and device, in one direction."""
+    """A kind of device and its node. Rates are per second and device, in one direction."""
 
     name: str
     memory_gib: float
     """Memory that a program can allocate."""
     reserve_gib: float = 5.0
-    """GiB left free for the context, communicators, workspaces, and fragmentation of the allocator.
-    """
+    """GiB left free for the context, communicators, workspaces and fragmentation."""
     processors: int = 1
-    """Number of processors, each of which computes one tile of a product."""
+    """Number of processors; each one computes one tile of a product at a time."""
     node_size: int = 8
     """Number of devices that the fast links connect."""
     flops: float
-    """Peak for dense bf16."""
+    """Peak of dense products in bf16."""
     flops_8bit: float
     flops_4bit: float = 0.0
-    """0 if the device has no such products."""
+    """0 if the device has no products in 4 bits."""
     memory_bytes: float
-    """Peak traffic of its memory."""
+    """Peak traffic of the device's memory."""
     link_bytes: float
-    """To the other devices of its node."""
+    """Rate of the link to the other devices of its node."""
     network_bytes: float
-    """To other nodes."""
+    """Rate of the link to other nodes."""
     gemm: float = 0.70
     """Share of the peak that large matrix products reach in training."""
     gemm_8bit: float = 0.50
-    """The same in 8 bits, scaled by tensor."""
+    """As `gemm`, for products in 8 bits that are scaled by tensor."""
     gemm_block: float = 0.50
-    """The same in 8 bits, scaled by block."""
+    """As `gemm`, for products in 8 bits that are scaled by block."""
     gemm_4bit: float = 0.40
     attention_forward: float = 0.486
-    """Share of the bf16 peak that causal attention reaches, counting half of the square."""
+    """Share of the bf16 peak that causal attention reaches if half of the square is counted."""
     attention_backward: float = 0.371
     attention_8bit: float = 1.6
     """Speed of attention in 8 bits relative to bf16."""
@@ -66,35 +65,35 @@ class DeviceKind:
     kernel_s: float = 4e-6
     """Minimum time of a kernel."""
     gemm_grouped: float = 0.901
-    """Factor on these shares for the products of experts."""
+    """Factor on the shares of products, for the products of experts."""
     gemm_fused: float = 0.771
-    """Factor on these shares for experts' products in one kernel with activation and quantization.
-    """
+    """Factor on the shares of products, for experts' products that are fused with activation and
+    quantization into one kernel."""
     activation: float = 5.36
-    """Bytes of traffic for each input and output element of the experts' activation, if it consists
-    of several kernels."""
+    """Bytes of traffic per input and output element of the experts' activation, if it consists of
+    several kernels."""
     scan_bytes: float = 71.9
-    """Traffic of a Mamba-2 layer's forward in addition to its products, for each of its channels.
-    """
+    """Bytes of traffic of a Mamba-2 layer's forward per channel, in addition to its products."""
     launch_s: float = 21.7e-6
-    """Time of the host for each kernel outside of graphs."""
+    """Time of the host per kernel launch outside of graphs."""
     split_launches: float = 1.71
-    """Factor on the number of launches if parts of layers alternate with those of another batch and
+    """Factor on the number of launches if parts of layers alternate with parts of another batch and
     the dispatcher is `alltoall`."""
     biases: float = 51.6
-    """Bytes of additional traffic for each activation of experts with biases."""
+    """Bytes of additional traffic per activation of experts with biases."""
     biases_fused: float = 14.5
-    """The same if experts are one kernel."""
+    """As `biases`, if experts are one kernel."""
     exposed: float = 0.235
-    """Share of the shorter of kernels and launches that is exposed if the host waits for counts."""
+    """Share of the shorter of kernel and launch time that is exposed if the host waits for
+    counts."""
     overlap: float = 0.68
-    """Share of communication that computation hides if a technique runs both at once."""
+    """Share of communication that computation hides if a technique runs both at the same time."""
     pair_overlap: float = 0.852
-    """The same for experts' exchanges in a pair."""
+    """As `overlap`, for the all-to-all of experts in a pair."""
     gemm_weight: float = 0.945
-    """Factor on these shares for weight gradients, which are accumulated in fp32."""
+    """Factor on the shares of products, for weight gradients, which are accumulated in fp32."""
     tile_bytes: float = 256.0
-    """Bytes of each operand's row that a tile of a product loads before it computes."""
+    """Bytes of a row of each operand that a tile of a product loads before it computes."""
     message_s: float = 23e-6
     """Minimum time of a collective or message."""
     hop_s: float = 8.5e-6
@@ -109,10 +108,10 @@ class DeviceKind:
     """The source of each number."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the data sheet's peak operations per second for a precision.
+        """Return the peak operations per second for a precision, according to the data sheet.
 
         Raises:
-            ArgumentsError: The device does not support it.
+            ArgumentsError: The device does not support the precision.
         """
         if precision == "bf16":
             return self.flops
@@ -123,7 +122,7 @@ class DeviceKind:
         return self.flops_4bit
 
     def product_rate(self, precision: Precision) -> float:
-        """Return the operations per second of large products in training."""
+        """Return the operations per second that large products reach in training."""
         share = {
             "bf16": self.gemm,
             "fp8": self.gemm_8bit,
@@ -230,7 +229,7 @@ _BLACKWELL: dict[str, Any] = {
 }
 # A rack is one node.
 _RACK: dict[str, Any] = {"node_size": 64}
-# Exponentials take half as long as on B200.
+# Exponentials take half as long as on a B200.
 _ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
 
 
@@ -246,12 +245,12 @@ def _blackwell(
     """Return a device of the Blackwell family.
 
     Args:
-        name: Its name.
+        name: Name of the device.
         memory_gib: Memory that a program can allocate.
         peak_pflops: Peak operations in 16, 8 and 4 bits, in 10^15 per second.
-        network_gb_per_s: To other nodes.
+        network_gb_per_s: Rate of the link to other nodes.
         gemm_shares: Shares of the peaks that products reach, in the order of `_GEMM`.
-        exceptions: Fields in which it differs from `_BLACKWELL`.
+        exceptions: Fields that differ from `_BLACKWELL`.
     """
     settings: dict[str, Any] = {**_BLACKWELL, **exceptions}
     for peak, pflops in zip(_PEAKS, peak_pflops, strict=True):
@@ -372,7 +371,7 @@ DEVICES = {
 
 def kind_of(name: str) -> DeviceKind | None:
     """Return the description of a device by the name that its driver reports, or None."""
-    # Try the longest name first: a GB200 is not a B200.
+    # Try the longest name first, because the name of a GB200 contains "b200".
     kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
     return next((kind for kind in kinds if kind.name in name.lower()), None)
 
@@ -383,7 +382,7 @@ def parse_devices(text: str) -> tuple[int, DeviceKind]:
     A file has the fields of `DeviceKind`, and may name a kind to modify as `base`.
 
     Raises:
-        ArgumentsError: The text does not have this form.
+        ArgumentsError: The text does not have this form, or the file does not describe a device.
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
@@ -435,13 +434,18 @@ def _read_device(path: Path) -> DeviceKind:
         names = ", ".join(device_field.name for device_field in fields(DeviceKind))
         reason = getattr(error, "strerror", None) or error
         raise ArgumentsError(
-            f"--devices: {path} describes no device ({reason}); give {names}, or base and changes"
+            f"--devices: {path} does not describe a device ({reason}); give {names}, or base and "
+            "changes"
         ) from error
     return device
 
 
 def _check_numbers(device: DeviceKind) -> None:
-    """Raise a ValueError for a rate or size that no device has."""
+    """Check that each rate and size is a number that a device can have.
+
+    Raises:
+        ValueError: A number is impossible.
+    """
     for device_field in fields(device):
         name = device_field.name
         if not isinstance(getattr(DEVICES["h100"], name), int | float):

@@ -1,4 +1,4 @@
-"""Megatron's flags for the model of a Hugging Face `config.json`."""
+"""Translates a Hugging Face `config.json` into Megatron's flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
 
 _FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 """Model type of a configuration without `layer_types` -> period of the layers that attend to all
-tokens; the others use sliding attention."""
+tokens. The other layers use sliding attention."""
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -17,7 +17,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     """Return Megatron's flags for the model of a Hugging Face `config.json`.
 
     Raises:
-        KeyError: The configuration is not of a decoder that these flags can describe.
+        KeyError: The configuration is not for a decoder that these flags can describe.
         ValueError: A size is not a number that a model can have.
     """
     pattern = _pattern(config)
@@ -48,11 +48,11 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
 
 
 def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
-    """Return a size of a configuration that is used in computations.
+    """Return a size from a configuration that computations use.
 
     Raises:
-        KeyError: It is missing.
-        ValueError: It is not a whole number from 1 to `limit`.
+        KeyError: The size is missing.
+        ValueError: The size is not a whole number from 1 to `limit`.
     """
     size = config[name]
     if not isinstance(size, int) or not 1 <= size <= limit:
@@ -67,7 +67,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _pattern(config: Mapping[str, Any]) -> str:
-    """Return Megatron's pattern of a hybrid model; empty for others."""
+    """Return Megatron's pattern of a hybrid model; empty for other models."""
     pattern = config.get("hybrid_override_pattern")
     if pattern:
         return str(pattern)
@@ -131,7 +131,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     if not config.get(width_name):
         width_name = "intermediate_size"
     width = _size(config, width_name)
-    # Llama 4 has one shared expert, for which its configuration has no key.
+    # Llama 4 has one shared expert, but its configuration has no key for it.
     num_shared = int(_model_type(config).startswith("llama4"))
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")
@@ -151,7 +151,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
 
 
 def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each layer without."""
+    """Return 1 for each layer with experts and 0 for each layer without."""
     period = (
         _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
     )
@@ -169,17 +169,17 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     kind = _model_type(config)
     switches = []
-    # Configuration files do not say whether an MLP is gated. All SiLU models are; of the GELU
+    # Configuration files do not say whether an MLP is gated. All SiLU models are gated; of the GELU
     # models, only Gemma is.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if not pattern and (activation == "silu" or kind.startswith("gemma")):
         switches.append("swiglu")
-    # They also do not say which biases the code of GPT-OSS and Qwen2 has.
+    # The files also do not say which biases the code of GPT-OSS and Qwen2 has.
     if kind != "gpt_oss" and not config.get("use_bias"):
         switches.append("disable-bias-linear")
     if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
-    # A file leaves out values that are the default of its class.
+    # A file leaves out values that equal the default of its class.
     if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):

@@ -1,4 +1,4 @@
-"""Measurements of a traced run's stages and messages, and estimates for another cut."""
+"""Measured times of stages and messages in a traced run, and estimates for other cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COSTS_FILE = "costs.json"
-"""Written by `megatron-ext aggregate` into the folder of a traced run."""
+"""`megatron-ext aggregate` writes this file into the folder of a traced run."""
 SIZES = (
     *(
         "num_layers",
@@ -32,24 +32,24 @@ SIZES = (
 _MAX_FILE_BYTES = 1 << 20
 
 StageTimes = tuple[float, float, float]
-"""Seconds of a stage's forward, input gradient and weight gradient."""
+"""Seconds of the forward, input gradient and weight gradient of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds of a run's actions and messages."""
+    """Seconds that the actions and messages of a run took."""
 
     stages: tuple[StageTimes, ...]
-    """Times of one micro-batch on each stage of the run."""
+    """By stage of the run: the times of one micro-batch."""
     latency_s: float
-    """Time from the end of an action until another rank has its output."""
+    """Time from the end of an action until another rank has received its output."""
     all_to_all: float = 0.0
-    """Share of forwards and input gradients that is communication between experts."""
+    """Share of forwards and input gradients that is all-to-all between experts."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run on which durations depend, by the names of Megatron's arguments."""
 
     def check_sizes(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Reject a training that differs from the run.
+        """Check that a training has the same sizes as the run.
 
         Raises:
             ArgumentsError: A size differs.
@@ -64,7 +64,7 @@ class MeasuredCosts:
                 )
 
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
-        """Return the costs of the same model with another cut."""
+        """Return the costs of the same model under another cut."""
         stages = cut_anew(self.stages, layers_by_stage)
         forward_s, input_s, weight_s = (
             sum(times) for times in zip(*stages, strict=True)
@@ -87,7 +87,7 @@ class MeasuredCosts:
         """Return the measurements of the run whose traces are in a folder.
 
         Raises:
-            ArgumentsError: There are none, or the file is damaged.
+            ArgumentsError: There are no measurements, or the file is damaged.
         """
         path = folder / COSTS_FILE
         remedy = f"megatron-ext aggregate --trace-dir {folder} writes it"
@@ -102,9 +102,8 @@ class MeasuredCosts:
                 all_to_all=_time(content["all_to_all"]),
                 sizes=dict(content["sizes"]),
             )
-            measured.costs(
-                1, [1] * len(stages)
-            )  # raises for times that no simulation accepts
+            # This raises an error for times that no simulation accepts.
+            measured.costs(1, [1] * len(stages))
         except OSError as error:
             reason = error.strerror or error
             raise ArgumentsError(
@@ -126,7 +125,7 @@ def _time(value: Any) -> float:
         or not isinstance(value, int | float)
         or not 0 <= value < math.inf
     ):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
@@ -135,15 +134,16 @@ def cut_anew(
 ) -> tuple[StageTimes, ...]:
     """Return the times of each stage if the same model is cut into other stages.
 
-    The time of each old stage is spread evenly over its part of the model. The additional time of
-    the ends over their neighbours, for embedding and loss, stays in the ends.
+    The time of each old stage is spread evenly over its part of the model. The first and the last
+    stage may take longer than their neighbours, for embedding and loss. That difference stays in
+    the first and the last stage.
     """
     by_pass = [
         _cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)
     ]
     stages = []
     for forward, input_gradient, weight in zip(*by_pass, strict=True):
-        # A stage without layers may take no time, which the simulator does not accept.
+        # A stage without layers may take no time, but the simulator requires some.
         stages.append((max(SHORTEST, forward), input_gradient, weight))
     return tuple(stages)
 
@@ -158,7 +158,7 @@ def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[f
         loss = max(0.0, times[-1] - times[-2])
         layers[0] -= embedding
         layers[-1] -= loss
-    # Use parts so small that both an old stage and a layer consist of whole parts.
+    # Divide the model into parts so small that both old stages and layers consist of whole parts.
     num_layers = sum(layers_by_stage)
     parts = []
     for time in layers:

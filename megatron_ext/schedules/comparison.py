@@ -1,4 +1,4 @@
-"""Compares schedules by simulation: their tables, figures and the flags that train with them."""
+"""Compares schedules by simulation: tables, figures, and the flags that train with them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A schedule to compare, with the options that tell it apart from its other variants."""
+    """A schedule to compare, with the options that distinguish it from its other variants."""
 
     name: str
     options: Mapping[str, Any]
     """Options for its generator, and `chunks` if the generator accepts different numbers of
-    them."""
+    chunks."""
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -58,15 +58,14 @@ def compare(
         pp: Number of ranks in the pipeline world.
         num_microbatches: Micro-batches that those ranks run in one step.
         costs: Durations of actions and latencies of links.
-        chunks: Stages on each rank; with `all`, applies only to schedules that accept different
-            numbers.
+        chunks: Stages on each rank; with `all`, only for schedules that accept different numbers.
         options: Additional options, keyed by schedule name.
         pairs: Whether forwards and backwards run as pairs.
         slices: Slices of each micro-batch.
 
     Returns:
         The simulations, shortest first; with `all`, also the reasons why other schedules are left
-    out.
+        out.
 
     Raises:
         ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
@@ -111,7 +110,7 @@ def _choices(
             fixed["chunks"] = chunks
         for variant in generator.variants:
             choice = Choice(generator.name, {**variant, **fixed})
-            # Variants that differed only in an option that the user fixed are now identical.
+            # Variants that differ only in an option that the user fixed are now identical.
             if choice not in choices:
                 choices.append(choice)
     return choices
@@ -126,7 +125,7 @@ def possible_tables(
     pairs: bool = False,
     slices: int = 1,
 ) -> tuple[list[Schedule], list[str]]:
-    """Return the tables that the sizes allow, and the distinct reasons why the others fail."""
+    """Return the tables that the sizes allow, and the distinct reasons why other tables fail."""
     schedules: list[Schedule] = []
     reasons: list[str] = []
     for choice in choices:
@@ -179,7 +178,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Round away summation errors, and return whole numbers as integers."""
+    """Round a number to remove summation errors, and return an integer if it is whole."""
     rounded = round(value, 9)
     if rounded == int(rounded):
         return int(rounded)
@@ -204,7 +203,7 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
                 flags.append(f"{generator.flag(key)} {value}")
     if schedule.num_slices > 1:
         flags.append(f"--pipeline-slices {schedule.num_slices}")
-    # This text omits the shares of attention and all-to-all, which only the simulation uses.
+    # The text of costs omits the shares of attention and all-to-all, which only simulations use.
     if str(costs) != str(UNIT):
         flags.append(f"--pipeline-costs {costs}")
     if schedule.pairs:

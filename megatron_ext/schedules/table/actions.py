@@ -1,7 +1,7 @@
 """A pipeline schedule: one ordered list of actions for each rank.
 
-Nothing here depends on how an action is executed. Generators build schedules, passes and renderers
-read them, with the standard library only.
+Nothing here depends on how an action is executed. Generators build schedules, and passes and
+renderers read them. All of them need only the standard library.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ SliceSizes = tuple[tuple[float, ...], ...]
 """By micro-batch: the tokens in each of its slices, as a fraction of the longest micro-batch."""
 
 Link = tuple[int, int]
-"""(sending rank, receiving rank); equal ranks: to the twin."""
+"""(sending rank, receiving rank). If they are equal, the receiver is the twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-# At most nine digits: no table needs more, and `int` raises a different error for thousands of
-# digits.
+# At most nine digits. No table needs more, and for thousands of digits `int` raises a different
+# error.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """One piece of computation: a kind of pass over one stage for one micro-batch, or its slice."""
+    """One pass of some kind over one stage, for a micro-batch or a slice of one."""
 
     stage: int
     kind: Kind
     microbatch: int
     slice: int = 0
-    """Index of the slice of the sequence that this action computes."""
+    """Index of the slice of the sequence that this action processes."""
 
     def __str__(self) -> str:
         """Return the text form of torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
@@ -82,7 +82,7 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
     `(0F4;7B1)OVERLAP_F_B`, or empty.
 
     Raises:
-        ScheduleError: A cell is none of these; the message gives its number.
+        ScheduleError: A cell is something else; the message gives its number.
     """
     row: list[Action] = []
     pairs: set[int] = set()
@@ -111,13 +111,13 @@ class Output(NamedTuple):
 class Bypass(NamedTuple):
     """A message that skips the stages between two ranks; the model sends one per micro-batch.
 
-    A bypass adds no constraint to a table: the forward that receives it already follows the one
-    that sends it through the stages between, and backwards run in the opposite order.
+    A bypass adds no constraint to a table: the forward that receives it already depends on the
+    forward that sends it, through the stages between them. Backwards run in the opposite order.
     """
 
     kind: Literal["P", "G"]
-    """P: tensors, from a forward to the forward of a later stage. G: their gradients, in the other
-    direction."""
+    """P: tensors, from a forward to the forward of a later stage. G: their gradients, in the
+    opposite direction."""
     stage: int
     """The sending stage."""
     taker: int
@@ -136,45 +136,47 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static pipeline schedule: the computation of each rank, in order. Messages are derived.
+    """A static pipeline schedule: the actions of each rank, in order. Messages derive from them.
 
     A schedule whose placement has twins (BitPipe) is the table of one of two mirrored pipelines.
-    Each runs half of the micro-batches; `transforms.literal_rows` gives the table of all ranks.
+    Each pipeline runs half of the micro-batches. `transforms.literal_rows` gives the table of all
+    ranks.
     """
 
     name: str
-    """Registered name, for example `zb-v`; `csv:FILE` for a loaded table."""
+    """Registered name, for example `zb-v`, or `csv:FILE` for a loaded table."""
     placement: Placement
     num_microbatches: int
     """Micro-batches of one pipeline in one step, numbered from 0."""
     rows: tuple[Row, ...]
     """One row for each pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
+    """Options that distinguish tables of the same name, for example `{"chunks": 2}`."""
     bypasses: tuple[Bypass, ...] = ()
     """Messages that skip stages, in the order in which an action sends or receives them."""
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
     forwards of a micro-batch's slices in order, because attention reads the keys and values of
-    earlier slices, and their backwards in reverse, because those add gradients to them."""
+    earlier slices. It runs their backwards in reverse, because those add to the gradients of these
+    keys and values."""
     slice_sizes: SliceSizes = ()
-    """The slices of each micro-batch if lengths differ; `slices` then has no meaning. Empty: all
-    micro-batches have `slices`."""
+    """The sizes of slices by micro-batch, if lengths differ; `slices` then has no meaning. Empty:
+    all micro-batches have `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
     """By rank: positions of the forwards that run as one action with the backward that follows
-    them, so that the communication of each is hidden by the computation of the other. The pair
-    starts when the inputs of both have arrived, and sends its results when both have ended. Empty:
-    the table has no pairs. Code that reads only the rows sees the two in sequence, which is correct
-    for counting activations and gradients and for the order of sums."""
+    them, so that the communication of each is hidden by the computation of the other. A pair starts
+    when the inputs of both actions have arrived, and sends its results when both have ended. Empty:
+    the table has no pairs. Code that reads only the rows sees the two actions in sequence, which is
+    correct for counting activations and gradients, and for the order of sums."""
 
     @property
     def pp(self) -> int:
-        """Ranks of the whole pipeline world, both twins together."""
+        """Number of pipeline ranks, both twins together."""
         return self.placement.num_ranks * self.placement.twins
 
     @property
     def total_microbatches(self) -> int:
-        """Micro-batches of the pipeline world in one step, both twins together."""
+        """Number of micro-batches in one step, both twins together."""
         return self.num_microbatches * self.placement.twins
 
     @cached_property
@@ -192,23 +194,23 @@ class Schedule:
 
     @property
     def slices_in_step(self) -> int:
-        """Number of places for slices in a step, of which each stage runs at most one F each.
+        """Number of places for slices in a step; each stage runs at most one F for each place.
 
         Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches differ in their
-        number of slices, the places behind the last slice of a micro-batch stay empty.
+        number of slices, the places after the last slice of a micro-batch stay empty.
         """
         return self.num_microbatches * self.num_slices
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is split into."""
+        """Number of stages that the model is split into."""
         return self.placement.num_stages
 
     @property
     def disaggregated(self) -> bool:
-        """Whether forwards and backwards of a stage run on different ranks, both holding the stage.
+        """Whether two ranks hold each stage, one for its forwards and one for its backwards.
 
-        Then an R precedes each backward: it runs the forward again, or receives saved activations.
+        Then an R precedes each backward. It runs the forward again, or receives saved activations.
         """
         return self.placement.backward_rank_of is not None
 
@@ -219,7 +221,7 @@ class Schedule:
 
     @property
     def weight_copies(self) -> int:
-        """Ranks that hold the weights of one stage."""
+        """Number of ranks that hold the weights of a stage."""
         return 2 if self.disaggregated else self.placement.twins
 
     @property
@@ -261,10 +263,10 @@ class Schedule:
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action needs; all dependencies derive from this.
 
-        F needs the F of the stage before. B and I need the forward of their own stage, and the
-        backward of the stage after. W needs its own I. R needs what F needs, or, if activations are
-        shipped, the F of its own stage, which is on another rank. On its own stage a slice also
-        needs the F of the slice before it, and the backward of the slice after it.
+        F needs the F of the previous stage. B and I need the forward of their stage and the
+        backward of the next stage. W needs the I of its stage. R needs what F needs or, if
+        activations are shipped, the F of its stage, which runs on another rank. On its stage, a
+        slice also needs the F of the previous slice and the backward of the next slice.
         """
         stage, kind, _, slice_index = action
         if kind == "W":
@@ -273,16 +275,16 @@ class Schedule:
             return (action._replace(kind="F"),)
         source = self.placement.source(stage, kind)
         needed: list[Action] = []
-        # A recomputation needs the same input as the forward of its stage, not the forward's
-        # result.
+        # A recomputation needs the same input as the forward of its stage, but not the result of
+        # that forward.
         if kind in ("F", "R"):
             if source is not None:
                 needed.append(action._replace(stage=source, kind="F"))
             if slice_index:
                 needed.append(action._replace(slice=slice_index - 1))
             return tuple(needed)
-        # The backward reads the activations that F kept on its rank, or R if the roles are
-        # separate.
+        # The backward reads the activations that F kept on its rank or, if the roles are separate,
+        # that R kept.
         needed.append(action._replace(kind="R" if self.disaggregated else "F"))
         if source is not None:
             needed.append(self._backward(action, source))
@@ -296,7 +298,8 @@ class Schedule:
         target = self.placement.target(stage, kind)
         fed: list[Action] = []
         if kind == "F":
-            # If backward ranks recompute, no rank runs the last stage's F; its R takes the input.
+            # If backward ranks recompute, no rank runs the last stage's F. Its R takes the input
+            # instead.
             if target is not None and self.runs_forward(target):
                 fed.append(action._replace(stage=target))
             if slice_index + 1 < self.num_slices_of(action.microbatch):
@@ -362,9 +365,9 @@ class Schedule:
         return action._replace(stage=stage, kind=kind)
 
     def runs_forward(self, stage: int) -> bool:
-        """Return whether some rank runs the F of a stage.
+        """Return whether any rank runs the F of a stage.
 
-        If backward ranks recompute forwards, the output of the last stage's F is not needed.
+        If backward ranks recompute forwards, no rank needs the output of the last stage's F.
         """
         is_last = stage == self.num_stages - 1
         return not (self.disaggregated and is_last) or self.ships_activations
@@ -372,7 +375,7 @@ class Schedule:
     def marked(self, rank: int, index: int, context: int = 5) -> str:
         """Return the actions around one action for an error message, with that action in `>> <<`.
 
-        An index past the last action marks the end of the row.
+        An index after the last action marks the end of the row.
         """
         texts = [str(action) for action in self.rows[rank]]
         if index == len(texts):
@@ -395,7 +398,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the table; ranks compare it at start-up to verify that their tables agree."""
+        """SHA-256 of the table. Ranks compare it at start-up to verify that their tables agree."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())

@@ -1,11 +1,12 @@
 """Derives the messages that each action of a table receives and sends.
 
-Generators place only computation; this pass adds the messages. Each message has a name (kind,
-receiving stage, micro-batch), so a receiver may take messages in any order, and a send never waits
-for its peer's receive order. Between two consecutive stages on one rank the tensor stays local.
+Generators place only computation, and this pass adds the messages. Each message has a name (kind,
+receiving stage, micro-batch). So a receiver may take messages in any order, and a send never waits
+for the order of its peer's receives. Between two consecutive stages on one rank, the tensor stays
+local.
 
-Gradient reductions are not messages: the executor starts a stage's reduction after its last action.
-`reduction_order` gives the order, which all data-parallel peers must share.
+Gradient reductions are not messages. The executor starts the reduction of a stage after its last
+action. `reduction_order` returns the order of the stages, which all data-parallel peers must share.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class Exchange(NamedTuple):
     awaits: tuple[Transfer, ...] = ()
     """Credits that must arrive before the action starts."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL from a neighbouring stage, if any; then RECV of bypasses."""
+    """RECV or LOCAL from a neighbouring stage, if any, followed by RECV of bypasses."""
     grants: tuple[Transfer, ...] = ()
-    """Credits granted as soon as the inputs have arrived."""
+    """Credits to grant as soon as the inputs have arrived."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL to the next or previous stage, if any; then SEND of bypasses. Empty for W and
-    R."""
+    """SEND or LOCAL to the next or previous stage, if any, followed by SEND of bypasses. Empty for
+    W and R."""
     partner: Exchange | None = None
     """The backward that runs with this forward as a pair. The inputs of both arrive before either
-    runs. The outputs leave after both have run, the forward's first."""
+    runs. The outputs leave after both have run, those of the forward first."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -76,9 +77,9 @@ def exchanges(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of a rank, one for each action or pair of its row, in order.
 
-    In a disaggregated table a forward rank may run `window` micro-batches ahead of the backward
-    rank, which grants another credit for each micro-batch that it starts. None: no limit, no
-    credits.
+    In a disaggregated table, a forward rank may run `window` micro-batches ahead of the backward
+    rank, which grants a credit with each micro-batch that it starts. None: there is no limit, and
+    no credits are sent.
     """
     messages = _Messages(schedule, window)
     row = schedule.rows[rank]
@@ -98,7 +99,7 @@ class _Messages:
     def __init__(self, schedule: Schedule, window: int | None) -> None:
         self._schedule = schedule
         self._window = window
-        # By (kind of message, stage).
+        # By (kind of message, stage that sends or receives it).
         self._sent_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
         self._received_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
         for bypass in schedule.bypasses:
@@ -106,7 +107,7 @@ class _Messages:
             self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
 
     def exchange(self, action: Action) -> Exchange:
-        """Return an action with its messages, without a partner."""
+        """Return an action with its messages, but without a partner."""
         inputs = []
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):
@@ -182,8 +183,8 @@ class _Messages:
         ):
             return ()
         granted = microbatch + self._window
-        # No forward awaits a credit beyond the last micro-batch, so the step would end with that
-        # message still in flight.
+        # No forward awaits a credit beyond the last micro-batch. Such a message would still be in
+        # flight when the step ends.
         if granted >= self._schedule.num_microbatches:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
@@ -192,17 +193,17 @@ class _Messages:
 
 # The kind of bypass that each kind of action receives and sends.
 _BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
-# The kind of action at both ends of each kind of bypass.
+# The kind of action that sends and receives each kind of bypass.
 _BYPASS_ENDS = {"P": "F", "G": "B"}
 
 
 def tensor_of(action: Action) -> Message:
-    """Return the name of the message with the activation or gradient that an action needs."""
+    """Return the message that carries the activation or gradient that an action needs."""
     kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
     return Message(kind, action.stage, action.microbatch, action.slice)
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
-    """Return the stages of a row in the order in which their gradients complete."""
+    """Return the stages of a row in the order in which their gradients become complete."""
     last_index = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_index, key=last_index.__getitem__))

@@ -1,4 +1,4 @@
-"""Durations of actions and messages: the input of the simulator."""
+"""Durations of actions and messages, from which the simulator computes times."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
 
 AHEAD = 2
-"""How many launched actions may be unfinished on a device: one runs, the next waits in the device's
-queue. With only one, the device would idle between actions; more than two cost memory and gain
-nothing."""
+"""How many launched actions may be unfinished on a device: one runs, and the next one waits in the
+device's queue. With only one, the device would idle between actions. More than two would cost
+memory without any gain."""
 
-# Sums of durations in this range have no visible rounding errors, however large the table.
+# Sums of durations in this range have no visible rounding errors, even in the largest tables.
 SHORTEST, _LONGEST = 1e-9, 1e9
 MAX_ATTENTION = 1 - 2**-20
-"""The largest share of attention that costs can have."""
+"""The largest supported share of attention."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, in any consistent unit; by default the forward of one device share is 1.
+    """Durations, in any consistent unit. By default, the forward of one device share takes 1.
 
-    A device share is 1/pp of the model. A schedule that cuts the model into more than pp stages
-    spends `forward * pp / num_stages` for the forward of one stage, and so on.
+    A device share is 1/pp of the model. If a schedule cuts the model into more than pp stages, the
+    forward of one stage takes `forward * pp / num_stages`, and so on.
     """
 
     forward: float = 1.0
     """Forward of one device share, Tf."""
     input: float = 1.0
-    """Gradient of its input, Tb."""
+    """Gradient of the input of one device share, Tb."""
     weight: float = 1.0
-    """Gradient of its weights, Tw."""
+    """Gradient of the weights of one device share, Tw."""
     latency: float = 0.0
     """Time from the end of an action until its output has arrived on another rank."""
     stages: tuple[tuple[float, float, float], ...] = ()
-    """Forward, input and weight gradient of each stage, for uneven stages; empty: an equal share of
-    the model for each."""
+    """Forward, input gradient and weight gradient of each stage, for uneven stages; empty: each
+    stage is an equal share of the model."""
     microbatch_scale: tuple[float, ...] = ()
-    """Factor on the durations of each micro-batch, for uneven lengths; empty: all 1."""
+    """Factor on the durations of each micro-batch, for uneven lengths; empty: all factors are 1."""
     slice_scale: tuple[tuple[float, ...], ...] = ()
     """For tables with slices by length: the forward of each slice of each micro-batch, relative to
-    a sample as long as the longest micro-batch. Empty: each micro-batch is one sample, whose cost
-    follows from `Schedule.slice_sizes` and `attention`."""
+    a sample that is as long as the longest micro-batch. Empty: each micro-batch is one sample,
+    whose cost follows from `Schedule.slice_sizes` and `attention`."""
     jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     launch: float = 0.0
-    """Host time to launch an action on a device; 0: the host itself computes. A launch starts once
-    at most `AHEAD - 1` earlier actions of the rank are still running."""
+    """Host time to launch an action on a device; 0: the host computes the action. A launch starts
+    when at most `AHEAD - 1` earlier actions of the rank are still running."""
     attention: float = 0.0
     """Share of a forward, and of a full backward, that is core attention: at least 0, below 1.
     Attention grows with the square of the length, so slices of equal length have different costs
@@ -61,16 +61,16 @@ class Costs:
     all_to_all: float = 0.0
     """Share of F and I that is all-to-all communication between experts: at least 0, below 1."""
     exchanges: tuple[float, ...] = ()
-    """The all-to-all share of each stage; empty: all stages have the same."""
+    """The all-to-all share of each stage; empty: all stages have the same share."""
     hides: float = 1.0
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
-    take the longer of their times; at 0, the sum."""
+    together take the longer of their two times; at 0, the sum."""
     seed: int = 0
-    """Seed of the jitter. An action's factor depends only on the seed and the action."""
+    """Seed of the jitter. The factor of an action depends only on the seed and the action."""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.input, self.weight]
-        # A stage may take no time in one of its passes, but not in all.
+        # A stage may take no time in some of its passes, but not in all.
         times += [sum(stage_times) for stage_times in self.stages]
         if not all(SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
@@ -125,7 +125,7 @@ class Costs:
         return ",".join(f"{number:.15g}" for number in numbers)
 
     def in_forwards(self) -> Costs:
-        """Return the costs as `--pipeline-costs` can give them: relative to a forward, rounded."""
+        """Return the costs in the form of `--pipeline-costs`: relative to a forward and rounded."""
         times = (self.input, self.weight, self.latency)
         shares = [f"{time / self.forward:.3g}" for time in times]
         return Costs.parse(",".join(["1", *shares]))
@@ -151,7 +151,7 @@ class Costs:
         stages = self.stages or (even,) * schedule.num_stages
         if len(stages) != schedule.num_stages:
             raise ScheduleError(
-                f"the costs are of {len(stages)} stages, {schedule.label} has "
+                f"the costs describe {len(stages)} stages, but {schedule.label} has "
                 f"{schedule.num_stages} stages; give the times of each stage"
             )
         durations: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
@@ -160,7 +160,7 @@ class Costs:
             durations["I"].append(input_gradient)
             durations["W"].append(weight)
             if schedule.ships_activations:
-                # Each layer is recomputed just before its backward, so B has the time of R.
+                # Each layer is recomputed just before its backward, so B includes the time of R.
                 durations["B"].append(input_gradient + weight + forward)
                 durations["R"].append(0.0)
             else:
@@ -169,9 +169,9 @@ class Costs:
         return durations
 
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
-        """Return the factor on each kind of action by slice: its share of the micro-batch's time.
+        """Return the factors of slices by kind of action: each slice's share of the time.
 
-        A backward's attention is all in I, up to the length of I, because W has none.
+        The attention of a backward is in I, up to the length of I, because W has none.
         """
         ends = list(accumulate(slices, initial=0.0))
         # Attention over the tokens before x costs x^2.
@@ -182,7 +182,7 @@ class Costs:
     def _factors(
         self, slices: Sequence[float], squares: Sequence[float]
     ) -> dict[Kind, list[float]]:
-        """Return the factors of slices with these tokens and these pairs of tokens that attend."""
+        """Return the factors of slices with these numbers of tokens and of pairs of tokens."""
         of_backward = self.attention * self.backward
         of_input = min(of_backward, self.input)
         attention: dict[Kind, float] = {
@@ -200,7 +200,7 @@ class Costs:
         return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factor on each action: by kind, a flat list over stage, micro-batch and slice.
+        """Return the factors of all actions by kind, flat over stage, micro-batch and slice.
 
         The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
         jitter times the scale of the micro-batch times the share of the slice.
@@ -209,15 +209,15 @@ class Costs:
             ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
         """
         count = schedule.num_stages * schedule.slices_in_step
-        # Each kind draws from a separate seed, so that splitting backwards does not change the
-        # forwards' factors.
+        # Each kind draws with a separate seed, so that splitting backwards does not change the
+        # factors of forwards.
         factors = {
             kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS
         }
         scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
             raise ScheduleError(
-                f"microbatch_scale has {len(scales)} factors, {schedule.label} has "
+                f"microbatch_scale has {len(scales)} factors, but {schedule.label} has "
                 f"{schedule.num_microbatches} micro-batches; give one factor for each"
             )
         if schedule.slice_sizes:
@@ -239,28 +239,29 @@ class Costs:
     def factors_of(
         self, microbatch: int, sizes: Sequence[float]
     ) -> dict[Kind, list[float]]:
-        """Return the factors of the slices of a micro-batch, which have these sizes."""
+        """Return the factors of one micro-batch's slices, by kind. `sizes` are their tokens."""
         if not (self.slice_scale and self.attention):
             return self.slice_factors(sizes)
-        # What a slice costs beyond its tokens is attention, whichever samples it belongs to.
+        # The cost of a slice beyond its tokens is attention, whichever samples it belongs to.
         squares = []
         for scale, size in zip(self.slice_scale[microbatch], sizes, strict=True):
             squares.append((scale - (1 - self.attention) * size) / self.attention)
         return self._factors(sizes, squares)
 
     def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factors of slices by length: by kind, over micro-batch and place of slice."""
+        """Return the factors of slices by length, by kind, flat over micro-batch and slice."""
         of_stage: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for microbatch in range(schedule.num_microbatches):
             sizes = schedule.sizes_of(microbatch)
             factors = self.factors_of(microbatch, sizes)
             empty_places = [0.0] * (schedule.num_slices - len(sizes))
             for kind in KINDS:
+                # `simulate` indexes by place, so micro-batches with fewer slices need empty places.
                 of_stage[kind] += factors[kind] + empty_places
         return of_stage
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the jitter of each message by the action that sends it; B covers I as well."""
+        """Return the jitter factors of messages by the kind of the sender; B covers I too."""
         count = schedule.num_stages * schedule.slices_in_step
         return {
             "F": self._jitter_factors(self.link_jitter, "link F", count),
@@ -268,11 +269,11 @@ class Costs:
         }
 
     def _jitter_factors(self, sigma: float, purpose: str, count: int) -> list[float]:
-        """Draw log-normal factors of mean 1; `purpose` is part of the seed."""
+        """Draw log-normal factors with mean 1. `purpose` is part of the seed."""
         if not sigma:
             return [1.0] * count
-        # Seeded by the purpose, so tables with the same stages draw the same factors whatever their
-        # order. A comparison then shows the effect of the order alone.
+        # The seed depends on the purpose, so tables with the same stages draw the same factors in
+        # any order. A comparison then shows only the effect of the order.
         draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         mu = -sigma * sigma / 2
@@ -294,20 +295,19 @@ def _check_share(name: str, share: float) -> None:
 
 
 UNIT = Costs()
-"""Tf = Tb = Tw = 1 and free links: the units of published bubble formulas."""
+"""Tf = Tb = Tw = 1 and no latency: the units of published bubble formulas."""
 
 
-# Ratio of all-to-all to the computation beside it, for costs without all-to-all: the middle one of
-# the three ratios in `benchmarks/expert_overlap.py`.
+# Ratio of all-to-all to computation, for costs without all-to-all: the middle one of the three
+# ratios in `benchmarks/expert_overlap.py`.
 _DEFAULT_EXCHANGE = 0.6
 
 
 def exchanging(costs: Costs) -> Costs:
-    """Return costs that include all-to-all, adding a typical share if they have none.
+    """Return costs that include all-to-all; add a typical share if they have none.
 
-    The default equal times cover only computation, so the all-to-all is added: it makes forwards
-    and input gradients longer than weight gradients. Other costs were measured with all-to-all, so
-    their times stay.
+    Equal times, the default, cover only computation, so adding all-to-all makes forwards and input
+    gradients longer. Other times were measured with all-to-all, so they stay the same.
     """
     if costs.all_to_all:
         return costs

@@ -1,4 +1,4 @@
-"""Cuts a model's layers into the stages of a placement, balancing the work of the ranks.
+"""Cuts the layers of a model into the stages of a placement, and balances the work of the ranks.
 
 A cut is a number of layers for each stage, or a layout in Megatron's notation.
 """
@@ -26,20 +26,20 @@ def cut(
     least_last: int = 1,
     by_stage: bool = False,
 ) -> list[int]:
-    """Return the number of layers of each stage that makes the longest work of a rank shortest.
+    """Return the number of layers of each stage that minimizes the work of the busiest rank.
 
     If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
     the longest stage, then the sum of squares. If ranks have several stages, that cut is only the
-    starting point: unless `by_stage`, single layers then move from the busiest rank to others as
-    long as this helps. Whether even ranks or even stages are faster depends on the schedule.
+    starting point. Unless `by_stage`, single layers then move from the busiest rank to other ranks
+    as long as this helps. Whether even ranks or even stages are faster depends on the schedule.
 
     Args:
         layers: Work of each transformer layer, in any unit.
-        first: Work of the first stage besides its layers: the embedding.
-        last: Work of the last stage besides its layers: MTP and loss.
+        first: Work of the first stage in addition to its layers: the embedding.
+        last: Work of the last stage in addition to its layers: MTP and loss.
         placement: The rank of each stage.
-        least_first: Layers that the first stage needs.
-        least_last: Layers that the last stage needs; every other stage needs one.
+        least_first: Minimum number of layers of the first stage.
+        least_last: Minimum number of layers of the last stage. The other stages need one layer.
         by_stage: Minimize the longest stage instead of the work of the busiest rank.
 
     Raises:
@@ -80,14 +80,14 @@ def _by_longest_stage(
     """
     count = len(layers)
     work_before = [0.0, *accumulate(layers)]
-    # If each stage in turn is filled up to this much work, all layers fit; the factor absorbs
-    # rounding.
+    # If each stage in turn is filled up to this much work, all layers fit. So no stage of the best
+    # cut needs more, and the search can skip longer stages. The factor absorbs rounding.
     enough = (
         max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)
     ) * (1 + 1e-9)
-    # The best cut of the stages so far, by the layer at which they end.
+    # By end layer: the work of the best cut of all stages so far.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
-    # By stage and its end layer: where the stage starts in that cut.
+    # By stage and end layer: the layer at which the stage starts in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
         min_layers = 1
@@ -98,12 +98,9 @@ def _by_longest_stage(
         if stage == num_stages - 1:
             min_layers = least_last
             extra += last
-        layers_before = (
-            least_first + stage - 1 if stage else 0
-        )  # that earlier stages need
-        layers_behind = max(
-            0, num_stages - stage - 2 + least_last
-        )  # that later stages need
+        # Leave enough layers for the earlier and the later stages.
+        layers_before = least_first + stage - 1 if stage else 0
+        layers_behind = max(0, num_stages - stage - 2 + least_last)
         ends: Sequence[int] = range(
             layers_before + min_layers, count - layers_behind + 1
         )
@@ -115,7 +112,7 @@ def _by_longest_stage(
             for start in range(end - min_layers, layers_before - 1, -1):
                 work = work_before[end] - work_before[start] + extra
                 if work > min(enough, stage_best[end][0]):
-                    break  # an earlier start only makes it longer
+                    break  # an earlier start only adds work
                 longest, squares = best[start]
                 total = (max(longest, work), squares + work * work)
                 if total < stage_best[end]:
@@ -126,6 +123,7 @@ def _by_longest_stage(
     if best[count] == _NEVER:
         raise ScheduleError(f"{count} layers do not divide into {num_stages} stages")
     counts = []
+    # Follow the starts of the best cut back from the last layer.
     end = count
     for stage_starts in reversed(starts):
         counts.append(end - stage_starts[end])
@@ -165,14 +163,14 @@ def _move(
     def value() -> tuple[float, float, int]:
         """Return the tuple that a move must lower: highest load, sum of squares, longest stage."""
         rank_work = loads(counts, layers, first, last, placement)
-        # Rounded, because a different summation order could otherwise look like a gain.
+        # Round, because another order of the sum could otherwise look like a gain.
         squares = sum(work * work for work in rank_work)
         return round(max(rank_work), 12), round(squares, 12), max(counts)
 
     least_first, least_last = least_ends
     least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
-    # Each move lowers the value, so the search ends anyway; the limit bounds its time.
+    # Each move lowers the value, so the search always ends. The limit bounds its time.
     for _ in range(4 * len(layers)):
         rank_work = loads(counts, layers, first, last, placement)
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
@@ -202,15 +200,15 @@ def spread(
     last: float = 0,
     rank_of: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the number of layers per stage that gives all stages about the same work.
+    """Return the numbers of layers that give all stages about the same work.
 
-    This is for equal layers; `cut` takes the work of each layer.
+    All layers count as equal; `cut` takes the work of each layer.
 
     Args:
         num_layers: Layers of the model.
-        num_stages: Stages.
-        first: Work of the first stage besides its layers, in layers.
-        last: Work of the last stage besides its layers, in layers.
+        num_stages: Number of stages.
+        first: Work of the first stage in addition to its layers, in layers.
+        last: Work of the last stage in addition to its layers, in layers.
         rank_of: The rank of each stage; None: each stage has a separate rank.
     """
     rank_of = rank_of or range(num_stages)
@@ -222,9 +220,9 @@ def spread(
         rank_work[rank_of[stage]] += work
 
     def preference(stage: int) -> tuple[float, float, int]:
-        # Among equal stages, prefer the rank with the least work: otherwise all remaining layers
+        # Among equal stages, prefer the rank with the least work. Otherwise all remaining layers
         # would end up on the ranks in the middle, which in a V hold two such stages each. Among
-        # equal ranks, prefer the middle, because the ends also compute embedding and loss.
+        # equal ranks, prefer the middle, because the ends also compute the embedding and the loss.
         off_centre = abs(2 * stage - num_stages + 1)
         return stage_work[stage], rank_work[rank_of[stage]], off_centre
 
@@ -238,17 +236,17 @@ def spread(
 
 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
-    """Return the stages in the notation of `--pipeline-model-parallel-layout`."""
+    """Return the layout in the notation of `--pipeline-model-parallel-layout`."""
     return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"
 
 
 def parse_layout(text: str) -> list[str]:
     """Return the layers of each stage in a layout in Megatron's notation, one letter per layer.
 
-    `(...)*n` and `x*n` are repetitions; commas only structure the text.
+    `(...)*n` and `x*n` are repetitions. Commas have no meaning.
 
     Raises:
-        ScheduleError: A letter does not stand for a layer.
+        ScheduleError: A letter does not represent a layer.
     """
     unrolled = text.replace(",", "")
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

@@ -1,6 +1,6 @@
 """The cost of a sample as a function of its length.
 
-Attention is quadratic in the length, everything else linear.
+Attention is quadratic in the length, and everything else is linear.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LengthCost:
     """
 
     linear: float
-    """For each token: projections and the feed-forward network."""
+    """Cost per token: projections and the feed-forward network."""
     quadratic: float
-    """For each pair of tokens of one sample: attention."""
+    """Cost per pair of tokens of a sample: attention."""
 
     def __post_init__(self) -> None:
         """Check the coefficients."""
@@ -66,10 +66,10 @@ class LengthCost:
         """Return the floating-point operations of one layer's forward with causal attention.
 
         Count two operations per weight and token for the query and output projections, keys and
-        values, and the matrices of the feed-forward network. Count two operations per product in Q
-        K^T and in A V, half of which the causal mask removes. With the defaults this is 24 h^2 L +
-        2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its
-        attention. A backward takes twice as many, so the ratio is the same.
+        values, and the matrices of the feed-forward network. Count two operations per product in
+        Q K^T and in A V, half of which the causal mask removes. With the defaults, this is
+        24 h^2 L + 2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with
+        half of its attention. A backward takes twice as many operations, so the ratio is the same.
 
         Args:
             hidden_size: h, the width of the model.
@@ -77,7 +77,7 @@ class LengthCost:
                 width of the experts that a token visits; None: 4h.
             gated: Whether the network has a third matrix, as in SwiGLU.
             query_width: Number of heads times head width; None: h.
-            key_width: Number of key-value groups times head width; None: same as the queries.
+            key_width: Number of key-value groups times head width; None: the width of the queries.
 
         Raises:
             ScheduleError: The width is not positive.
@@ -100,5 +100,5 @@ class LengthCost:
 
     def of_pack(self, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch of samples that do not attend to each other."""
-        # Exact summation, so the cost does not depend on the order of the samples.
+        # Sum exactly, so that the cost does not depend on the order of the samples.
         return fsum(map(self.of_length, lengths))

@@ -1,17 +1,17 @@
 """Computes the memory that a table needs, from the order of its actions.
 
-The activations of one stage and micro-batch live from the start of F to the end of B, or to the end
-of W if the backward is split. The part that is kept for W after I is the *weight stash*. The unit
-is Ma: the activations of one micro-batch on 1/pp of the model, so one stage holds pp/num_stages Ma.
+The activations of one stage and micro-batch are alive from the start of F to the end of B or, if
+the backward is split, of W. The part that is kept for W after I is the *weight stash*. The unit is
+Ma: the activations of one micro-batch on 1/pp of the model. So one stage holds pp/num_stages Ma.
 
 Most layers hold less memory after I than before it. Layers that are recomputed, or that keep their
 gathered input for W, hold more. The *stash ratio* is the memory that a micro-batch holds between I
 and W, divided by the memory that it holds between F and I.
 
 A slice holds its share of a micro-batch's activations. If a micro-batch runs in slices, its keys
-and values live from its first F to its last backward; from its first backward on, their gradients
-take the same amount again. Keys and values are counted separately, because their size depends on
-the number of attention heads that share them.
+and values are alive from its first F to its last backward. From its first backward on, their
+gradients take the same amount of memory. Keys and values are counted separately, because their size
+depends on the number of attention heads that share them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind of message); equal ranks mean the twin receives."""
+"""(sending rank, receiving rank, kind of message). If ranks are equal, the receiver is the twin."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Memory:
 
     activations: tuple[float, ...]
     keys_and_values: tuple[float, ...] = ()
-    """Keys and values of sliced micro-batches, including their gradients; 1 stands for the keys and
+    """Keys and values of sliced micro-batches, including their gradients. The unit is the keys and
     values of one micro-batch on 1/pp of the model. Empty without slices."""
 
 
 # Bytes per token and unit of width that a layer does not keep between F and I if Megatron
-# recomputes a module: outputs of the norms; queries, keys and values; input and output of the
-# activation function. Attention itself keeps only its operands.
+# recomputes a module. These are the outputs of the norms; queries, keys and values; and input and
+# output of the activation function. Attention itself keeps only its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
 
 
@@ -82,33 +82,33 @@ def stash_ratio(
     kept_inputs: float = 1.0,
     divides_inputs: bool = False,
 ) -> float:
-    """Return the stash ratio of a transformer layer: bytes kept for W over bytes kept for I.
+    """Return the stash ratio of a transformer layer: bytes kept for W, divided by bytes kept for I.
 
     The layer has width h and a feed-forward network of 4h, in 16 bits. Its activations are those of
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
     Args:
-        tensor_parallel: Ranks that divide the layer.
+        tensor_parallel: Number of ranks that divide the layer.
         sequence_parallel: Whether these ranks also divide the tensors that are as wide as the
             model.
         keeps_gathered: Whether the tensors that I gathered stay until W, as in Transformer Engine.
         recomputed: Megatron's names of the modules that are recomputed.
-        offloaded: Megatron's names of the modules whose inputs stay on the host until I. From then
-            on the operands of their W are on the device.
-        recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
-        kept_inputs: Inputs kept per such layer: 1/n if n layers are recomputed together.
+        offloaded: Megatron's names of the modules whose inputs stay on the host until I. After
+            that, the operands of their W are on the device.
+        recomputed_layers: Share of the layers that are recomputed entirely, 0 to 1.
+        kept_inputs: Inputs kept per recomputed layer: 1/n if n layers are recomputed together.
         divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence
             parallelism.
 
     Returns:
-        The ratio, at least 1, and a multiple of 1/16 so that sums of it are exact.
+        The ratio: at least 1, and a multiple of 1/16 so that its sums are exact.
     """
     divided = tensor_parallel if sequence_parallel else 1
     # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
     kept_bytes = 10 / divided + 24 / tensor_parallel
     recomputed_modules = set(recomputed)
     if "moe" in recomputed_modules:
-        # A recomputed expert layer includes its activation function, which counts once.
+        # A recomputed expert layer includes its activation function, which must count once.
         recomputed_modules.discard("moe_act")
     for module in recomputed_modules:
         # The outputs of norms are as wide as the model.
@@ -125,10 +125,10 @@ def stash_ratio(
         holders_of_inputs = tensor_parallel
     inputs = 2 * kept_inputs / holders_of_inputs
     kept_bytes = recomputed_layers * inputs + (1 - recomputed_layers) * kept_bytes
-    # The four linear layers keep two operands each until W, recomputed or not: one is as wide as
-    # the model (the input of a column-parallel layer, the gradient of a row-parallel one), the
-    # other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, and 32/t if sequence
-    # parallelism divides the first ones and W gathers them again.
+    # Each of the four linear layers keeps two operands until W, recomputed or not. One is as wide
+    # as the model (the input of a column-parallel layer, the gradient of a row-parallel layer), and
+    # the other one is divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, or 32/t if
+    # sequence parallelism divides the first operands and W gathers them again.
     stash_bytes = 8.0
     if sequence_parallel and not keeps_gathered:
         stash_bytes = 8 / tensor_parallel
@@ -150,17 +150,18 @@ def most_alive(
     slices: Sequence[float] = (1.0,),
     slice_sizes: Sequence[Sequence[float]] = (),
 ) -> float:
-    """Return the largest number of activations (one stage, one micro-batch) alive at once in a row.
+    """Return the peak of activations (of one stage and micro-batch each) that a row keeps alive.
 
     Args:
         row: The actions of a rank.
         stash_ratio: Size of a weight stash, in activations.
         slices: Share of a micro-batch in each of its slices.
-        slice_sizes: The same by micro-batch, relative to the longest (`Schedule.slice_sizes`).
+        slice_sizes: Sizes of slices by micro-batch, if they differ (`Schedule.slice_sizes`).
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
-    if present <= {"F"}:  # no backward needs them
+    # In evaluation no backward needs activations, so only the current one is alive.
+    if present <= {"F"}:
         return len(present)
     change_of: dict[Kind, float] = {
         "F": 1,
@@ -169,10 +170,11 @@ def most_alive(
         "W": -stash_ratio,
     }
     if "R" in present:
-        # R produces the activations that the backward needs; a forward in the same row keeps none.
+        # R produces the activations that the backward needs, so a forward in the same row keeps
+        # none.
         change_of["F"] = 0
         change_of["R"] = 1
-    # `map`, not a loop: tables have millions of actions.
+    # Use `map` instead of a loop, because tables have millions of actions.
     changes: Iterable[float] = map(change_of.__getitem__, kinds)
     if slice_sizes:
         sizes = [slice_sizes[action.microbatch][action.slice] for action in row]
@@ -183,8 +185,8 @@ def most_alive(
 
 
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
-    """Yield the changes in keys and values and in their gradients, in micro-batches of a stage."""
-    # Shares add up to 1, so only micro-batches of different lengths have other sizes.
+    """Yield the changes of keys, values and their gradients, in micro-batches of one stage."""
+    # Slices of equal micro-batches add up to 1. Other sizes occur only if lengths differ.
     length_of = [sum(sizes) for sizes in schedule.slice_sizes] or [
         1
     ] * schedule.num_microbatches
@@ -224,17 +226,17 @@ def measure(schedule: Schedule) -> Memory:
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
-    """Return the number of receive slots each edge needs so that no send ever waits.
+    """Return the number of receive slots that each edge needs so that no send ever waits.
 
-    An activation that its receiver has not used yet is still alive at its sender, and an unused
-    gradient belongs to an activation that is still alive at its receiver. So for either direction
-    and any order of arrival, it suffices to count the peak of activations alive between F and B (or
-    I) on the stages that the edge serves.
+    If the receiver has not used an activation yet, the activation is still alive at its sender. If
+    it has not used a gradient yet, the activation for that gradient is still alive at the receiver.
+    So for both directions and any order of arrival, it is enough to count the peak of activations
+    alive between F and B (or I) on the stages that the edge serves.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
-    # The rank that takes each stage's output. The twin is counted as the sending rank itself.
+    # By stage: the rank that receives its output. The twin has the number of the sending rank.
     receivers: list[int | None] = []
     for outputs in schedule.links["F"]:
         receiver = None
@@ -272,8 +274,8 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
 def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
     """Add the slots that bypasses need on each edge.
 
-    A waiting tensor belongs to a micro-batch that is still alive in its sender, and a waiting
-    gradient to one that is still alive in its receiver.
+    A tensor in a slot belongs to a micro-batch that is still alive at its sender. A gradient in a
+    slot belongs to a micro-batch that is still alive at its receiver.
     """
     rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
@@ -286,7 +288,7 @@ def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
 
 
 def most_bypasses(schedule: Schedule) -> int:
-    """Return the largest number of bypasses of one micro-batch between any two ranks."""
+    """Return the maximum number of bypasses that one micro-batch sends between any two ranks."""
     rank_of = schedule.placement.rank_of
     count_by_link: Counter[tuple[int, int]] = Counter()
     for bypass in schedule.bypasses:

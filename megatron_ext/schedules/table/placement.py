@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
-"""Where a stage's output goes: it stays on its rank, or moves to another rank or to the twin."""
+"""Where the output of a stage goes: it stays on its rank, or moves to another rank or the twin."""
 
 Routing = Literal["twin", "local"]
 
@@ -26,10 +26,10 @@ Routing = Literal["twin", "local"]
 class Placement:
     """An assignment of stages to the ranks of one pipeline.
 
-    With `twins == 2` a mirrored copy of the pipeline exists: rank r and its twin hold the same
+    With `twins == 2`, a mirrored copy of the pipeline exists. Rank r and its twin hold the same
     stages, so they are data-parallel peers, and each of the two pipelines runs half of the
     micro-batches. `twin_hops` are the stages whose output goes to the next stage on the twin
-    instead of on the same rank; by symmetry, the twin sends its own output back.
+    instead of on the same rank. By symmetry, the twin sends its output back.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Placement:
     twins: int = 1
     twin_hops: frozenset[int] = frozenset()
     backward_rank_of: tuple[int, ...] | None = None
-    """Rank of each stage's backwards if its forwards run on another rank, else None."""
+    """Rank of each stage's backwards if its forwards run on another rank, otherwise None."""
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is split into."""
+        """Number of stages that the model is split into."""
         return len(self.rank_of)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank in ascending order; the position is the chunk number."""
+        """The stages of each rank, in ascending order. The position is the chunk number."""
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
@@ -57,16 +57,16 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def rank_for(self, stage: int, kind: str) -> int:
-        """Return the rank that runs a kind of action of a stage."""
+        """Return the rank that runs actions of a kind on a stage."""
         if kind == "F" or self.backward_rank_of is None:
             return self.rank_of[stage]
         return self.backward_rank_of[stage]
 
     def source(self, stage: int, kind: str) -> int | None:
-        """Return the stage whose tensor an action of a stage takes.
+        """Return the stage whose tensor an action of a stage needs.
 
-        Activations go to higher stages, gradients to lower ones. None: the action reads data or the
-        loss, or, like W, only the results of an earlier action on its stage.
+        Activations go to higher stages, gradients to lower stages. None: the action reads data or
+        the loss or, like W, only results of its stage.
         """
         if kind == "W":
             return None
@@ -74,7 +74,7 @@ class Placement:
         return source if 0 <= source < self.num_stages else None
 
     def target(self, stage: int, kind: str) -> int | None:
-        """Return the stage that takes the tensor an action produces, or None if no stage does."""
+        """Return the stage that needs the output tensor of an action, or None if no stage does."""
         if kind in ("W", "R"):
             return None
         target = stage + 1 if kind == "F" else stage - 1
@@ -137,15 +137,15 @@ def roles(num_ranks: int) -> Placement:
 def mirrored(placement: Placement, routing: Routing) -> Placement:
     """Return a folded placement (v or w) together with its twin.
 
-    With `routing="twin"` activations cross to the twin at the inner folds, where consecutive stages
-    share a rank, just as a literal bidirectional pipeline continues straight there. With `"local"`
-    they stay on their rank, which saves these messages.
+    With `routing="twin"`, activations cross to the twin at the inner folds, where consecutive
+    stages share a rank, because a literal bidirectional pipeline continues straight on there. With
+    `"local"`, they stay on their rank, which saves these messages.
     """
     num_ranks = placement.num_ranks
     twin_hops = frozenset[int]()
     if routing == "twin":
-        # This excludes the fold between the two v of a w: it is at the outer end, where a literal
-        # pipeline also turns around.
+        # This excludes the fold between the two v of a w. It is at the outer end, where a literal
+        # pipeline turns around too.
         twin_hops = frozenset(
             range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks)
         )
@@ -155,7 +155,7 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement of a table from a file, by its usual name if it matches a known one."""
+    """Return the placement of a table from a file, with its usual name if it is a known one."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:

@@ -16,7 +16,7 @@ from math import sqrt
 from megatron_ext.errors import ScheduleError
 
 MAX_SLICES = 64
-"""Most slices of one micro-batch: message tags cannot tell more apart (`native_transport.Tags`)."""
+"""Maximum number of slices per micro-batch, which message tags limit (`native_transport.Tags`)."""
 # Shares are multiples of 1/_STEPS, so that all their sums are exact.
 _STEPS = 1 << 30
 
@@ -37,14 +37,14 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
     ends = [0]
     for number in range(1, num_slices + 1):
         cost = number / num_slices
-        # The quadratic formula in the form that avoids subtracting nearly equal numbers.
+        # This form of the quadratic formula avoids subtracting nearly equal numbers.
         end = 2 * cost / (linear + sqrt(linear * linear + 4 * attention * cost))
         ends.append(round(end * _STEPS))
     return tuple((end - start) / _STEPS for start, end in pairwise(ends))
 
 
 def attention_of(shares: Sequence[float]) -> float:
-    """Return the share of attention at which these slices cost the same."""
+    """Return the share of attention at which these slices have equal costs."""
     if len(shares) == 1:
         return 0.0
     first = shares[0]
@@ -59,10 +59,10 @@ def token_bounds(
     Args:
         shares: Share of the tokens in each slice.
         length: Tokens of the sequence.
-        multiple: The length of each slice is a multiple of this.
+        multiple: The length of each slice is a multiple of this number.
 
     Raises:
-        ScheduleError: The sequence is too short for that many slices.
+        ScheduleError: The sequence is too short for this many slices, or not a multiple.
     """
     ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
     bounds = (0, *ends[:-1], length)

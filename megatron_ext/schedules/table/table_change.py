@@ -1,7 +1,7 @@
 """How features change tables: the interface between `generate` and `features/`.
 
 `generate` creates one `TableChange` per feature and calls its methods in the order below. The base
-class changes nothing, and neither does a feature whose option is off.
+class changes nothing, like a feature whose option is off.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 
 class TableChange:
-    """A feature's part in building one table."""
+    """The changes that a feature makes while one table is built."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read the feature's option from all options passed to `generate`."""
+        """Read the option of this feature from all options passed to `generate`."""
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Apply this feature to a table loaded from a file, and return the result.
 
         Raises:
-            ScheduleError: The file's table cannot have it.
+            ScheduleError: The table in the file cannot have this feature.
         """
         return schedule
 
     def check(self, name: str) -> None:
-        """Check the options before a schedule's table is generated.
+        """Check the options before the table of a schedule is generated.
 
         Raises:
-            ScheduleError: They do not fit the schedule.
+            ScheduleError: The options do not fit the schedule.
         """
 
     def num_passes(self, num_microbatches: int) -> int:
-        """Return how often each stage runs F in a step of this many micro-batches.
+        """Return how often each stage runs F in a step with this many micro-batches.
 
-        The generator treats each run as a micro-batch.
+        The generator treats each of these passes as a micro-batch.
         """
         return num_microbatches
 
@@ -56,7 +56,7 @@ class TableChange:
         """Apply this feature to a generated table, and return the result.
 
         Raises:
-            ScheduleError: The table cannot have it.
+            ScheduleError: The table cannot have this feature.
         """
         return schedule
 
@@ -72,13 +72,13 @@ def _classes() -> Mapping[str, type[TableChange]]:
 
 
 def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
-    """Return the options of features, leaving out those that are off, such as `slices=1`.
+    """Return the options of features without those that are off, such as `slices=1`.
 
-    A table without a feature then imports none of its files.
+    So a table without a feature imports no module of that feature.
     """
     changing = {}
     for option, value in options.items():
-        # A switch changes tables if it is on, a number if it is not 1, sizes if there are any.
+        # A switch changes tables if it is on, a number if it is not 1, and sizes if there are any.
         is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value

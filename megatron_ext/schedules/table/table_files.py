@@ -1,11 +1,11 @@
 """Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
 
-In CSV each row is a pipeline rank, and each cell is an action such as `2F0`, or a pair that runs as
+In CSV, each row is a pipeline rank. Each cell is an action such as `2F0`, or a pair that runs as
 one action: `(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, an extension of torch's
-format; the slices in a file have equal lengths. An empty cell is an idle slot. Cells for
-communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because all
-of these are derived from the computation. The rows imply the placement. JSON also holds the name,
-options, placement, twins, slice lengths and times.
+format; all slices in a file have equal lengths. An empty cell is an idle slot. Cells for
+communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because they
+are derived from the computation. The rows imply the placement. JSON also holds the name, options,
+placement, twins, slice lengths and times.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 
-# Larger than any table we can generate. The limit keeps a wrong path, such as one to a checkpoint,
-# from filling memory.
+# Larger than any table that we can generate. The limit keeps a wrong path, for example to a
+# checkpoint, from filling the memory.
 _MAX_BYTES = 64 << 20
 _DERIVED = re.compile(
     r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*"
@@ -40,10 +40,10 @@ def csv_text(schedule: Schedule) -> str:
     Raises:
         ScheduleError: Forwards and backwards of a stage are on different ranks.
     """
-    if schedule.disaggregated:  # CSV has one rank per stage
+    if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} has each stage on two ranks, of which a CSV table knows one; write "
-            ".json"
+            f"{schedule.label} has each stage on two ranks, but in CSV each stage has one rank; "
+            "write .json"
         )
     text = io.StringIO()
     csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
@@ -53,9 +53,9 @@ def csv_text(schedule: Schedule) -> str:
 def load_csv(
     path: str, pp: int | None = None, num_microbatches: int | None = None
 ) -> Schedule:
-    """Return the validated schedule of a file, named `csv:PATH`.
+    """Load a schedule from a file, validate it, and name it `csv:PATH`.
 
-    If `pp` or `num_microbatches` is None, the file may have any number of them.
+    If `pp` or `num_microbatches` is None, the file may have any number.
 
     Raises:
         ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
@@ -117,14 +117,14 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
-    """Return the rows of a CSV text, and the positions in each where pairs start.
+    """Return the rows of a CSV text, and the positions in each row where pairs start.
 
     Raises:
-        ScheduleError: It is not CSV, or a cell is not an action.
+        ScheduleError: The text is not CSV, or a cell is not an action.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
-    # Editors may add a byte-order mark at the start and blank lines at the end; neither is a rank.
+    # Editors may add a byte-order mark at the start and blank lines at the end. Remove both.
     lines = io.StringIO(text.strip("\ufeff \t\r\n"))
     try:
         for line, cells in enumerate(csv.reader(lines), start=1):
@@ -147,13 +147,13 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
     """Return the rank of each stage.
 
     Raises:
-        ScheduleError: A stage is on several rows or none, or the numbers are far too large.
+        ScheduleError: A stage is on several rows or on none, or a number is far too large.
     """
     num_actions = sum(map(len, rows))
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(rows):
         for index, action in enumerate(actions):
-            # Checking such a table would need more memory than the file itself.
+            # Validating a table with such numbers would need far more memory than the file.
             if max(action.stage, action.microbatch, action.slice) >= num_actions:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action}, but {num_actions} actions are too few for that "
@@ -178,7 +178,7 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     """Return a table as JSON.
 
-    `times` are additional rows, such as the `starts` and `ends` of a simulation.
+    `times` are more rows of numbers, such as the `starts` and `ends` of a simulation.
     """
     placement = asdict(schedule.placement)
     placement["twin_hops"] = sorted(schedule.placement.twin_hops)
@@ -198,15 +198,14 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     for key, value in content.items():
         text = json.dumps(value)
         if isinstance(value, list | tuple) and value and isinstance(value[0], list):
-            text = (
-                "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
-            )  # a row a line
+            # Write each row of the table on a separate line.
+            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule in a JSON text, without validating it; times are ignored.
+    """Return the schedule in a JSON text, without validating it. Ignore times.
 
     Raises:
         ScheduleError: The text does not have the format of `json_text`.

@@ -1,4 +1,4 @@
-"""Tables made from other tables."""
+"""Transforms tables into other tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B replaced by I and W; memory stays the same.
+    """Return the table with each B replaced by I and W. The memory stays the same.
 
     Each rank then sends the input gradient before it computes the weight gradient, which shortens
     the step even in the table's order. A dynamic policy (policies.py) also moves W into idle time.
@@ -31,8 +31,8 @@ def weights_at_once(schedule: Schedule) -> Schedule:
     """Return the table with each W moved directly after its I.
 
     If layers are recomputed, W needs many times the memory that a micro-batch keeps before I, so
-    only one micro-batch at a time should hold it. No other rank waits for a W, so the table stays
-    valid, and I still sends its result before W runs.
+    only one micro-batch at a time should hold it. The table stays valid, because no other rank
+    waits for a W. I still sends its result before W runs.
     """
 
     def weights_behind_inputs(action: Action) -> Row:
@@ -46,13 +46,12 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 
 
 def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
-    """Return the table with each W in the place of the W that comes `num_waiting` later in its row.
+    """Return the table with each W moved to the place of the W that comes `num_waiting` later.
 
-    A runtime that finds a rank idle may run a W before its place. So up to `num_waiting` W of a
-    rank, besides those of the given table, wait for idle time. The last ones come at the end of the
-    row. Rows without pairs stay as they are, because their ranks run no W early. The order of a
-    row's W stays, and no W moves behind a whole backward of its stage, because both add to the same
-    gradients.
+    The runtime may run a W before its place if the rank is idle. So up to `num_waiting` more W of a
+    rank wait for idle time than in the given table. The last ones are at the end of the row. Rows
+    without pairs do not change, because their ranks run no W early. The W of a row keep their
+    order. No W moves behind a full backward of its stage, because both add to the same gradients.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
@@ -69,13 +68,16 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
             if action.kind == "W":
                 waiting.append(action)
                 if len(waiting) > num_waiting:
+                    # The oldest W takes the place of this one.
                     delayed_row.append(waiting.popleft())
                 continue
-            # The backward of a pair directly follows its forward, so look at both here.
+            # The backward of a pair directly follows its forward, so check both actions at the
+            # forward.
             is_second = index - 1 in pair_begins
             actions = row[index : index + 2] if index in pair_begins else (action,)
             if not is_second:
                 whole_stages = {part.stage for part in actions if part.kind == "B"}
+                # A full backward must not overtake a waiting W of its stage.
                 while any(weight.stage in whole_stages for weight in waiting):
                     delayed_row.append(waiting.popleft())
             if index in pair_begins:
@@ -89,7 +91,7 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
-    """Return the table with each action replaced; the first replacements of a pair stay paired."""
+    """Return the table with each action replaced. The first replacements of a pair stay paired."""
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
@@ -104,7 +106,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
 
 
 def ahead(row: Row, lead: int) -> Row:
-    """Run each forward of a row in the place of the forward that comes `lead` forwards earlier."""
+    """Move each forward of a row to the place of the forward that comes `lead` forwards earlier."""
     forwards = [action for action in row if action.kind == "F"]
     moved_row = forwards[:lead]
     following = iter(forwards[lead:])
@@ -113,23 +115,23 @@ def ahead(row: Row, lead: int) -> Row:
             moved_row.append(action)
             continue
         forward = next(following, None)
-        # The last places stay empty, because their forwards have moved ahead.
+        # The last places stay empty, because their forwards have moved to earlier places.
         if forward is not None:
             moved_row.append(forward)
     return tuple(moved_row)
 
 
 def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
-    """Return the actions of every rank of the world, for display.
+    """Return the actions of each rank of both twins, for display.
 
-    A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks.
-    From outside it is a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages
-    and run the same list with the directions exchanged. The micro-batches of the second direction
-    are numbered after those of the first.
+    A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks. It
+    represents a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages and run
+    the same row with the directions exchanged. The micro-batches of the second direction are
+    numbered after those of the first.
     """
     if schedule.placement.twins == 1:
         return schedule.rows
-    # With twin routing, a micro-batch changes sides at each inner fold.
+    # With twin routing, a micro-batch changes to the twin at each inner fold.
     is_crossed = [
         schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)
     ]
@@ -148,7 +150,7 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def table_rank(schedule: Schedule, rank: int) -> int:
-    """Return the row of the table that a rank of the world runs."""
+    """Return the row of the table that a rank of both twins runs."""
     last = schedule.pp - 1
     if schedule.placement.twins == 1:
         return rank
@@ -159,7 +161,7 @@ def table_rank(schedule: Schedule, rank: int) -> int:
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
     """Return the chunk number of a stage within its direction on its rank."""
     placement = schedule.placement
-    # With twin routing, a direction passes all ranks of the world before it returns to a rank.
+    # With twin routing, a direction passes all ranks of both twins before it returns to a rank.
     if placement.twin_hops:
         return stage // schedule.pp
     return stage // placement.num_ranks

@@ -1,8 +1,8 @@
 """Proves that a table is a correct schedule, or shows where it is wrong.
 
-`validate` checks every generated and every loaded table, at each start-up. It takes milliseconds
-(about 1 us per action) and proves more than any run could: a table that passes computes each
-gradient exactly once and completes on every rank, whatever the timing.
+`validate` checks each generated or loaded table at start-up. It takes milliseconds (about 1 us per
+action) and proves more than any run could. A table that passes computes each gradient exactly once
+and completes on every rank, whatever the timing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_ext.schedules.table.walk import check_for_deadlock
 
 # Bits for the set of actions that have run for one stage, micro-batch and slice.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# By kind: the set required just before the action runs. Comparing whole sets catches not only an
-# action that comes too early, but also a duplicate, and a B beside an I.
+# By kind: the set required just before the action runs. Comparing whole sets detects an action that
+# comes too early, a duplicate, and a B in addition to an I.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 # The set at the end of a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
-# I also sums the weight gradients that do not wait for W, such as those of norms; W sums the
-# others, and B all of them.
+# I also sums the weight gradients that do not wait for W, such as those of norms. W sums the other
+# gradients, and B sums all of them.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
 # For each kind of backward: the kinds that a table may contain instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
@@ -39,11 +39,11 @@ class Report:
 
     memory: Memory
     slots: Mapping[Edge, int]
-    """Receive slots that each edge needs so that no send ever waits."""
+    """Number of receive slots that each edge needs so that no send ever waits."""
     ascending: bool
     """Whether each stage runs its backwards (and its W) in the order of the micro-batches, and the
     slices of each micro-batch in reverse. If so, gradients are summed in the same order as without
-    a pipeline, and are equal bit for bit."""
+    a pipeline, so they are bit-identical."""
 
 
 def validate(schedule: Schedule) -> Report:
@@ -60,16 +60,16 @@ def validate(schedule: Schedule) -> Report:
 def check_actions(schedule: Schedule) -> None:
     """Check everything except deadlocks, which a simulation detects.
 
-    Each rank runs exactly the actions that its stages need, each once and after its inputs.
+    Each rank must run exactly the actions that its stages need, each once and after its inputs.
 
     Raises:
         ScheduleError: An action is duplicated, missing, too early or misplaced, or two actions
-            cannot be a pair; the message shows the first.
+            cannot be a pair; the message shows the first error.
     """
     num_ranks = schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:
         raise ScheduleError(
-            f"{schedule.label} has {len(schedule.rows)} rows, its {schedule.placement.name} "
+            f"{schedule.label} has {len(schedule.rows)} rows, but its {schedule.placement.name} "
             f"placement has {num_ranks} ranks; a table has one row for each rank"
         )
     if schedule.num_slices > 1 and schedule.disaggregated:
@@ -77,7 +77,7 @@ def check_actions(schedule: Schedule) -> None:
             f"{schedule.label} runs forwards and backwards on different ranks, which would both "
             "need the keys and values of earlier slices; leave slices out"
         )
-    # One byte per stage, micro-batch and slice: with a set of actions, checking a large table would
+    # One byte per stage, micro-batch and slice. With a set of actions, checking a large table would
     # take many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     forwards = done
@@ -96,7 +96,7 @@ def check_actions(schedule: Schedule) -> None:
 
 
 def _has_slice(schedule: Schedule, key: int) -> bool:
-    """Return whether the place that `key` encodes holds a slice, or is behind the last one."""
+    """Return whether the place with the number `key` holds a slice."""
     number, slice_index = divmod(key, schedule.num_slices)
     return slice_index < schedule.num_slices_of(number % schedule.num_microbatches)
 
@@ -104,7 +104,7 @@ def _has_slice(schedule: Schedule, key: int) -> bool:
 def _check_row(
     schedule: Schedule, rank: int, done: bytearray, forwards: bytearray
 ) -> None:
-    """Check that each action of a rank is in its place, and record that it ran.
+    """Check that each action of a rank may run at its position, and record that it ran.
 
     `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
 
@@ -120,8 +120,8 @@ def _check_row(
     for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
-        # One condition without a message for each case, because this runs for each of millions of
-        # actions; `_misplaced` works out the reason afterwards.
+        # Use one condition for all cases, because this runs for each of millions of actions.
+        # `_misplaced` determines the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
             or not (
@@ -129,7 +129,7 @@ def _check_row(
             )
             or cells[key] != _BEFORE[kind]
             or (kind == "F" and slice_index and not cells[key - 1])
-            # If a backward of the later slice has run, a bit higher than F's is set.
+            # If the backward of the next slice has run, a bit above that of F is set.
             or (
                 kind in ("B", "I")
                 and slice_index + 1 < num_slices_of[microbatch]
@@ -141,7 +141,7 @@ def _check_row(
 
 
 def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
-    """Check that forward ranks of a disaggregated table run every F that others need.
+    """Check that forward ranks of a disaggregated table run each F that other ranks need.
 
     Raises:
         ScheduleError: A forward is missing.
@@ -151,12 +151,12 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
         if not ran and schedule.runs_forward(stage):
             raise ScheduleError(
                 f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, "
-                "which others need; forward ranks must run F of each micro-batch"
+                "which other ranks need; forward ranks must run F of each micro-batch"
             )
 
 
 def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
-    """Return the kinds of action that a rank runs for one of its stages."""
+    """Return the kinds of actions that a rank runs for one of its stages."""
     if not schedule.disaggregated:
         return "FBIW"
     if schedule.placement.rank_of[stage] != rank:
@@ -177,7 +177,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
-    """Explain why an action may be nowhere in a rank's row; empty if it may be in the row."""
+    """Explain why an action cannot be anywhere in a rank's row; empty if it can be in the row."""
     stage, kind, microbatch, slice_index = action
     m = schedule.num_microbatches
     placement = schedule.placement
@@ -202,12 +202,12 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     if kind in _kinds(schedule, stage, rank):
         return ""
     if kind == "R":
-        return "R is for ranks that run backwards only; this one runs F"
-    return f"nobody needs the output of {action}, because backward ranks recompute it"
+        return "R is for ranks that run backwards only, but this rank runs F"
+    return f"no rank needs the output of {action}, because backward ranks recompute it"
 
 
 def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
-    """Explain why an action of a rank comes at the wrong point in its row."""
+    """Explain why an action is at the wrong position in a rank's row."""
     action = schedule.rows[rank][index]
     before = schedule.rows[rank][:index]
     if action in before:
@@ -234,12 +234,12 @@ _ONE_BACKWARD = "a micro-batch has either one B or one I and one W on a stage, n
 
 
 def _missing(schedule: Schedule, key: int, bits: int) -> str:
-    """Say which action is missing for the stage, micro-batch and slice that `key` encodes."""
+    """Explain which action is missing for the stage, micro-batch and slice of `key`."""
     number, slice_index = divmod(key, schedule.num_slices)
     stage, microbatch = divmod(number, schedule.num_microbatches)
     rank = schedule.placement.rank_for(stage, "B")
     row = schedule.rows[rank]
-    # A backward rank recomputes a forward as R.
+    # On a backward rank, R takes the place of F.
     first_kind: Kind = "R" if schedule.disaggregated else "F"
     opening = Action(stage, first_kind, microbatch, slice_index)
     if not bits & _BIT["F"]:
@@ -264,13 +264,13 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
-    """Check that each pair is a forward and a backward of two different micro-batches.
+    """Check that each pair is a forward and a backward of different micro-batches.
 
     Raises:
-        ScheduleError: A pair is not; the message shows the first.
+        ScheduleError: A pair is invalid; the message shows the first one.
     """
-    # Members of an expert group communicate inside a pair, so they must run the same row. The
-    # digest, which covers the pairs, verifies that.
+    # The ranks of an expert group communicate inside a pair, so they must run the same row. The
+    # digest of the table verifies this, because it covers the pairs.
     row = schedule.rows[rank]
     previous_end = 0
     for index in sorted(schedule.pairs_of(rank)):
@@ -289,17 +289,18 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
             continue
         names = ";".join(map(str, pair))
         raise ScheduleError(
-            f"({names}) is no pair: {rule}\n  {schedule.marked(rank, index)}"
+            f"({names}) is not a pair: {rule}\n  {schedule.marked(rank, index)}"
         )
 
 
 def _is_ascending(schedule: Schedule) -> bool:
     """Return whether each stage sums gradients in the same order as without a pipeline."""
-    # By stage and kind of gradient: the place in the sum of the last one added.
+    # By stage and kind of gradient: the position in the sum of the last gradient added.
     last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch, slice_index in row:
-            # Without a pipeline, the gradients of a micro-batch's slices are added in reverse.
+            # Without a pipeline, the gradients of a micro-batch's slices are added in reverse
+            # order.
             place = (microbatch + 1) * schedule.num_slices - slice_index
             for gradients in _GRADIENTS_OF.get(kind, ""):
                 if last_places.get((stage, gradients), 0) > place:
@@ -309,15 +310,15 @@ def _is_ascending(schedule: Schedule) -> bool:
 
 
 def check_first_gradients(schedule: Schedule, rank: int) -> None:
-    """Check that each stage's first forward and first weight gradient are of the same micro-batch.
+    """Check that the same micro-batch has the first forward and first weight gradient of a stage.
 
-    With fused gradient accumulation, Transformer Engine's layers do not add the gradient of the
-    first micro-batch: it overwrites the sum. They take the micro-batch whose forward ran first in
-    the step to be the first. If another micro-batch has already added its gradient, that gradient
-    is lost without an error.
+    With fused gradient accumulation, layers of Transformer Engine overwrite the sum with the
+    gradient of the first micro-batch instead of adding it. They assume that this is the micro-batch
+    whose forward ran first in the step. If another micro-batch has already added its gradient, that
+    gradient is lost without an error.
 
     Raises:
-        ScheduleError: On some stage of the rank they belong to different micro-batches, or to
+        ScheduleError: They belong to different micro-batches on some stage of the rank, or to
             different slices, because backwards start with the last slice.
     """
     consequence = (
@@ -339,7 +340,8 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             if first.setdefault((stage, gradients), microbatch) != first_forward:
                 raise ScheduleError(
                     f"the first weight gradients of stage {stage} are those of micro-batch "
-                    f"{microbatch}, its first forward is that of {first_forward}; {consequence} "
-                    "begin with one micro-batch, or use --no-gradient-accumulation-fusion\n"
+                    f"{microbatch}, but its first forward is that of {first_forward}; "
+                    f"{consequence} start both with the same micro-batch, or use "
+                    "--no-gradient-accumulation-fusion\n"
                     f"  {schedule.marked(rank, index)}"
                 )

@@ -1,9 +1,9 @@
-"""Runs a table symbolically; every pass that follows a table through all ranks uses `walk`.
+"""Runs a table symbolically. Every pass that follows a table through all ranks uses `walk`.
 
-Each rank runs its list until it needs a tensor that does not exist yet, and continues once another
-rank has produced that tensor. This is Kahn's algorithm over the tensors plus the order of each
-rank. The visitor decides which value represents a tensor: its arrival time (`search/simulate.py`),
-or just True (`stuck`).
+Each rank runs its row until it needs a tensor that does not exist yet, and continues once another
+rank has produced that tensor. This is Kahn's algorithm over the tensors and the order of each rank.
+The visitor decides which value represents a tensor: its arrival time (`search/simulate.py`), or
+just True (`stuck`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ two values if it feeds two ranks. A pair is one visit, which takes and returns t
 
 
 def check_for_deadlock(schedule: Schedule) -> None:
-    """Check that no ranks wait for each other, whatever the times of actions and messages.
+    """Check that no ranks wait for each other, whatever the durations of actions and messages.
 
     The table must hold each action once, on its stage's rank (`validation.check_actions`).
 
@@ -33,7 +33,7 @@ def check_for_deadlock(schedule: Schedule) -> None:
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
-    """Return the ranks that cannot finish, each with the position at which it waits."""
+    """Return the ranks that cannot finish, with the position at which each waits."""
     return walk(schedule, lambda _rank, _index, _taken: (True, True))
 
 
@@ -41,10 +41,10 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     """Visit each action once its tensors exist, after all actions before it on its rank.
 
     Returns:
-        The ranks that did not finish, each with the position at which it waits; empty if all did.
+        The ranks that did not finish, with the position at which each waits; empty if all did.
     """
     walking = _Walk(schedule, visit)
-    # A stack with rank 0, which has the first forward, on top.
+    # A stack with rank 0, which has the first forward, at its top.
     walking.runnable = list(range(len(schedule.rows)))[::-1]
     while walking.runnable:
         walking.run(walking.runnable.pop())
@@ -57,11 +57,11 @@ class _Tensors(NamedTuple):
     needed: int
     produced: int
     copy: int
-    """A second output with the same content, if two ranks take it."""
+    """A second output with the same content, if two ranks need it."""
 
 
 class _Walk:
-    """One walk over a table. Tensors are identified by number, because there may be millions."""
+    """One walk over a table. Tensors are identified by numbers, because there may be millions."""
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
         self._rows = schedule.rows
@@ -98,6 +98,8 @@ class _Walk:
             needed, produced, copy = tensors[kind][stage]
             value = None
             if needed >= 0:
+                # Tensors are numbered by kind and stage first, so the micro-batch and slice are an
+                # offset.
                 value = values[needed + offset]
                 if value is None:
                     self._wait(rank, index, needed + offset)
@@ -112,9 +114,8 @@ class _Walk:
                 result, copied = result
                 self._hand_over(copy + offset, copied)
             index += 1
-            if (
-                produced >= 0
-            ):  # not by `_hand_over`, for speed: nearly every action makes a tensor
+            # Do not call `_hand_over` here, for speed: nearly every action produces a tensor.
+            if produced >= 0:
                 values[produced + offset] = result
                 if produced + offset in awaited:
                     self.runnable.append(awaited.pop(produced + offset))
@@ -124,7 +125,7 @@ class _Walk:
     def _run_pair(self, rank: int, index: int, forward_value: Any) -> bool:
         """Visit a pair, whose forward has its tensor; return False if the backward lacks one.
 
-        Both wait for the tensors of both, and their results exist once both have ended.
+        Each of the two waits for the tensors of both. Their results exist when both have ended.
         """
         stage, kind, microbatch, slice_index = self._rows[rank][index]
         forward_offset = microbatch * self._num_slices + slice_index
@@ -165,7 +166,7 @@ class _Walk:
 def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
     """Return the tensors of each action of micro-batch 0, slice 0, by kind and stage.
 
-    Tensors are numbered by the stage, micro-batch and slice that take them: first activations, then
+    Tensors are numbered by the stage, micro-batch and slice that need them: first activations, then
     gradients, then the inputs of R.
     """
     per_stage = schedule.slices_in_step
@@ -187,7 +188,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         tensors[kind] = []
         for stage, numbers in enumerate(produced_by[kind]):
             needed = -1
-            # A tensor that no action produces is data or the loss, which exists from the start.
+            # If no action produces a tensor, it is data or the loss, which exists from the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
                 needed = base[kind] + stage * per_stage
             produced, copy = [*numbers, -1, -1][:2]
@@ -209,7 +210,7 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
     lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
-    # The ranks before the first repeated one lead into the cycle but are not part of it.
+    # The ranks before the first repeated rank lead into the cycle, but are not part of it.
     for waiting_rank in list(chain)[list(chain).index(rank) :]:
         action, needed = chain[waiting_rank]
         peer = rank_for(needed.stage, needed.kind)

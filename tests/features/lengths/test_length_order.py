@@ -66,7 +66,7 @@ def test_a_scale_scales_all_actions_of_its_microbatch() -> None:
 def test_scales_have_to_match_the_table() -> None:
     schedule = generate("1f1b", 2, 4)
     with pytest.raises(
-        ScheduleError, match=r"microbatch_scale has 3 factors, .* has 4 micro"
+        ScheduleError, match=r"microbatch_scale has 3 factors, but .* has 4 micro"
     ):
         simulate(schedule, Costs(microbatch_scale=(1, 2, 3)))
     with pytest.raises(

@@ -134,7 +134,7 @@ def _rows(*rows: str) -> tuple[tuple[Action, ...], ...]:
         (("0F0 0B0 1F0", "1B0"), "1F0 belongs to rank 1"),
         (("0F0 0B0", "1F0 1B0 2F0"), "there are 2 stages, 0 to 1"),
         (("0F0 0B0 0F1", "1F0 1B0"), "there are 1 micro-batches, 0 to 0"),
-        (("0F0 0B0", "1F0 1B0", ""), "has 3 rows, its linear placement has 2 ranks"),
+        (("0F0 0B0", "1F0 1B0", ""), "has 3 rows, but its linear placement has 2 ranks"),
     ],
 )  # fmt: skip
 def test_messages_name_action_and_rule(rows: tuple[str, ...], message: str) -> None:
