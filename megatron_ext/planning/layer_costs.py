@@ -1,11 +1,11 @@
-"""Costs of each part of a model on one rank: seconds, parameters, and bytes kept.
+"""Costs of each part of a model on one rank: seconds, parameters and bytes kept.
 
 A kernel takes as long as its operations or its traffic, whichever is longer, at the shares of the
 peaks that the device reaches, and at least `kernel_s`. A layer takes as long as its kernels or
-their launches by the host, whichever is longer, unless a graph contains them. Weight gradients are
-accumulated in four bytes (or two), so products with few rows, such as those of many experts, are
-bound by memory. Tensor parallelism implies sequence parallelism. It does not divide experts, which
-get equal shares of the tokens.
+their launches by the host, whichever is longer. Graphs need no launches. Weight gradients are
+accumulated in four bytes (or two), so memory bounds products with few rows, such as those of many
+experts. Tensor parallelism implies sequence parallelism. It does not divide experts, which get
+equal shares of the tokens.
 """
 
 from __future__ import annotations
@@ -28,41 +28,45 @@ Kind = Literal["embedding", "mtp", "loss"]
 FULL = frozenset({"full"})
 
 ASSUMPTIONS = {
-    "activations": "kept as Transformer Engine keeps them, flash attention, no dropout: inputs and "
-    "outputs of norms, queries, keys, values, attention output, both sides of the activation; what "
-    "a product takes in its own precision",
-    "logits": "6 bytes for each while the loss is computed, as an H100 held, 4 with "
-    "--cross-entropy-loss-fusion; the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
-    "gradients": "products of weight gradients add to the buffer; the embedding's is as large as "
-    "the table, and added apart, as all are with --no-gradient-accumulation-fusion",
-    "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
-    "full one; at least as long as their operands take through memory",
-    "host": "starts about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to 170 "
-    "of a mixture, twice as many for the backward; without a pipeline they are in graphs, but for "
-    "the experts, unless flags say otherwise; where the host waits for the tokens of each expert, "
-    "part of what runs at the same time shows",
+    "activations": "as Transformer Engine keeps them, with flash attention and no dropout: inputs "
+    "and outputs of norms, queries, keys, values, the output of attention, and both inputs and "
+    "the output of the activation; operands of products are kept in the precision of the product",
+    "logits": "6 bytes each while the loss is computed, as measured on an H100; 4 with "
+    "--cross-entropy-loss-fusion, fitted to SimuMax's B200 rows of Llama with one stage",
+    "gradients": "products of weight gradients add to the buffer; the gradient of the embedding "
+    "is as large as its table and is added separately, as are all gradients with "
+    "--no-gradient-accumulation-fusion",
+    "products": "run in waves of tiles of 256 x 128, one tile on each processor; the last wave "
+    "takes as long as a full one; a product takes at least as long as reading and writing its "
+    "operands",
+    "host": "launches about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to "
+    "170 for a mixture of experts, and twice as many for the backward; without a pipeline, graphs "
+    "contain all kernels except the experts', unless flags say otherwise; where the host waits "
+    "for the number of tokens of each expert, a part of the overlapped time is exposed",
     "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
-    "gathers in the precision of the product that follows; mostly behind products, but with NVFP4 "
-    "or --disable-tp-comm-overlap-ag not",
-    "context parallelism": "keys and values go round behind attention; what is longer shows",
-    "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
-    "--moe-token-dispatcher-type alltoall of all; where a forward has a partner in a pair, the "
-    "share `pair_overlap` of it runs behind the computation of both",
-    "recomputation": "of layers, norms, networks, experts, their activations and MLA's up "
+    "with gathers in the precision of the next product; products hide most of this, except with "
+    "NVFP4 or --disable-tp-comm-overlap-ag",
+    "context parallelism": "attention hides the ring exchange of keys and values, unless the "
+    "exchange takes longer",
+    "experts": "receive balanced numbers of tokens; all-to-all sends one copy of a token to each "
+    "rank and node, or all copies with --moe-token-dispatcher-type alltoall; in a pair, the "
+    "computation of both actions hides the share `pair_overlap` of it",
+    "recomputation": "covers layers, norms, networks, experts, their activations and MLA's up "
     "projections; flash attention keeps no scores, so core_attn saves nothing",
-    "precision": "products of layers, not attention, embedding or output; quantizing an element "
-    "moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two are fitted",
-    "data parallelism": "gradients are reduced in fp32, with --grad-reduce-in-bf16 in bf16, behind "
-    "the last micro-batch's backward, "
-    "parameters gathered in bf16 behind the first forward; what is longer shows",
-    "optimizer": "34 bytes of traffic for each parameter of the shard; 8 for each gradient of the "
-    "rank, which is cleared and summed into the norm",
+    "precision": "applies to products of layers, not to attention, the embedding or the output; "
+    "quantizing an element moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two "
+    "are fitted",
+    "data parallelism": "gradients are reduced in fp32, or in bf16 with --grad-reduce-in-bf16, "
+    "during the backward of the last micro-batch; parameters are gathered in bf16 during the "
+    "first forward; only a longer communication is exposed",
+    "optimizer": "moves 34 bytes for each parameter of the shard, and 8 bytes for each gradient "
+    "of the rank, which is cleared and summed into the norm",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How the work on a micro-batch is divided."""
+    """How ranks divide the work on a micro-batch."""
 
     tensor: int = 1
     context: int = 1
@@ -76,13 +80,13 @@ class Sharding:
 _OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 """Bytes per element of an operand of a product."""
 _CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
-"""Bytes of traffic for each element that is quantized, once with and once without transposing."""
+"""Bytes of traffic per quantized element, including its transposed copy."""
 _PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
-"""Number of kernels in the forward of a product, including the quantization of its operands."""
+"""Number of kernels in the forward of a product, including those that quantize its operands."""
 
 
 class Part(NamedTuple):
-    """One layer or end of a model on one rank, for one micro-batch. Sums of parts are stages."""
+    """A layer or an end of a model on one rank, for one micro-batch. Stages are sums of parts."""
 
     forward: float
     """Seconds."""
@@ -90,28 +94,28 @@ class Part(NamedTuple):
     """Seconds of the input gradient, including recomputation before it."""
     weight: float
     params: float
-    """Weights outside of experts, on this rank."""
+    """Number of weights on this rank, without those of experts."""
     expert_params: float
     operations: float
     """Operations of the forward, as Megatron counts them for its TFLOP/s."""
     exchange: float
-    """Seconds of forward and input gradient in which experts exchange tokens, which pairs can hide;
-    excludes recomputation."""
+    """Seconds of forward and input gradient in which experts exchange tokens, which pairs can hide.
+    Excludes recomputation."""
     saved: float
     """Bytes kept from the forward to the backward."""
     waiting: float
     """Bytes kept from the input gradient to the weight gradient, if a schedule splits backwards."""
     logits: float
-    """Bytes that the loss keeps until its backward begins, which comes before the backward of any
+    """Bytes that the loss keeps until its backward begins, which precedes the backward of any
     layer."""
     transient: float
-    """Bytes at the worst moment of the backward, in addition to those saved."""
+    """Bytes at the worst moment of the backward, in addition to `saved`."""
     copies: float
-    """Bytes of weights that Transformer Engine keeps in the precision of its products, once plain
-    and once transposed, in addition to Megatron's."""
+    """Bytes of weights that Transformer Engine keeps in the precision of its products, plain and
+    transposed, in addition to Megatron's weights."""
     dummies: float
-    """Bytes of placeholder weight gradients, one for each shape, that Transformer Engine passes to
-    autograd and keeps, while the real gradients are added to Megatron's buffers."""
+    """Bytes of placeholder weight gradients, one for each shape. Transformer Engine passes them to
+    autograd and keeps them, while it adds the real gradients to Megatron's buffers."""
 
     @property
     def work(self) -> float:
@@ -120,20 +124,22 @@ class Part(NamedTuple):
 
 
 def total(parts: Sequence[Part]) -> Part:
-    """Return the costs of several parts together."""
+    """Return the total costs of several parts."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
     sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
     return sums._replace(
         transient=max(part.transient for part in parts),
-        # Layers of one kind have the same shapes, and share Transformer Engine's placeholders.
+        # Layers of the same kind have the same shapes, so they share Transformer Engine's
+        # placeholders.
         dummies=sum({part.dummies for part in parts}),
     )
 
 
 def beside(part: Part, overlap: float) -> Part:
-    """Return a part whose exchange of tokens is hidden by computation as far as the device can."""
-    computed_s = part.forward + part.input or 1.0  # a part may take no time
+    """Return a part whose exchange of tokens is hidden as far as the device can."""
+    # A part may take no time.
+    computed_s = part.forward + part.input or 1.0
     shown_share = 1 - overlap * part.exchange / computed_s
     return part._replace(
         forward=shown_share * part.forward, input=shown_share * part.input
@@ -143,20 +149,20 @@ def beside(part: Part, overlap: float) -> Part:
 def gather_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1
 ) -> float:
-    """Return the seconds of a gather or scatter over ranks that are a stride apart.
+    """Return the seconds of a gather or scatter over ranks with a stride.
 
-    `num_bytes` is the size of the whole tensor, of which each rank has an equal part.
+    `num_bytes` is the size of the complete tensor. Each rank has an equal part of it.
     """
     if num_ranks == 1:
         return 0.0
     ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
-        # A ring has one step fewer than ranks, and each step moves one rank's part.
+        # A ring has one step less than ranks. Each step moves the part of one rank.
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
-    # A ring over nodes: all participating devices of a node share its adapters.
+    # In a ring over nodes, all participating devices of a node share its adapters.
     network_rate = device.network_bytes * ranks_in_node * device.network
     rate = min(network_rate, link_rate)
     return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
@@ -165,10 +171,10 @@ def gather_s(
 def all_to_all_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, copies_sent_once: int = 0
 ) -> float:
-    """Return the seconds in which each of several consecutive ranks sends `num_bytes` in total.
+    """Return the seconds that consecutive ranks take to send `num_bytes` each.
 
-    With `copies_sent_once` k, the k copies of a token cross a link only once for each rank within a
-    node, and the network only once for each node. With 0, each copy is sent.
+    If `copies_sent_once` is k, the k copies of a token cross the links of a node only once for each
+    rank, and the network only once for each node. If it is 0, each copy is sent.
     """
     if num_ranks == 1:
         return 0.0
@@ -184,12 +190,12 @@ def all_to_all_s(
 
 
 def _distinct_share(place_share: float, copies: int) -> float:
-    """Return the share of copies that are the first in their place, with random places."""
+    """Return the expected share of copies that are the first one in a randomly chosen place."""
     return (1 - (1 - place_share) ** copies) / place_share / copies
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
-    """Return the sets of modules to recompute, from none to whole layers."""
+    """Return the sets of modules to recompute, from none to entire layers."""
     norms = frozenset({"layernorm"})
     up_projection = frozenset({"mla_up_proj"})
     modes = [frozenset[str](), norms]
@@ -215,13 +221,14 @@ def recompute_flags(mode: frozenset[str]) -> str:
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
-    if "moe_act" in mode:  # Megatron supports it for grouped experts only
+    # Megatron supports it only for grouped experts.
+    if "moe_act" in mode:
         flags += " --moe-grouped-gemm"
     return flags
 
 
 class _Ledger:
-    """Adds up the kernels of a part, by the module that would recompute them."""
+    """Adds up the kernels of a part, by the module that recomputes them."""
 
     def __init__(
         self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool
@@ -242,10 +249,10 @@ class _Ledger:
         self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
         self.params = self.expert_params = self.operations = 0.0
         self.num_launches = 0.0
-        """Number of kernels in the forward that the host launches one by one; a backward has twice
-        as many."""
+        """Number of kernels in the forward that the host launches outside of graphs. A backward has
+        twice as many."""
         self.waits_for_counts = False
-        """Whether the host reads the number of tokens of each expert from the device."""
+        """Whether the host waits for the number of tokens of each expert."""
 
     def linear(
         self,
@@ -256,7 +263,7 @@ class _Ledger:
         *,
         gathers: bool = False,
     ) -> None:
-        """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients.
+        """Add a product [rows, inputs] x [inputs, outputs] and its two gradients.
 
         With `gathers`, each tensor-parallel rank has a part of the input.
         """
@@ -274,7 +281,8 @@ class _Ledger:
         input_parts = 1
         if gathers and self.sharding.techniques.is_local:
             input_parts = self.sharding.tensor
-        if module != "router":  # it has a separate product, and no gradient that waits
+        # The router runs a separate product, whose gradient does not wait.
+        if module != "router":
             self.waiting_bytes += (
                 self.operand_bytes * rows * (inputs / input_parts + outputs)
             )
@@ -314,7 +322,7 @@ class _Ledger:
         product_rate: float,
         cast_bytes: float,
     ) -> None:
-        """Add `count` products and both of their gradients."""
+        """Add `count` products and their two gradients."""
         device = self.device
         techniques = self.sharding.techniques
         operand_bytes = self.operand_bytes
@@ -325,8 +333,8 @@ class _Ledger:
             height: float, width: float, depth: float, traffic_bytes: float
         ) -> float:
             """Return the seconds of products [height, depth] x [depth, width]."""
-            # Before it computes, a tile loads for as long as it takes to read `tile_bytes`, and the
-            # last wave of tiles takes as long as a full one.
+            # A tile first loads operands for as long as reading `tile_bytes` takes. The last wave
+            # of tiles takes as long as a full wave.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
             wave_factor = (
@@ -354,22 +362,22 @@ class _Ledger:
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
         # The weight gradient reads the input and the output's gradient.
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        if (
-            techniques.fuses_gradients
-        ):  # the kernel reads and writes the sum in Megatron's buffer
+        # Either the kernel reads and writes the sum in Megatron's buffer, or it writes a tensor in
+        # bf16.
+        if techniques.fuses_gradients:
             traffic_bytes += 2 * techniques.gradient_bytes * weights
-        else:  # the kernel writes a tensor in bf16
+        else:
             traffic_bytes += 2 * weights
         self.weight_s += (
             product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
         )
-        # One copy is plain, for the forward, and one transposed, for the input gradient.
+        # The forward uses a plain copy, the input gradient a transposed one.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
         if techniques.fuses_gradients:
             self.dummy_bytes += 2 * inputs * outputs
         else:
-            # A kernel reads the tensor in bf16, and reads and writes the sum in Megatron's buffer.
+            # Another kernel reads that tensor, and reads and writes the sum in Megatron's buffer.
             self.weight_s += (
                 2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
             )
@@ -377,7 +385,7 @@ class _Ledger:
     def elementwise(
         self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
     ) -> None:
-        """Add elementwise kernels by their bytes of traffic."""
+        """Add elementwise kernels, which take as long as their traffic."""
         shortest_s = kernels * self.device.kernel_s
         self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
         self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
@@ -396,8 +404,10 @@ class _Ledger:
         self.input_s += backward_s
 
     def launch(self, module: str, kernels: float) -> None:
-        """Count kernels that are outside of graphs."""
+        """Count kernels if they are outside of graphs."""
         is_in_experts = module in ("moe", "moe_act")
+        # By value of `graphs`: whether kernels of this module are outside; `step` covers all of
+        # them.
         is_outside = {
             "none": True,
             "router": module not in ("router", "shared_experts"),
@@ -410,15 +420,15 @@ class _Ledger:
             self.waits_for_counts |= module == "moe"
 
     def delay(self, kernels_s: float, launches_factor: float) -> float:
-        """Return the factor by which the host's launches slow down kernels of `kernels_s`.
+        """Return the factor by which launches slow down kernels that take `kernels_s`.
 
-        `launches_factor` is the number of launches divided by that of the forward.
+        `launches_factor` is the number of launches, divided by that of the forward.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
         shown_s = hidden_s = 0.0
         if self.sharding.techniques.overlaps_experts:
-            # A pass outside of pairs also takes this time; the host launches during the remaining
-            # time.
+            # A pass outside of a pair also takes this time. The host launches kernels during the
+            # remaining time.
             hidden_s = self.device.pair_overlap * self.exchange_s / 2
             if self.waits_for_counts and not self.sharding.techniques.sends_once:
                 launches_s *= self.device.split_launches
@@ -433,26 +443,28 @@ class _Ledger:
         layer_input_bytes: float = 0.0,
         transient_bytes: float = 0.0,
     ) -> Part:
-        """Return the part, with the modules of the mode recomputed.
+        """Return the part, with the modules in `mode` recomputed.
 
-        `layer_input_bytes` is all that full recomputation keeps.
+        With full recomputation, only `layer_input_bytes` are kept.
         """
         recomputed = set(mode)
         if mode == FULL:
             recomputed = set(self.forward_s) | set(self.saved_bytes)
-        if "moe" in mode:  # Megatron recomputes the whole layer of experts
+        # Megatron recomputes the entire layer of experts.
+        if "moe" in mode:
             recomputed |= {"moe_act", "router", "shared_experts"}
         recomputed_s = sum(self.forward_s[module] for module in recomputed)
         dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
         forward_s = sum(self.forward_s.values())
         backward_s = self.input_s + recomputed_s + self.weight_s
-        # A part without kernels, such as an end without its layer, has nothing to delay.
+        # A part may have no kernels, such as an end without layers.
         forward_delay = self.delay(forward_s, 1.0) if forward_s else 1.0
         backward_delay = self.delay(backward_s, 2.0) if backward_s else 1.0
         saved_bytes = layer_input_bytes
         if mode != FULL:
             saved_bytes = sum(self.saved_bytes.values()) - dropped_bytes
-        if mode:  # recomputed data exists during its backward
+        # Recomputed data exists again during its backward.
+        if mode:
             transient_bytes += dropped_bytes
         return Part(
             forward=forward_s * forward_delay,
@@ -481,10 +493,10 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return the cost of a layer or an end; `mtp` is all layers of multi-token prediction.
+    """Return the cost of a layer or an end. `mtp` means all layers of multi-token prediction.
 
-    `mode` contains the recomputed modules. With `holds_embedding`, the embedding's weights are on
-    the rank anyway, so that tied output layers and MTP need no copy.
+    `mode` contains the recomputed modules. If `holds_embedding`, the rank has the weights of the
+    embedding anyway, so a tied output layer and MTP need no copy.
     """
     books = _Books(model, sharding, device, kind)
     if kind == "embedding":
@@ -501,7 +513,7 @@ def part_of(
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
-    """Return a model's weights without multi-token prediction: all, and those used per token."""
+    """Return the weights of a model without MTP: the total, and those that one token uses."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
@@ -528,16 +540,16 @@ class _Books:
         self.tensor = sharding.tensor
         self.hidden = float(model.hidden)
         self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
-        """Tokens of a micro-batch on this rank; tensor parallelism divides them between layers."""
+        """Tokens of a micro-batch on this rank. Between layers, tensor parallelism divides them."""
         self.activation_elements = self.tokens * self.hidden / self.tensor
-        """Elements of [s, b, h] on this rank."""
+        """Number of elements of [s, b, h] on this rank."""
         self.table_params = model.vocabulary * self.hidden / self.tensor
         in_low_precision = kind != "embedding"
         if kind == "loss":
             in_low_precision = sharding.techniques.outputs_in_8bit
         self.ledger = _Ledger(device, sharding, in_low_precision=in_low_precision)
-        # Transformer Engine quantizes the input of a product before it gathers it (its function
-        # `gather_along_first_dim`), and scatters sums in bf16.
+        # Transformer Engine quantizes the input of a product before it gathers it (in
+        # `gather_along_first_dim`). It scatters sums in bf16.
         activation_size = self.tokens * self.hidden
         gather = gather_s(
             device, self.ledger.operand_bytes * activation_size, self.tensor
@@ -552,8 +564,8 @@ class _Books:
         """Return the part of the embedding."""
         ledger = self.ledger
         elements = self.activation_elements
-        # A gradient as large as the table is cleared, and added to Megatron's buffer, whether fused
-        # or not.
+        # A gradient as large as the table is cleared and added to Megatron's buffer, whether
+        # gradients are fused or not.
         gradient_bytes = (
             2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
         )
@@ -575,7 +587,7 @@ class _Books:
             gathers=True,
         )
         logits = self.tokens * model.vocabulary / self.tensor
-        # Bytes of traffic for each logit. The unfused loss makes an fp32 copy, finds its maximum,
+        # Bytes of traffic per logit. The unfused loss creates an fp32 copy, finds its maximum,
         # subtracts it, exponentiates, sums, and divides by the sum.
         forward_bytes = 38
         backward_bytes = 10
@@ -592,12 +604,12 @@ class _Books:
         )
         ledger.wait("base", self.exchange_s, self.exchange_s)
         ledger.keep("base", 4 * elements, self._kept_by_norm(elements) + 2 * elements)
-        # A tied output layer on the embedding's rank uses the embedding's weights.
+        # A tied output layer uses the weights of the embedding if they are on the same rank.
         shared_params = 0.0
         if model.is_tied and holds_embedding:
             shared_params = self.table_params
         ledger.params += self.hidden * model.norm_weights - shared_params
-        # The unfused loss holds logits or their gradients in bf16, and probabilities in fp32.
+        # The unfused loss keeps logits or their gradients in bf16, and probabilities in fp32.
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
@@ -608,11 +620,12 @@ class _Books:
     def multi_token_prediction(
         self, layer: Part, loss: Part, *, holds_embedding: bool
     ) -> Part:
-        """Return the part of all heads, each with this layer and loss."""
+        """Return the part of all heads, each of which has this layer and this loss."""
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
-        # A head joins the hidden states with the embedding of the next token, and projects both.
+        # A head concatenates the hidden states and the embedding of the next token, and projects
+        # both.
         ledger.linear(
             "base",
             self.tokens,
@@ -625,10 +638,10 @@ class _Books:
         ledger.keep(
             "base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements
         )
-        # One norm each for the hidden states, the embedding and the output.
+        # The hidden states, the embedding and the output have one norm each.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
-        # All heads share the output layer's weights.
+        # All heads share the weights of the output layer.
         head = total([projection, layer, loss._replace(params=0.0)])
         heads = Part._make(model.mtp_layers * size for size in head)
         copied_params = self.table_params
@@ -647,7 +660,7 @@ class _Books:
         activation_bytes = 0.0
         if kind in ("dense", "moe", "attention"):
             self._attention()
-            # A gather before the projections, and a scatter after the last one.
+            # Gather before the projections, and scatter after the last one.
             ledger.wait("attention", 2 * self.exchange_s, 2 * self.exchange_s)
         if kind == "mamba":
             self._scan()
@@ -673,9 +686,9 @@ class _Books:
         )
 
     def _kept_by_norm(self, elements: float, width: float | None = None) -> float:
-        """Return the bytes that torch's norm keeps of an input of this width (or hidden size).
+        """Return the bytes that torch's norm keeps of an input, by default of the hidden size.
 
-        RMSNorm computes in fp32, and keeps two copies.
+        RMSNorm computes in fp32 and keeps two copies.
         """
         bytes_per_element = 2
         if self.model.norm_weights == 1:
@@ -683,7 +696,7 @@ class _Books:
         return bytes_per_element * elements + 4 * elements / (width or self.hidden)
 
     def _norm(self) -> None:
-        """Add a norm and the sum with the residual."""
+        """Add a norm and the addition of the residual."""
         ledger = self.ledger
         elements = self.activation_elements
         ledger.params += self.model.hidden * self.model.norm_weights
@@ -693,7 +706,7 @@ class _Books:
         ledger.elementwise("base", 6 * elements, 6 * elements)
 
     def _experts(self) -> float:
-        """Add a mixture of experts; return the bytes of its gradients."""
+        """Add a mixture of experts, and return the bytes of its gradients."""
         ledger = self.ledger
         model = self.model
         device = self.device
@@ -702,21 +715,20 @@ class _Books:
         width = model.expert_hidden
         tokens = self.tokens / self.tensor
         choices = tokens * model.top_k
-        """Number of pairs of a token and one of its experts."""
+        """Number of (token, expert) pairs."""
         num_local = model.num_experts // num_ranks
         projections_up = 2 if model.gated else 1
         width_up = model.expert_ffn * projections_up
         ledger.linear("router", tokens, self.hidden, model.num_experts)
         score_bytes = 16 * tokens * model.num_experts
         ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
-        if (
-            width != self.hidden
-        ):  # latent experts: one projection before them, one behind them
+        # Latent experts have a projection before them and another one after them.
+        if width != self.hidden:
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
-        # Tokens are permuted, and sorted by expert, in both directions. 6 bytes are assumed for any
-        # dispatcher, which fits the measured rows best; one kernel in each direction would move 8.
+        # Tokens are permuted and sorted by expert, in both directions. Assume 6 bytes for any
+        # dispatcher, which fits the measurements best. One kernel in each direction would move 8.
         permuted_bytes = 6 * choices * width
         ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
         ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
@@ -731,12 +743,11 @@ class _Books:
             traffic_bytes = bias_bytes * choices * width_up
             ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
         ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
-        # Scores; for each choice its source and destination in 8 bytes, and its weight.
+        # Scores, and for each choice its source and destination in 8 bytes, and its weight.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
         ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
-        if (
-            techniques.graphs == "step"
-        ):  # kept data is copied to a buffer of fixed size and back
+        # Kept data is copied to a buffer of fixed size, and back.
+        if techniques.graphs == "step":
             copied_bytes = 2 * ledger.saved_bytes["moe"]
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
         if model.shared_ffn:
@@ -744,7 +755,7 @@ class _Books:
         copies_sent_once = 0
         if techniques.sends_once:
             copies_sent_once = model.top_k
-        # To the experts and back.
+        # Tokens go to the experts and back.
         exchange_s = 2 * all_to_all_s(
             device, 2 * choices * width, num_ranks, copies_sent_once
         )
@@ -754,7 +765,7 @@ class _Books:
         return gradient_bytes
 
     def _shared_experts(self) -> float:
-        """Add experts that get all tokens; return the bytes of their gradients."""
+        """Add the experts that get all tokens, and return the bytes of their gradients."""
         ledger = self.ledger
         width = self.model.shared_ffn / self.tensor
         projections_up = 2 if self.model.gated else 1
@@ -775,18 +786,19 @@ class _Books:
         inner_width = model.scan_heads * model.scan_head_size / self.tensor
         states = 2 * model.scan_groups * model.scan_state / self.tensor
         heads = model.scan_heads / self.tensor
-        # One projection gives the gate, the input, both state matrices, and a time step per head.
+        # One projection computes the gate, the input, both state matrices, and a time step per
+        # head.
         ledger.linear(
             "mamba", self.tokens, self.hidden, 2 * inner_width + states + heads
         )
-        # Convolution, chunked scan and gated norm are bound by memory, like Triton's kernels.
+        # Convolution, chunked scan and gated norm are memory-bound, like the kernels in Triton.
         channels = self.tokens * (inner_width + states)
         ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
         scan_bytes = self.device.scan_bytes * channels
         ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
         ledger.linear("mamba", self.tokens, inner_width, self.hidden)
-        # A convolution over four tokens with a bias, the gated norm, and per head the decay, the
-        # skip connection and the bias of the time step.
+        # Weights: a convolution over four tokens with a bias, the gated norm, and for each head the
+        # decay, the skip connection and the bias of the time step.
         ledger.params += 5 * (inner_width + states) + inner_width + 3 * heads
         # Megatron counts the scan with this formula.
         ledger.operations += 7 * self.tokens * inner_width * model.scan_state
@@ -816,7 +828,7 @@ class _Books:
     def _latent_projections(
         self, heads: float, query_width: float, value_width: float
     ) -> float:
-        """Add the projections of multi-latent attention; return the width of keys and values."""
+        """Add the projections of multi-latent attention. Return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
@@ -824,7 +836,7 @@ class _Books:
         key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
-        # Tensor parallelism does not divide the projections down: each rank has its tokens.
+        # Tensor parallelism does not divide the projections down. Each rank projects its tokens.
         ledger.linear(
             "attention",
             tokens / self.tensor,
@@ -832,7 +844,7 @@ class _Books:
             key_value_rank + model.rotary_size,
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
-        # Queries use the same input, so count it only once.
+        # The queries use the same input, so count it only once.
         ledger.waiting_bytes -= (
             ledger.operand_bytes * tokens / self.tensor * self.hidden
         )
@@ -846,7 +858,8 @@ class _Books:
         else:
             ledger.linear("attention", tokens, self.hidden, query_width)
         local_bytes = 2 * tokens * latent_width
-        if model.qk_norm:  # norms copy the latents
+        # Norms copy the latents.
+        if model.qk_norm:
             local_bytes = 2 * tokens * (latent_width - model.rotary_size)
             local_bytes += self._kept_by_norm(tokens * key_value_rank, key_value_rank)
             if query_rank:
@@ -855,7 +868,7 @@ class _Books:
         ledger.saved_bytes["mla_up_proj"] += (
             2 * tokens * (2 * query_width + value_width)
         )
-        # Rotation in place, and joining the keys: one kernel each.
+        # Rotation in place and joining of the keys, each in one kernel.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
         return query_width + value_width
@@ -863,7 +876,7 @@ class _Books:
     def _projections(
         self, heads: float, query_width: float, value_width: float, rotated_width: int
     ) -> float:
-        """Add the projection of grouped-query attention; return the width of keys and values."""
+        """Add the projection of grouped-query attention. Return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
@@ -872,8 +885,8 @@ class _Books:
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
         ledger.linear("attention", tokens, self.hidden, output_width, gathers=True)
-        # A view of a product's output keeps all of the output. Rotation copies queries and keys,
-        # and groups are copied for each head.
+        # A view of a product's output keeps the complete output. Rotation copies queries and keys.
+        # If heads share groups, the groups are copied for each head.
         copies_groups = groups < heads
         viewed_width = output_width
         if rotated_width and copies_groups:
@@ -889,7 +902,7 @@ class _Books:
             normed_elements = tokens * (query_width + key_value_width / 2)
             local_bytes += self._kept_by_norm(normed_elements, model.head_size)
         ledger.keep("attention", 2 * tokens * output_width, local_bytes)
-        # Rotation, and norms of queries and keys, read and write them.
+        # The rotation and the norms of queries and keys read and write them.
         passes = 2
         if model.qk_norm:
             passes = 4
@@ -902,12 +915,12 @@ class _Books:
     def _attention_kernels(
         self, query_width: float, value_width: float, key_value_width: float
     ) -> None:
-        """Add the two products of the forward and the five of the backward, causal."""
+        """Add the two products of causal attention's forward and the five of its backward."""
         ledger = self.ledger
         model = self.model
         device = self.device
         sharding = self.sharding
-        # Twice the mean number of keys that a query sees, because the mask leaves out half of the
+        # Twice the mean number of keys that a query sees, because the mask removes half of the
         # square.
         seen_keys = sharding.sequence * (1 - model.window_share)
         seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
@@ -919,7 +932,7 @@ class _Books:
             * (query_width + value_width)
         )
         ledger.operations += operations
-        # Exponentials take just as long for small heads.
+        # Exponentials take as long for small heads as for large ones.
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
@@ -929,9 +942,8 @@ class _Books:
         )
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
-        if (
-            sharding.context > 1
-        ):  # the ring's messages hide behind the products of attention
+        # The products of attention hide the messages of the ring.
+        if sharding.context > 1:
             ring_bytes = 2 * self.tokens * sharding.context * key_value_width
             ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
             shown_in_forward_s = max(0.0, ring_s - forward_s)
@@ -944,7 +956,7 @@ class _Books:
         """Add the bytes that the products of attention keep."""
         ledger = self.ledger
         sharding = self.sharding
-        # Attention keeps its output in bf16; a product in fewer bits also keeps its own copy.
+        # Attention keeps its output in bf16, and a product in fewer bits also keeps a copy.
         # Megatron's own attention keeps the scores in bf16, and the sines and cosines of queries
         # and keys.
         copy_bytes = 0.0
@@ -963,15 +975,15 @@ class _Books:
         ledger.keep("core_attn", 0.0, score_bytes)
 
     def _activation(self, module: str, elements: float) -> float:
-        """Add the activation function; return the bytes of its gradients."""
+        """Add the activation function, and return the bytes of its gradients."""
         ledger = self.ledger
         num_inputs = 2 if self.model.gated else 1
-        # If only the activation is recomputed, its input is kept.
+        # If only the activation is recomputed, its input stays.
         input_module = "moe" if module == "moe_act" else module
         ledger.saved_bytes[input_module] += 2 * num_inputs * elements
         ledger.saved_bytes[module] += ledger.operand_bytes * elements
-        # Outside of the fused kernel, a compiled kernel multiplies by the experts' probabilities in
-        # fp32, and its backward reads everything twice.
+        # Without the fused kernel, a compiled kernel multiplies by the probabilities of the experts
+        # in fp32, and its backward reads everything twice.
         bytes_per_element = 2.0
         if module == "moe_act" and not self.sharding.techniques.fuses_experts:
             bytes_per_element = self.device.activation

@@ -1,4 +1,4 @@
-"""Forecasts the step time and the memory of one layout, and bounds those of all its cuts."""
+"""Forecasts the step time and the memory of a layout, and bounds the step time over all cuts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
-"""Bytes of the optimizer for each parameter: fp32 weights and Adam's two moments."""
+"""Bytes of optimizer states per parameter: fp32 weights and Adam's two moments."""
 _WEIGHT_BYTES = 2
 _UPDATE_BYTES = 34
-"""Bytes of the optimizer's traffic for each parameter of its shard."""
+"""Bytes of traffic of the optimizer per parameter of its shard."""
 _CLEAR_BYTES = 8
-"""Bytes of traffic for each gradient of the rank, which is cleared and summed into the norm."""
+"""Bytes of traffic per gradient of the rank, which is cleared and summed into the norm."""
 _ENOUGH_ROUNDS = 3
-"""Micro-batches per rank after which a table repeats itself: larger numbers are extrapolated."""
+"""Number of micro-batches per rank after which a table repeats itself and is extrapolated."""
 _MAX_DIVISIONS = 2**14
-"""Number of cached divisions of a micro-batch: experts on thousands of devices have 4,000."""
+"""Number of cached divisions of a micro-batch. Experts on thousands of devices need 4,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,36 +59,36 @@ class Layout:
     schedule: str
     chunks: int
     counts: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     shares: tuple[float, ...]
     """Share of the work on each rank."""
     step_s: float
     pipeline_s: float
-    """The part of the step that runs the table."""
+    """The part of `step_s` that runs the table."""
     memory_gib: tuple[float, ...]
-    """Memory at the worst moment of each rank."""
+    """By rank: the memory at the worst moment."""
     static_gib: tuple[float, ...]
-    """The part of it for weights, gradients and optimizer states."""
+    """The part of `memory_gib` for weights, gradients and optimizer states."""
     kept_gib: tuple[float, ...]
-    """The part of it for activations, with as many micro-batches of each stage as the schedule
-    keeps."""
+    """The part of `memory_gib` for activations, with as many micro-batches of each stage as the
+    schedule keeps."""
     hidden: float = 0.0
     """Share of the exchange of tokens that computation hides."""
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """For each device."""
+        """Tokens per second and device."""
         job = self.job
         return job.global_batch * job.sequence / self.step_s / job.num_devices
 
     @cached_property
     def bound_s(self) -> float:
-        """Minimum time of this schedule with these sizes, for any cut."""
+        """Lower bound on the step time of this schedule with these sizes, over all cuts."""
         return table_bound_s(self.job, self.sizes, self.schedule, self.chunks)
 
     @property
     def tflops(self) -> float:
-        """For each device, as Megatron counts."""
+        """TFLOP/s per device, as Megatron counts them."""
         sizes = self.sizes
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
         forward_operations = (
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def mfu(self) -> float:
-        """Share of the device's peak in the precision in use."""
+        """Model FLOPs utilization: share of the device's peak in this precision."""
         return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
 
     @property
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def idle(self) -> float:
-        """Share of the pipeline's time in which a device waits, averaged over all devices."""
+        """Share of the pipeline's time in which a device is idle, averaged over all devices."""
         model_cost = _model_cost(self.job, self.sizes).whole_model
         work_s = (model_cost.work - self.hidden * model_cost.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
@@ -206,12 +206,12 @@ class _KindCost(NamedTuple):
 
     layer: Part
     beside: Part
-    """The layer with its exchange hidden as far as pairs can."""
+    """The layer, with its exchange hidden as far as pairs can."""
     num_layers: int
 
 
 class _ModelCost(NamedTuple):
-    """A whole model with one way of dividing the work on a micro-batch."""
+    """The cost of a model under one division of the work on a micro-batch."""
 
     layers: list[Part]
     first: Part
@@ -220,7 +220,7 @@ class _ModelCost(NamedTuple):
     """Extra part of the last stage."""
     whole_model: Part
     beside: Part
-    """The whole with its exchange hidden as far as pairs can, except for the embedding's."""
+    """The model without the exchange that pairs can hide."""
     kinds: list[_KindCost]
 
 
@@ -257,7 +257,7 @@ def _divided(
     holds_embedding: bool,
     overlap: float,
 ) -> _ModelCost:
-    """Return a model's costs."""
+    """Return the costs of a model."""
     layers, first, last = parts_of(
         model, sharding, device, mode, holds_embedding=holds_embedding
     )
@@ -305,17 +305,17 @@ def stage_parts(plan: Layout) -> list[Part]:
 
 
 def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
-    """Return how many devices hold the same weights, and how many the same experts."""
+    """Return how many devices hold the same weights, and how many hold the same experts."""
     return sizes.replicas * sizes.cp * twins, job.num_devices // (
         sizes.pp * sizes.ep
     ) * twins
 
 
 def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
-    """Return the bytes of weights, gradients and optimizer on one device."""
+    """Return the bytes of weights, gradients and optimizer states on one device."""
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
-    # Weights and gradients are whole on each holder; a distributed optimizer divides its states.
+    # Each holder has all weights and gradients. A distributed optimizer divides its states.
     for params, num_holders in zip(
         (part.params, part.expert_params), holders, strict=True
     ):
@@ -340,29 +340,29 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
 def _mean_memory_bytes(
     job: Question, sizes: ParallelSizes, live_microbatches: float
 ) -> float:
-    """Return the bytes of an average rank while this many micro-batches are alive on its stages."""
+    """Return the mean bytes of a rank while this many micro-batches are alive on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
-    # Two mirrored pipelines divide the optimizer's states among more ranks than one pipeline, so
-    # that no schedule needs less.
+    # Two mirrored pipelines divide the optimizer states among more ranks than one pipeline, so this
+    # is a lower bound for any schedule.
     static_bytes = _static_bytes(job, sizes, model_cost, 2)
     return (static_bytes + live_microbatches * model_cost.saved) / sizes.pp
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether 1F1B fits, if at all, only with fewer layers on its fullest ranks."""
-    # 1F1B keeps `pp` micro-batches on its first rank and one on its last.
+    """Return whether 1F1B can fit only if its fullest ranks hold fewer layers than others."""
+    # 1F1B keeps `pp` micro-batches on its first rank and one on its last rank.
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
     return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
 
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
-    """Return the peak bytes of activations that a rank keeps, in the order of its row."""
+    """Return the peak bytes of activations that a rank keeps in the order of its row."""
     changes = []
     for action in row:
         part = stages[action.stage]
         if action.kind == "F":
             changes.append(part.saved + part.logits)
-        elif action.kind == "I":  # only the operands of weight gradients remain
+        elif action.kind == "I":  # only the operands of the weight gradients stay
             changes.append(part.waiting - part.saved - part.logits)
         elif action.kind == "B":
             changes.append(-(part.saved + part.logits))
@@ -376,7 +376,7 @@ class _RankLoad(NamedTuple):
 
     part: Part
     kept_bytes: float
-    """Activations at the fullest moment."""
+    """Bytes of activations at the fullest moment."""
     kept_without_logits_bytes: float
 
     def memory_bytes(self, static_bytes: float, message_bytes: float) -> float:
@@ -392,7 +392,7 @@ class _RankLoad(NamedTuple):
 
 
 class _TableKey(NamedTuple):
-    """Arguments of a generator."""
+    """The arguments of a generator."""
 
     schedule: str
     pp: int
@@ -424,20 +424,20 @@ def _uses(key: _TableKey) -> list[RowUse]:
 
 
 def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
-    """Return the number of micro-batches to simulate, after which a table only repeats itself."""
+    """Return the number of micro-batches to simulate, after which the table only repeats itself."""
     num_microbatches = sizes.num_microbatches
     pp = sizes.pp
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
-    # Remove whole rounds of 2 pp only. The remainder stays, because tables that consist of rounds
-    # end differently with another one.
+    # Remove only whole rounds of 2 pp. The remainder stays, because the end of a table that
+    # consists of rounds depends on it.
     return (
         num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
     )
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
-    """Return the minimum numbers of layers on the ends, as arguments of `cut`."""
+    """Return the minimum numbers of layers of the first and last stage, as arguments of `cut`."""
     num_missing = num_stages - model.num_layers
     # With too few layers for all stages, embedding and loss must be stages without layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
@@ -448,13 +448,12 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
 def _costs(
     job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int
 ) -> Costs:
-    """Return the input of the simulator, in seconds."""
+    """Return the costs for the simulator, in seconds."""
     device = job.device
     pp = sizes.pp
     model_cost = total(list(stages))
-    if (
-        job.num_devices // pp * twins >= device.node_size
-    ):  # neighbours are on different nodes
+    # If a stage fills a node, neighbouring stages are on different nodes.
+    if job.num_devices // pp * twins >= device.node_size:
         rate = device.network_bytes * device.network
     else:
         rate = device.link_bytes * device.collective
@@ -487,7 +486,7 @@ def costs_of(
 def timeline_of(plan: Layout) -> Timeline:
     """Return the simulated table of a layout with a pipeline, in seconds.
 
-    If it has many micro-batches, only those until the table repeats itself are simulated.
+    If it has many micro-batches, the simulation ends when the table repeats itself.
     """
     sizes = plan.sizes
     num_microbatches = num_simulated(sizes, plan.schedule)
@@ -502,7 +501,7 @@ def timeline_of(plan: Layout) -> Timeline:
 
 
 def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
-    """Return a time that no order and no cut of these sizes can beat; infinite if none fits.
+    """Return a lower bound on the step over all orders and cuts; infinite if none fits.
 
     `twins` are the numbers of pipelines to consider, by default one and two.
     """
@@ -515,11 +514,11 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
 
 
 def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
-    """Return a time that no order and no cut of these sizes can beat, for one pipeline or twins.
+    """Return a lower bound on the step over all orders and cuts, for one pipeline or twins.
 
-    The busiest rank has at least the mean of the work, and at least its share of whole layers; one
-    micro-batch must pass all stages forwards and backwards; and the reductions, gathers and updates
-    of some rank take at least the mean of all ranks, because they are convex in the weights.
+    The busiest rank has at least the mean of the work and at least its share of entire layers. One
+    micro-batch must pass all stages forwards and backwards. The reductions, gathers and updates of
+    some rank take at least as long as those of a mean rank, because they are convex in the weights.
     """
     # Assume the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
@@ -527,15 +526,15 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     model_cost = model.beside
     pp = sizes.pp
     num_microbatches = sizes.num_microbatches
-    # Some rank has at least as many layers of one kind as in an even distribution, rounded up.
-    # Twins distribute them over half of the ranks, each with half of the micro-batches.
+    # Some rank has at least as many layers of a kind as in an even distribution, rounded up. Twins
+    # distribute them over half of the ranks, and each twin runs half of the micro-batches.
     whole_layers_s = 0.0
     for kind in model.kinds:
         layers_of_rank = -(-twins * kind.num_layers // pp)
         rank_s = layers_of_rank * kind.beside.work / twins
-        # No backward runs before the first micro-batch has passed all stages, so forwards until
-        # then have no partner. Layers pair one to one, so the same number of backwards has no
-        # partner. A rank that does anything else in the meantime, including waiting, loses that
+        # No backward runs before the first micro-batch has passed all stages, so until then
+        # forwards have no partner. Because layers pair one to one, an equal number of backwards has
+        # no partner either. A rank that does anything else meanwhile, including waiting, loses that
         # time.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
         lost_s = unpaired_share * model.whole_model.forward
@@ -557,7 +556,7 @@ def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 def table_bound_s(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> float:
-    """Return a time that no cut of a schedule can beat; infinite if none fits into memory."""
+    """Return a lower bound on the step of a schedule over all cuts; infinite if none fits."""
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
@@ -608,17 +607,17 @@ def forecast(
     costs: Costs = UNIT,
     at_once: bool = False,
 ) -> Layout | None:
-    """Return the plan of a schedule, or None if it is impossible or does not fit into memory.
+    """Return the layout of a schedule, or None if it is impossible or does not fit into memory.
 
     Args:
         job: The planner's question.
-        sizes: Everything except cut and schedule.
+        sizes: The sizes of the layout, without cut and schedule.
         schedule: A registered name.
-        chunks: Stages on each rank.
-        counts: Layers of each stage. None: the faster of the cuts into even ranks and even stages.
-        worst_s: Step time that a plan must beat; the time of a slower plan may be underestimated.
-        costs: Durations for which the table is generated.
-        at_once: Whether each weight gradient runs right after its input gradient.
+        chunks: Number of stages on each rank.
+        counts: Layers of each stage. None: the faster of a cut into even ranks and one into even
+        stages. worst_s: Step time that a layout must beat. The time of a slower one may be
+        underestimated. costs: Durations for which the table is generated.
+        at_once: Whether each weight gradient runs directly after its input gradient.
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
@@ -654,7 +653,7 @@ def _even_cuts(
     last_work = beside(cost.last, overlap).work
     ends = _min_layers_of_ends(job.model, placement.num_stages)
     cuts = set()
-    # With one chunk, a rank is a stage.
+    # With one chunk, each rank is one stage.
     divisions = (False, True) if chunks > 1 else (False,)
     for by_stage in divisions:
         counts = cut(
@@ -672,7 +671,7 @@ def _even_cuts(
 def _forecast_of_one_stage(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> Layout | None:
-    """Return the plan without a pipeline; None if it does not fit."""
+    """Return the layout without a pipeline; None if it does not fit."""
     cost = _model_cost(job, sizes)
     num_microbatches = sizes.num_microbatches
     model_cost = cost.whole_model
@@ -685,7 +684,8 @@ def _forecast_of_one_stage(
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
         pipeline_s -= hidden * num_microbatches * model_cost.exchange
         if num_microbatches > 1:
-            # Within a pair, the backward frees layer by layer what the forward keeps.
+            # Within a pair, the backward frees its activations layer by layer while the forward
+            # keeps its own.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * model_cost.saved
     ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
@@ -698,7 +698,7 @@ def _forecast_of_one_stage(
 
 
 class _Span(NamedTuple):
-    """Time from the first to the last action of all ranks."""
+    """The time from the first to the last action of all ranks."""
 
     pipeline_s: float
     hidden: float
@@ -712,9 +712,9 @@ def _forecast_of_table(
     counts: Sequence[int],
     worst_s: float,
 ) -> Layout | None:
-    """Return the plan of a table and a cut.
+    """Return the layout with a table and a cut.
 
-    None if it does not fit or has another number of stages.
+    None if it does not fit or the cut has another number of stages than the table.
     """
     table = _table(key)
     placement = table.placement
@@ -735,9 +735,8 @@ def _forecast_of_table(
             _RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes)
         )
     twins = placement.twins
-    if not _fits(
-        job, sizes, ranks, twins
-    ):  # check first, because the simulation takes longer
+    # Check the memory first, because the simulation takes longer.
+    if not _fits(job, sizes, ranks, twins):
         return None
     span = _simulated_span(job, sizes, key, stages, ranks, worst_s)
     return _layout(
@@ -760,16 +759,16 @@ def _simulated_span(
     ranks: Sequence[_RankLoad],
     worst_s: float,
 ) -> _Span:
-    """Return the span of a table for all micro-batches.
+    """Return the span of a table with all micro-batches.
 
-    Above `worst_s` it may be underestimated.
+    If the step is longer than `worst_s`, the span may be underestimated.
     """
     table = _table(key)
     twins = table.placement.twins
     costs = _costs(job, sizes, stages, twins)
     timeline = simulate(table, costs)
     num_beyond = sizes.num_microbatches - key.num_microbatches
-    # For each micro-batch beyond the simulated ones, assume at least the work of the busiest rank.
+    # Each further micro-batch takes at least the work of the busiest rank.
     ranks_s = []
     for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True):
         ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
@@ -779,7 +778,7 @@ def _simulated_span(
         num_beyond
         and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s
     ):
-        # Simulate one more round, which includes the waiting times of ranks in each round.
+        # Simulate one more round, because ranks may also wait in each round.
         longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
         longer = simulate(_table(longer_key), costs)
         microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
@@ -797,7 +796,7 @@ def _fits(
 def _memory_bytes(
     job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
 ) -> list[float]:
-    """Return the memory of each rank at its worst moment."""
+    """Return the bytes of each rank at its worst moment."""
     message_bytes = _message_bytes(job, sizes) if sizes.pp > 1 else 0.0
     memory_bytes = []
     for rank in ranks:
@@ -846,7 +845,7 @@ def _slowest_around_s(
 def _around_step_s(
     job: Question, sizes: ParallelSizes, rank: Part, twins: int
 ) -> float:
-    """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
+    """Return the seconds of a step outside of the pipeline: exposed reductions and the update."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)
     reduced_s = gathered_s = updated_s = 0.0
@@ -862,7 +861,7 @@ def _around_step_s(
             updated_s += update_bytes / (device.memory_bytes * device.memory)
     if not job.overlaps:
         return updated_s + reduced_s + gathered_s
-    # Reductions overlap with the last backward, gathers with the first forward.
+    # Reductions overlap with the last backward, and gathers with the first forward.
     shown_reduced_s = max(0.0, reduced_s - rank.input - rank.weight)
     shown_gathered_s = max(0.0, gathered_s - rank.forward)
     return updated_s + (shown_reduced_s + shown_gathered_s)

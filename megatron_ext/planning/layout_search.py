@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Techniques
 
 MEGATRONS = ("1f1b", "interleaved")
-"""Schedules that Megatron has too."""
+"""The schedules that Megatron has too."""
 _MAX_PAIRED_RANKS = 16
-"""Pipelines with more ranks try pairs only if requested: searching their tables takes seconds up to
-this number, but minutes for 64 ranks."""
+"""With more ranks, pairs are tried only if requested. The search for their tables takes seconds up
+to this number, but minutes for 64 ranks."""
 _MAX_STAGES = 64
 _MAX_CHUNKS = 8
 
@@ -49,36 +49,36 @@ class SearchResult:
     plans: list[Layout] = field(default_factory=list)
     """The best layouts, shortest step first."""
     bound_s: float = math.inf
-    """Nothing within the search space (sizes, schedules and cuts) is faster than this."""
+    """Lower bound on the step time of all layouts in the search space."""
     num_sizes: int = 0
     num_evaluated: int = 0
     is_complete: bool = True
-    """False if the search was interrupted; the bound then includes the remaining sizes."""
+    """False if the search was interrupted. The bound then includes the remaining sizes."""
 
     @property
     def gap(self) -> float:
-        """Relative distance of the answer from the bound."""
+        """Relative distance of the best layout from the bound."""
         return self.plans[0].step_s / self.bound_s - 1
 
 
 class _Visit(NamedTuple):
-    """Sizes to be visited. Visits sort by the order in which they are made."""
+    """Sizes to visit. Visits sort in the order in which they happen."""
 
     is_tight: bool
     bound_s: float
     number: int
-    """Position of the sizes in the search space, which decides between equal bounds."""
+    """Position of the sizes in the search space, which breaks ties between equal bounds."""
     sizes: ParallelSizes
 
 
 _Group = tuple[int, int]
-"""Pipeline ranks and simulated micro-batches: sizes with the same values share their tables."""
+"""(pipeline ranks, simulated micro-batches). Sizes with the same values share their tables."""
 
 
 class _Queue:
     """The remaining visits.
 
-    Tables take longest, so sizes that share them go to the same visitor.
+    Generating tables takes the most time, so sizes that share tables go to the same visitor.
     """
 
     def __init__(self, visits: Sequence[_Visit]) -> None:
@@ -93,7 +93,7 @@ class _Queue:
         return sum(len(visits) for visits in self._groups.values())
 
     def pop(self, visitor: Caller) -> _Visit:
-        """Return the next visit for a visitor, from another's group if its own groups are empty."""
+        """Return the next visit for a visitor; take over another group if its groups are empty."""
         own_groups = []
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:
@@ -125,17 +125,17 @@ def search(
 ) -> SearchResult:
     """Return the layouts with the shortest steps, by branch and bound over all sizes.
 
-    Sizes are visited in the order of their bounds, except that those that hardly fit come last.
-    Everything that could still beat the worst of the best layouts is evaluated, with every schedule
-    and its cut. Several processes, forked from this one, find the same as a single one. If
-    interrupted, it returns the best layouts so far.
+    Sizes are visited in the order of their bounds, except that those that hardly fit come last. All
+    schedules and cuts that can still beat the worst of the best layouts are evaluated. Several
+    processes, forked from this one, find the same layouts as a single one. An interrupted search
+    returns the best layouts so far.
 
     Args:
         job: The planner's question.
         keep: Number of layouts to return.
-        progress: Called with the result so far and the number of remaining sizes.
+        progress: Is called with the result so far and the number of remaining sizes.
         processes: Number of processes.
-        stops_at_first: Return as soon as any layout fits.
+        stops_at_first: Whether to return as soon as any layout fits.
 
     Raises:
         ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
@@ -150,12 +150,11 @@ def search(
             "replicas divide"
         )
     result = SearchResult(num_sizes=len(space))
-    progress(
-        result, len(space)
-    )  # computing the bounds of thousands of sizes takes seconds
+    # Report progress now, because computing the bounds of thousands of sizes takes seconds.
+    progress(result, len(space))
     queue = _Queue(_visits(job, space))
     bounds_s: list[float] = []
-    """Bounds of everything that was visited or ruled out."""
+    """Bounds of all sizes that were visited or ruled out."""
     # Visitor -> bound of the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
     with callers(
@@ -167,7 +166,7 @@ def search(
                     while visitor not in busy and len(queue):
                         visit = queue.pop(visitor)
                         is_full = len(result.plans) == keep
-                        # The bound of sizes that are ruled out still counts for the result's.
+                        # The bound of the result includes the bounds of sizes that are ruled out.
                         if is_full and visit.bound_s >= result.plans[-1].step_s:
                             bounds_s.append(visit.bound_s)
                             continue
@@ -185,7 +184,7 @@ def search(
                 if stops_at_first and result.plans:
                     result.is_complete = False
                     break
-        except KeyboardInterrupt:  # keep what hours may have found
+        except KeyboardInterrupt:  # keep the layouts so far, which may have taken hours
             result.is_complete = False
     if not result.is_complete:
         bounds_s += [*busy.values(), *queue.bounds_s()]
@@ -194,7 +193,7 @@ def search(
 
 
 def fits(job: Question) -> bool:
-    """Return whether any layout fits; the first one that does ends the search.
+    """Return whether any layout fits. The search ends with the first one that does.
 
     Raises:
         KeyboardInterrupt: The user interrupted the search.
@@ -216,7 +215,7 @@ def _visits(job: Question, space: Sequence[ParallelSizes]) -> list[_Visit]:
         for variant in _variants(job, sizes):
             bound_s = min(bound_s, least_step_s(variant, sizes))
         if bound_s < math.inf:
-            # Visit tight sizes last: nearly all of them are ruled out, which takes long.
+            # Visit tight sizes last, because ruling out nearly all of them takes long.
             tight = is_tight(with_graphs(job, sizes), sizes)
             visits.append(_Visit(tight, bound_s, number, sizes))
     return sorted(visits)
@@ -241,9 +240,9 @@ def _visited(
     for variant, schedule, chunks in _orders(job, sizes):
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
-        if (
-            least_step_s(variant, sizes, twins) >= worst_s
-        ):  # generating a table takes long
+        # Check this bound first, because the next one needs the table, which takes long to
+        # generate.
+        if least_step_s(variant, sizes, twins) >= worst_s:
             continue
         bound_s = table_bound_s(variant, sizes, schedule, chunks)
         bounds_s.append(bound_s)
@@ -300,7 +299,7 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
 
 
 class _Choices:
-    """The sizes that the planner tries, or the fixed one, without those that Megatron rejects."""
+    """The sizes that the planner tries, or the fixed size, without those that Megatron rejects."""
 
     def __init__(self, job: Question) -> None:
         self._job, self._model = job, job.model
@@ -308,7 +307,7 @@ class _Choices:
     def tensor(self) -> list[int]:
         model = self._model
         job = self._job
-        # Beyond a node, each layer would wait for the network.
+        # Across nodes, each layer would wait for the network.
         powers = _powers_of_two(min(job.device.node_size, model.query_groups * 2, 8))
         divided = (job.num_devices, model.heads, model.query_groups, model.ffn)
         sizes = []
@@ -319,7 +318,7 @@ class _Choices:
 
     def pipeline(self, tp: int) -> list[int]:
         num_devices = self._job.num_devices
-        # Embedding and loss may be stages without layers.
+        # The embedding and the loss may be stages without layers.
         longest = min(self._model.num_layers + 2, _MAX_STAGES, num_devices)
         lengths = [pp for pp in range(1, longest + 1) if num_devices // tp % pp == 0]
         return self._fixed_or("pp", lengths)
@@ -343,7 +342,7 @@ class _Choices:
             powers = [ep for ep in _powers_of_two(divisor) if divisor % ep == 0]
         sizes = []
         for ep in self._fixed_or("ep", powers):
-            # Each rank has the same number of experts; a model without experts has one rank each.
+            # Each rank has the same number of experts. Without experts, ep is 1.
             if devices_of_stage % ep == 0 and (num_experts or 1) % ep == 0:
                 sizes.append(ep)
         return sizes
@@ -360,7 +359,7 @@ class _Choices:
 
 
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
-    """Return the question without and with pairs, as far as possible and requested."""
+    """Return the question without pairs, with pairs, or both, as possible and requested."""
     job = with_graphs(job, sizes)
     wants_pairs = job.fixed.get("pairs")
     if wants_pairs is None and job.techniques.overlaps_experts:
@@ -385,10 +384,10 @@ def _with_techniques(job: Question, techniques: Techniques) -> Question:
 
 
 def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether Megatron, or one of our rules, rejects pairs for these sizes."""
+    """Return whether Megatron or a rule of this package rejects pairs for these sizes."""
     model = job.model
     mode = sizes.mode
-    # Without a pipeline, Megatron's own overlap runs, which has more restrictions.
+    # Without a pipeline, Megatron's own overlap is used, which has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True
     granularity = "selective"
@@ -405,9 +404,9 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
 
 
 def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
-    """Yield the question without and with pairs, a schedule, and its stages on each rank."""
+    """Yield each variant of the question with a schedule and the number of stages per rank."""
     for variant in _variants(job, sizes):
-        # CUDA graphs work only with Megatron's own schedules, of which only interleaving has pairs.
+        # CUDA graphs work only with Megatron's own schedules, and only interleaving has pairs.
         takes_graphs = ("interleaved",) if runs_pairs(variant, sizes) else MEGATRONS
         takes_all = sizes.pp == 1 or variant.techniques.graphs == "none"
         for schedule, chunks in _schedules(job, sizes):
@@ -416,7 +415,7 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str
 
 
 def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
-    """Yield schedules and their stages on each rank."""
+    """Yield schedules and their numbers of stages per rank."""
     fixed = job.fixed
     if sizes.pp == 1:  # without a pipeline, there is no schedule or cut to fix
         num_stages = len(fixed.get("layout", "-"))
@@ -424,7 +423,7 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
             yield "none", 1
         return
     most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)
-    # Try searched tables last, because they take longest and the others may rule them out.
+    # Try searched tables last, because they take longest and other schedules may rule them out.
     generators = sorted(registered().items(), key=lambda item: item[1].needs_costs)
     for name, generator in generators:
         if "schedule" in fixed:

@@ -55,7 +55,7 @@ _TEXTS = (
     *("window_size", "window_attn_skip_freq"),
 )
 
-# Defaults of Megatron's arguments; some differ from those of its configuration.
+# Defaults of Megatron's arguments. Some differ from the defaults of its configuration.
 _DEFAULTS = {
     "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128,
@@ -77,13 +77,13 @@ def _flag(name: str) -> str:
 
 
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
-    """Return the sizes that Megatron's flags describe, with its defaults; other flags are ignored.
+    """Return the sizes that Megatron's flags describe, with its defaults. Ignore other flags.
 
     Raises:
         ArgumentsError: A size is missing or not a number.
     """
     args = _parsed(flags)
-    # The layers of each depth of multi-token prediction follow after a slash.
+    # A slash precedes the layers of each depth of multi-token prediction.
     pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
     num_layers = len(pattern) or args.num_layers
     _check_present(args, num_layers)
@@ -149,7 +149,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
 
 
 def _query_groups(args: argparse.Namespace) -> int:
-    """Return the groups of heads that share keys and values."""
+    """Return the number of groups of heads that share keys and values."""
     if args.group_query_attention:
         return int(args.num_query_groups or 1)
     return int(args.num_attention_heads)
@@ -175,7 +175,7 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
 
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
-    # By default, argparse would exit the process on an error, but the planner is only a part of it.
+    # By default, argparse exits the process on an error, but the planner is only a part of it.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
@@ -197,7 +197,7 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_empty_values(flags: Sequence[str]) -> list[str]:
-    """Return the flags without empty values, such as that of an example's vocabulary."""
+    """Return the flags without those whose value is empty, such as an example's vocabulary."""
     words = list(flags)
     for index in range(len(words) - 1, 0, -1):
         if words[index : index + 1] == [""]:  # the end may already be deleted
@@ -243,14 +243,14 @@ def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
 def _check_divides(flag: str, value: int, size: int) -> None:
     if size % value:
         raise ArgumentsError(
-            f"{flag} {value} does not divide {size}, which Megatron refuses; give the model's own"
+            f"{flag} {value} does not divide {size}, which Megatron rejects; give the model's value"
         )
 
 
 def _check_at_most(flag: str, value: int, limit: int) -> None:
     if value > limit:
         raise ArgumentsError(
-            f"{flag} {value} is more than {limit}, which Megatron refuses; give the model's own"
+            f"{flag} {value} is more than {limit}, which Megatron rejects; give the model's value"
         )
 
 
@@ -282,7 +282,7 @@ def _window_size(args: argparse.Namespace) -> int:
         return max(0, int(tokens_before))  # -1 also means all
     except ValueError:
         raise ArgumentsError(
-            f"--window-size {args.window_size} is no window; give the tokens before and after, "
+            f"--window-size {args.window_size} is not a window; give the tokens before and after, "
             "such as 128,0"
         ) from None
 
@@ -302,7 +302,7 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
 def _kinds(
     args: argparse.Namespace, pattern: str, num_layers: int
 ) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer, from the pattern of a hybrid model or from other flags."""
+    """Return the kind of each layer from the pattern of a hybrid model, or from other flags."""
     if pattern:
         return _hybrid_kinds(args, pattern)
     if not args.num_experts:
@@ -322,18 +322,18 @@ def _hybrid_kinds(args: argparse.Namespace, pattern: str) -> tuple[LayerKind, ..
     unknown = set(pattern) - set(HYBRID_KINDS)
     if unknown:
         raise ArgumentsError(
-            f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
+            f"--hybrid-layer-pattern has {min(unknown)!r}; the planner supports "
             f"{' '.join(HYBRID_KINDS)}"
         )
     if "E" in pattern and not args.num_experts:
         raise ArgumentsError(
-            "--hybrid-layer-pattern has E, layers of experts; add --num-experts"
+            "--hybrid-layer-pattern has layers of experts (E); add --num-experts"
         )
     return tuple(HYBRID_KINDS[letter] for letter in pattern)
 
 
 def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
-    """Return a number, or one mark per layer, from an expression such as `([0]*3+[1]*58)`."""
+    """Parse a number, or an expression for one mark per layer, such as `([0]*3+[1]*58)`."""
     try:
         marks: int | list[int] = _evaluated(
             ast.parse(text.strip("'\""), mode="eval").body
@@ -351,7 +351,7 @@ def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluate an expression of numbers and lists, with sums and products.
+    """Evaluate an expression of numbers, lists, sums and products.
 
     Megatron evaluates the text as Python, but here it may come from an untrusted file.
 
@@ -381,7 +381,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 def _check_length(left: int | list[int], right: int | list[int]) -> None:
-    """Reject a product such as [0]*10**12 before it fills the memory.
+    """Check the length of a list before a product such as [0]*10**12 fills the memory.
 
     Raises:
         ValueError: The list would be too long.

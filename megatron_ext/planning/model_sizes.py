@@ -1,4 +1,4 @@
-"""The sizes of a model, which determine its weights, operations and activations."""
+"""The sizes of a model."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class ModelSizes:
     ffn: int
     """Width of the dense feed-forward network."""
     gated: bool
-    """SwiGLU: two projections up, one down."""
+    """Whether there are two projections up (SwiGLU), not one."""
     vocabulary: int
     """Padded size of the vocabulary."""
     is_tied: bool
-    """Whether the output layer shares the embedding's weights."""
+    """Whether the output layer shares the weights of the embedding."""
     learned_positions: int
     biases: bool
     qkv_biases: bool
     norm_weights: int
-    """Number of vectors in a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
+    """Number of weight vectors of a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
     qk_norm: bool
     window: int
-    """Number of keys that a query with sliding attention sees; 0: all earlier ones."""
+    """Number of keys that a query with sliding attention sees; 0: all earlier keys."""
     window_share: float
     """Share of attention layers that use sliding attention."""
     kinds: tuple[LayerKind, ...]
     """The kind of each layer. `dense` and `moe` have attention and a feed-forward network, which is
-    a mixture of experts in `moe`; a layer of a hybrid model is `mamba`, `attention`, `mlp` or
+    a mixture of experts in `moe`. A layer of a hybrid model is `mamba`, `attention`, `mlp` or
     `experts`."""
     num_experts: int
     top_k: int
@@ -56,7 +56,7 @@ class ModelSizes:
     shared_ffn: int
     """Total width of the shared experts; 0 if there are none."""
     expert_hidden: int
-    """Width of the routed experts' input: `hidden`, or the width of a latent mixture."""
+    """Width of the input of routed experts: `hidden`, or the width of a latent mixture."""
     scan_heads: int
     """Number of heads in a Mamba-2 layer."""
     scan_head_size: int
@@ -70,7 +70,7 @@ class ModelSizes:
     rotary_size: int
     mtp_layers: int
     sequence: int | None
-    """Length in tokens, if the source contains it."""
+    """Sequence length in tokens, if the source contains it."""
     flags: tuple[str, ...]
     """Megatron's flags for this model."""
 
@@ -81,10 +81,10 @@ class ModelSizes:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """For each layer, whether it has a mixture of experts."""
+        """By layer: whether it has a mixture of experts."""
         return tuple(kind in ("moe", "experts") for kind in self.kinds)
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of the layer in a multi-token prediction head."""
+        """Kind of the layer in a head for multi-token prediction."""
         return "moe" if self.moe_layers[-1] else "dense"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_FILE_BYTES = 1 << 20
 _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
-"""Exit code of the script below for a size that the example does not have."""
+"""Exit code of the script below if the example does not have a size."""
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
     'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '
@@ -26,7 +26,7 @@ _EXAMPLE_SCRIPT = (
     'printf "%s\\n" "$TITLE $SIZE" '
     '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
 )
-"""Prints the title and the flags of an example, which are arrays in a shell script."""
+"""Prints the title and the flags of an example, which a shell script stores in arrays."""
 _UNKNOWN_FEATURES = {
     "peft_type": "an adapter (LoRA)",
     "lora_rank": "an adapter (LoRA)",
@@ -40,7 +40,7 @@ _UNKNOWN_FEATURES = {
     "moe_num_experts": "experts of Ernie's kind",
     "enable_hyper_connections": "hyper-connections",
 }
-"""Key or flag -> the feature that it requests, whose time and memory the formulas do not model."""
+"""Key or flag -> the feature that it requests. The formulas do not model these features."""
 
 
 def read_model(
@@ -49,9 +49,10 @@ def read_model(
     """Return the sizes of a model.
 
     Args:
-        source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or such a
-            `config.json`. None: the flags describe everything.
-        size: The size of an example. None: its default.
+        source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or the path
+        of a
+            `config.json`. None: the flags describe the model.
+        size: The size of an example. None: its default size.
         flags: Megatron's flags, which override those of the source.
 
     Raises:
@@ -63,16 +64,16 @@ def read_model(
         if not flags:
             raise ArgumentsError(
                 "there is no model; use --model examples/llama3, --model config.json, or flags of "
-                "Megatron's behind --, such as -- --num-layers 32 --hidden-size 4096 ..."
+                "Megatron after --, such as -- --num-layers 32 --hidden-size 4096 ..."
             )
         return sizes_of_flags(flags, "flags")
     if (source / "model.env").is_file():
         name, source_flags = _read_example(source, size)
     elif not source.exists():
         raise ArgumentsError(
-            f"--model {source} is not there; the examples come with a clone of megatron_ext, so "
+            f"--model {source} does not exist; the examples come with a clone of megatron_ext, so "
             "name its folder (--model CLONE/examples/llama3), a Hugging Face config.json, or give "
-            "Megatron's flags behind --"
+            "Megatron's flags after --"
         )
     elif size is not None:
         raise ArgumentsError(
@@ -90,8 +91,8 @@ def _refuse_unknown_flags(flags: Sequence[str]) -> None:
         name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
         if name in _UNKNOWN_FEATURES:
             raise ArgumentsError(
-                f"{flag}: the planner does not know {_UNKNOWN_FEATURES[name]}; leave it out for a "
-                "forecast without"
+                f"{flag}: the planner does not support {_UNKNOWN_FEATURES[name]}; leave it out for "
+                "a forecast without it"
             )
 
 
@@ -100,14 +101,13 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
     path = source / "config.json" if source.is_dir() else source
     try:
         config = read_json(path, _MAX_FILE_BYTES)
-        config |= (
-            config.get("text_config") or {}
-        )  # the language model within a multimodal one
+        # In a multimodal model, this describes the language model.
+        config |= config.get("text_config") or {}
         for key, feature in _UNKNOWN_FEATURES.items():
             if config.get(key):
                 raise ArgumentsError(
-                    f"--model {source} has {key}: the planner does not know {feature}; give flags "
-                    "of a model without it behind --, and no --model"
+                    f"--model {source} has {key}: the planner does not support {feature}; give "
+                    "flags of a model without it after --, and no --model"
                 )
         flags = flags_of_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,8 +115,8 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
         if isinstance(error, KeyError):
             reason = f"it has no {error}"
         raise ArgumentsError(
-            f"--model {source} gives no sizes ({reason}); use a folder with model.env, such as "
-            "examples/llama3, a Hugging Face config.json, or Megatron's flags behind --"
+            f"--model {source} describes no sizes ({reason}); use a folder with model.env, such as "
+            "examples/llama3, a Hugging Face config.json, or Megatron's flags after --"
         ) from error
     return str(config.get("_name_or_path") or path.parent.name or path.stem), flags
 

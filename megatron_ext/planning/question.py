@@ -1,4 +1,4 @@
-"""The question to the planner, and the sizes that answer it."""
+"""Planner queries, and the sizes of layouts that answer them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Question:
     overlaps: bool = True
     """Whether data-parallel communication overlaps with computation."""
     shards_optimizer: bool = True
-    """Whether replicas shard the optimizer's states."""
+    """Whether replicas shard the states of the optimizer."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the user has fixed, by the names in `FIXABLE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Sizes of a layout, without its cut and its schedule."""
+    """The sizes of a layout, without its cut and its schedule."""
 
     tp: int
     pp: int
@@ -65,17 +65,17 @@ class ParallelSizes:
 
 
 def runs_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether experts exchange tokens and micro-batches therefore run as pairs."""
+    """Return whether micro-batches run as pairs because experts exchange tokens."""
     exchanges_tokens = job.model.num_experts > 0 and sizes.ep > 1
     return exchanges_tokens and job.techniques.overlaps_experts
 
 
 def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
-    """Return the question with CUDA graphs decided, if that is left to the planner."""
+    """Return the question with CUDA graphs on or off, if the planner decides."""
     techniques = job.techniques
     if techniques.graphs != "auto":
         return job
-    # Our schedules exclude graphs, and Megatron rejects them if their content is recomputed.
+    # Schedules of this package exclude graphs. Megatron rejects graphs whose content is recomputed.
     if sizes.pp == 1 and sizes.mode.isdisjoint({"full", "moe"}):
         return replace(job, techniques=replace(techniques, graphs="layers"))
     return replace(job, techniques=replace(techniques, graphs="none"))

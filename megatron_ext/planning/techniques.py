@@ -1,4 +1,4 @@
-"""Techniques that speed up the same model, requested by Megatron's flags; costs depend on them."""
+"""Techniques that make the same model faster, which Megatron's flags request."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Techniques:
     """How the products, launches and messages of a layer run."""
 
     precision: Precision = "bf16"
-    """Precision of the products in layers; `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
+    """Precision of the products in layers. `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
     attends_in_8bit: bool = False
-    """Whether attention is in 8 bits too."""
+    """Whether attention also computes in 8 bits."""
     outputs_in_8bit: bool = False
-    """Whether the output layer is too, in `mxfp8`."""
+    """Whether the output layer also computes in 8 bits, with `mxfp8`."""
     loses_in_place: bool = False
-    """Whether Transformer Engine computes a fused loss whose gradients replace the logits in
+    """Whether Transformer Engine computes a fused loss, whose gradients replace the logits in
     memory."""
     graphs: Graphs = "none"
-    """CUDA graphs: `router` covers only router and shared experts, `mamba` only such layers,
-    `layers` all except the experts, `step` everything. `auto` means `layers` if Megatron and the
-    schedule support it, otherwise `none`."""
+    """CUDA graphs: `router` covers only router and shared experts, `mamba` only Mamba layers,
+    `layers` everything except the experts, and `step` everything. `auto` means `layers` if Megatron
+    and the schedule support it, otherwise `none`."""
     fuses_experts: bool = False
-    """Whether products of all experts, activation and quantization are one kernel."""
+    """Whether one kernel computes the products of all experts, activation and quantization."""
     sends_once: bool = False
     """Whether a token is sent once to each rank and node of its experts (dispatcher `flex`) instead
     of once to each expert."""
@@ -56,19 +56,18 @@ class Techniques:
     overlaps_tensor: bool = False
     """Whether gathers and scatters of tensor parallelism overlap with products."""
     is_local: bool = False
-    """Whether layers are Megatron's own instead of Transformer Engine's; this costs no time here.
-    """
+    """Whether layers are Megatron's own, not Transformer Engine's. Both take equal time here."""
     fuses_gradients: bool = True
-    """Whether products add weight gradients to Megatron's buffers, except for the embedding's."""
+    """Whether products add weight gradients to Megatron's buffers, except for the embedding."""
     copies_weights: bool = False
-    """Whether Transformer Engine keeps weights in 8 or 4 bits in addition to Megatron's in bf16."""
+    """Whether Transformer Engine keeps weights in 8 or 4 bits in addition to those in bf16."""
     gradient_bytes: int = 4
-    """Bytes of an element of the gradients that are accumulated and reduced."""
+    """Bytes per element of the gradients that are accumulated and reduced."""
 
     def flags(self, kinds: Collection[str], tensor: int, expert: int) -> str:
-        """Return Megatron's flags for these techniques, as far as they apply to a model.
+        """Return Megatron's flags for these techniques, if they apply to a model.
 
-        Flags of gradients and pairs are not included.
+        The flags for gradients and pairs are not included.
 
         Args:
             kinds: Kinds of the model's layers.
@@ -94,7 +93,7 @@ class Techniques:
         )
 
     def _graph_flags(self, kinds: Collection[str]) -> str:
-        """Return the flags of CUDA graphs; empty if there are none for these kinds of layers."""
+        """Return the flags of CUDA graphs; empty if no graph covers these kinds of layers."""
         if self.graphs == "none":
             return ""
         if self.graphs == "step":
@@ -136,7 +135,7 @@ class Techniques:
 def techniques_of_flags(
     flags: Sequence[str], precision: Precision | None = None
 ) -> Techniques:
-    """Return the techniques that Megatron's flags request; defaults are those of tuned recipes.
+    """Return the techniques that Megatron's flags request. The defaults are those of tuned recipes.
 
     The defaults are graphs of everything except the experts if a schedule supports them, the
     dispatcher `flex`, and tensor parallelism with overlapping communication. `--cuda-graph-impl
@@ -144,12 +143,12 @@ def techniques_of_flags(
 
     Args:
         flags: Megatron's flags.
-        precision: Precision of the layers' products. None: the one in the flags.
+        precision: Precision of the products in layers. None: the one in the flags.
 
     Raises:
-        ArgumentsError: A flag lacks its value, or has an invalid one.
+        ArgumentsError: A flag lacks its value or has an invalid value.
     """
-    # By default, argparse would exit the process on an error, but the planner is only a part of it.
+    # By default, argparse exits the process on an error, but the planner is only a part of it.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
@@ -168,7 +167,7 @@ def techniques_of_flags(
     try:
         args, _ = parser.parse_known_args(list(flags))
     except argparse.ArgumentError as error:
-        raise ArgumentsError(f"{error}; give it as Megatron takes it") from error
+        raise ArgumentsError(f"{error}; use the form that Megatron accepts") from error
     if precision is None:
         precision = _precision_of(args)
     return Techniques(
@@ -191,7 +190,7 @@ def techniques_of_flags(
 
 
 def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
-    """Return the techniques that Megatron's parsed arguments request, see `techniques_of_flags`."""
+    """Return the techniques that Megatron's arguments request (see `techniques_of_flags`)."""
     values = vars(args)
     flags = []
     for dest, flag in _VALUED.items():

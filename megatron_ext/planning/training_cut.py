@@ -1,4 +1,4 @@
-"""`--pipeline-layout auto`: the cut for the model, the schedule and the flags of a training."""
+"""Computes the cut for `--pipeline-layout auto` from a training's model, schedule and flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def layout_for(args: Namespace, placement: Placement) -> str:
-    """Return the layout, in Megatron's notation, in which the busiest rank has the least work.
+    """Return the layout, in Megatron's notation, that minimizes the work of the busiest rank.
 
     The relative costs of layers hardly depend on the device, so an `h100` is assumed.
 
@@ -41,7 +41,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
     layers, first, last = parts_of(model, sharding, DEVICES["h100"], mode)
     layer_works = [layer.work for layer in layers]
-    # Multi-token prediction alone is enough for the last stage.
+    # A last stage with multi-token prediction needs no layers.
     least_last = 0 if model.mtp_layers else 1
     try:
         counts = cut(

@@ -227,7 +227,7 @@ def test_a_hugging_face_config_gives_the_windows(
         ),
         (
             {"text_config": {"linear_num_value_heads": 32}},
-            "does not know linear attention",
+            "does not support linear attention",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_windows_are_read_as_megatron_takes_them() -> None:
             sizes_of_flags([*flags.split(), *words.split()], "").window_share == share
         )
     with pytest.raises(
-        ArgumentsError, match="--window-size wide is no window; give the tokens"
+        ArgumentsError, match="--window-size wide is not a window; give the tokens"
     ):
         sizes_of_flags([*flags.split(), "wide"], "")
     with pytest.raises(
@@ -292,7 +292,7 @@ def test_flags_win_over_the_source(tmp_path: Path) -> None:
             [],
             "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one",
         ),
-        ("nowhere", None, [], "nowhere is not there; the examples come with a clone"),
+        ("nowhere", None, [], "nowhere does not exist; the examples come with a clone"),
         (
             "llama3",
             "8b",
@@ -319,10 +319,10 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("peft_type", "has peft_type: the planner does not know an adapter"),
+        ("peft_type", "has peft_type: the planner does not support an adapter"),
         (
             "compress_ratios",
-            "does not know compressed attention .DeepSeek-V4.; give flags",
+            "does not support compressed attention .DeepSeek-V4.; give flags",
         ),
     ],
 )

@@ -411,7 +411,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--",
                 "--cuda-graph-impl",
             ],
-            "--cuda-graph-impl: expected one argument; give it as Megatron takes it",
+            "--cuda-graph-impl: expected one argument; use the form that Megatron accepts",
         ),
         (
             [
