@@ -326,6 +326,7 @@ class WeightReceiver(_Side):
             TransportError: The backward ranks did not send the state in time, or are gone.
         """
         self._load_buffers()
+        # The wire requires all messages of a step to be announced before the first one arrives.
         expected = []
         for number, bucket in enumerate(self._shared + self._unshared, start=1):
             for source in self._sources_of(number):

@@ -78,6 +78,7 @@ def _stage_loads(moment: _Moment) -> list[StageLoad]:
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
     """Return the distinct loads that a rank reaches after the actions of its row."""
     moments = set()
+    # For each stage in turn: the live micro-batches and the waiting weight gradients.
     loads = [0] * 2 * len(position_of)
     for stage, kind, *_ in row:
         live_index = 2 * position_of[stage]
@@ -147,6 +148,7 @@ class CutBound:
         span_s = 0.0
         outside_s = [self._outside_s(row) for row in self.table.rows]
         stages_of = self.table.placement.stages_of
+        # Bound the time for each kind of layer separately, and return the highest bound.
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
             # The layers that every cut gives to a stage are already in `fixed`.
@@ -206,6 +208,7 @@ class CutBound:
         if len(kinds) == 1:
             [layer] = kinds
             return layer
+        # The fastest passes and the smallest sizes may be those of different kinds of layers.
         fastest = min(
             (beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work
         )

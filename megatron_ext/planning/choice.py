@@ -218,6 +218,7 @@ def rank(training: Training, judge: Judge) -> Ranking:
     If no candidate fits, the one that needs the least memory comes first.
     """
     left_out: list[str] = []
+    # Try the reference first, because its activations may be the limit for all other candidates.
     reference = _tried(judge, REFERENCE, None, left_out)
     limit = judge.limit(reference)
     candidates = [] if reference is None else [reference]
@@ -236,6 +237,7 @@ def rank(training: Training, judge: Judge) -> Ranking:
         candidate.schedule for candidate in candidates if candidate.memory <= limit
     }
     for name in thrifty:
+        # A schedule with less memory is worth its long search only if its counterpart does not fit.
         if _THRIFTY[name] not in fitting:
             candidate = _tried(judge, name, None, left_out)
             if candidate is not None:
@@ -353,6 +355,8 @@ class ByForecast:
         memory_gib = memory = max(plan.memory_gib)
         words = f"{plan.step_s:.3g} s a step, {memory_gib:.1f} GiB on the worst rank"
         if not self.has_memory:
+            # Without the memory of the device, candidates are compared by activations instead of
+            # GiB.
             memory = training.activations(training.table(schedule, chunks, table_costs))
             words += f" with {memory:g} activations"
         return Candidate(
@@ -436,6 +440,7 @@ class ByTable:
             raise _weights_are_held_twice(schedule)
         counts = training.layers_by_stage(schedule, chunks)
         if counts is None:
+            # Without the number of layers, assume that all stages are equal.
             counts = [1] * (training.ranks * (chunks or generator.num_chunks))
         costs = self._costs(counts)
         variants: Sequence[Costs | None] = (None,)

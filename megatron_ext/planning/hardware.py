@@ -150,6 +150,7 @@ _MAY_BE_ZERO = (
 )
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
+# Sources of numbers that are the same for several kinds of devices.
 _COMMON = dict.fromkeys(
     ("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX
 )
@@ -178,6 +179,7 @@ _COMMON |= {
     "and about 1 GiB for the context and communicators",
     "node_size": "eight in a machine",
 }
+# Devices without measurements use the numbers of a B200.
 _OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {
     **{name: _COMMON[name] for name in ("memory_gib", "reserve_gib", "node_size")},
     "processors": "unknown: products run without waves",
@@ -417,6 +419,7 @@ def _read_device(path: Path) -> DeviceKind:
         content["measured"] = tuple(factors)  # a hashable field
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})
+        # The base provides all fields that the file leaves out.
         if base is not None:
             inherited = vars(DEVICES[base])
             all_sources = DEVICES[base].sources | content["sources"]

@@ -40,6 +40,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     values |= _attention_values(config) | _window_values(config)
     values |= _expert_values(config, num_layers)
     flags = []
+    # A value of None or 0 means that the model does not have this feature.
     for name, value in values.items():
         if value:
             flags += [f"--{name}", str(value)]
@@ -135,6 +136,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     num_shared = int(_model_type(config).startswith("llama4"))
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")
+    # Some configurations give the total width of the shared experts, others their number.
     shared_width = _first_of(
         config,
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

@@ -658,6 +658,8 @@ class _Books:
         ledger = self.ledger
         model = self.model
         activation_bytes = 0.0
+        # `dense` and `moe` layers have attention and a network. Layers of hybrid models have one
+        # module.
         if kind in ("dense", "moe", "attention"):
             self._attention()
             # Gather before the projections, and scatter after the last one.
@@ -810,6 +812,8 @@ class _Books:
         query_width = heads * model.head_size
         value_width = heads * model.value_size
         self._norm()
+        # Positions are encoded by rotating all of a head, or only a part of it with latent
+        # attention. Learned positions need no rotation.
         if model.is_latent:
             key_value_width = self._latent_projections(heads, query_width, value_width)
             rotated_width = model.rotary_size

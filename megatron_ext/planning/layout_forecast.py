@@ -132,6 +132,7 @@ class Layout:
             name = "recomputation"
             if sizes.mode == FULL:
                 name += " of whole layers"
+            # The cost of recomputation is the difference to the same sizes without it.
             plain_s = _model_cost(
                 job, replace(sizes, mode=frozenset())
             ).whole_model.work
@@ -565,6 +566,7 @@ def table_bound_s(
     twins = get(schedule).twins
     num_stages = sizes.pp * chunks // twins
     min_layers = [0] * num_stages
+    # A fixed layout may have stages without layers, so it gives no minimum.
     if "layout" not in job.fixed:
         ends = _min_layers_of_ends(job.model, num_stages)
         min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
@@ -577,6 +579,8 @@ def table_bound_s(
         return math.inf
     cost = _model_cost(job, sizes)
     overlap = job.device.pair_overlap if pairs else 0.0
+    # Each of two twins runs half of the micro-batches, and a message may arrive while another
+    # leaves.
     span_s = CutBound(
         table=table,
         uses=_uses(key),
@@ -614,9 +618,9 @@ def forecast(
         sizes: The sizes of the layout, without cut and schedule.
         schedule: A registered name.
         chunks: Number of stages on each rank.
-        counts: Layers of each stage. None: the faster of a cut into even ranks and one into even
-        stages. worst_s: Step time that a layout must beat. The time of a slower one may be
-        underestimated. costs: Durations for which the table is generated.
+        counts: Layers of each stage. None: the faster of the cuts into even ranks and even stages.
+        worst_s: Step time that a layout must beat. The time of a slower one may be underestimated.
+        costs: Durations for which the table is generated.
         at_once: Whether each weight gradient runs directly after its input gradient.
     """
     if sizes.pp == 1:
@@ -730,6 +734,8 @@ def _forecast_of_table(
             if placement.rank_of[stage] == rank:
                 rank_parts += parts
         kept_bytes = _peak_kept_bytes(row, stages)
+        # The loss keeps logits only until its backward begins, so compute the peak with and without
+        # them.
         kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
         ranks.append(
             _RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes)

@@ -86,6 +86,7 @@ class _Queue:
         for visit in visits:
             group = visit.sizes.pp, num_simulated(visit.sizes, MEGATRONS[0])
             self._groups[group].append(visit)
+        # Group -> the visitor that visits its sizes, whose process has cached the tables.
         self._owners: dict[_Group, Caller] = {}
         self.num_groups = len(self._groups)
 
@@ -163,6 +164,7 @@ def search(
         try:
             while True:
                 for visitor in visitors:
+                    # Give each idle visitor the next sizes that may still beat the worst layout.
                     while visitor not in busy and len(queue):
                         visit = queue.pop(visitor)
                         is_full = len(result.plans) == keep
@@ -175,6 +177,7 @@ def search(
                         visitor.begin(result.plans, visit.sizes)
                 if not busy:
                     break
+                # Every result may exclude sizes that are still in the queue.
                 for visitor in ended(busy):
                     visited: _Visited = visitor.result()
                     del busy[visitor]
@@ -273,6 +276,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 def _space(job: Question) -> Iterator[ParallelSizes]:
     """Yield all sizes that Megatron accepts, whether or not they fit into memory."""
+    # The order of these loops breaks ties between equal bounds (`_Visit.number`).
     choices = _Choices(job)
     for tp in choices.tensor():
         for pp in choices.pipeline(tp):
@@ -361,6 +365,7 @@ class _Choices:
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     """Return the question without pairs, with pairs, or both, as possible and requested."""
     job = with_graphs(job, sizes)
+    # `--fix pairs=...` overrides the flag. Without either, try both variants.
     wants_pairs = job.fixed.get("pairs")
     if wants_pairs is None and job.techniques.overlaps_experts:
         wants_pairs = True

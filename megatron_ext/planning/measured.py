@@ -153,6 +153,8 @@ def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[f
     embedding = loss = 0.0
     layers = list(times)
     num_old = len(times)
+    # With only two stages, the neighbour of each end is the other end, so nothing separates its
+    # extra time.
     if num_old > 2:
         embedding = max(0.0, times[0] - times[1])
         loss = max(0.0, times[-1] - times[-2])

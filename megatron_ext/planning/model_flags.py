@@ -16,6 +16,7 @@ from megatron_ext.planning.model_sizes import (
     ModelSizes,
 )
 
+# Names of Megatron's arguments that determine the sizes of a model, by type.
 _INTEGERS = (
     *(
         "num_layers",
@@ -85,17 +86,21 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     args = _parsed(flags)
     # A slash precedes the layers of each depth of multi-token prediction.
     pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
+    # A pattern has one letter per layer, so it also gives the number of layers.
     num_layers = len(pattern) or args.num_layers
+    # Check before defaults are filled in, so that errors name only flags that the user gave.
     _check_present(args, num_layers)
     _check_range(args)
     hidden = args.hidden_size
     heads = args.num_attention_heads
     query_groups = _query_groups(args)
     _check_divisions(args, query_groups)
+    # A size of 0 also means the default.
     for argument, default in _DEFAULTS.items():
         if not getattr(args, argument):
             setattr(args, argument, default)
     is_latent = args.multi_latent_attention
+    # Only multi-latent attention rotates a separate part of each head.
     rotary_size = 0
     head_size = value_size = args.kv_channels or hidden // heads
     if is_latent:

@@ -50,8 +50,7 @@ def read_model(
 
     Args:
         source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or the path
-        of a
-            `config.json`. None: the flags describe the model.
+            of a `config.json`. None: the flags describe the model.
         size: The size of an example. None: its default size.
         flags: Megatron's flags, which override those of the source.
 
@@ -81,6 +80,7 @@ def read_model(
         )
     else:
         name, source_flags = _read_config(source)
+    # argparse uses the last value of a flag, so the user's flags override those of the source.
     return sizes_of_flags([*source_flags, *flags], name)
 
 
@@ -138,6 +138,7 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
             f"{path} did not end within {_EXAMPLE_TIMEOUT_S} s; run it with bash"
         ) from error
     if shell.returncode == _UNKNOWN_SIZE_CODE:
+        # The script has printed the sizes of the example.
         raise ArgumentsError(
             f"--size {size}: {folder} has {shell.stdout.strip()}; use one of these"
         )

@@ -38,6 +38,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
     if getattr(args, "recompute_granularity", None) == "full":
         mode = FULL
     elif getattr(args, "recompute_granularity", None) == "selective":
+        # Core attention is Megatron's default for selective recomputation.
         mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
     layers, first, last = parts_of(model, sharding, DEVICES["h100"], mode)
     layer_works = [layer.work for layer in layers]

@@ -58,6 +58,7 @@ def draw(
         check_drawable(timeline)
     scale = _scale(timelines)
     longest = max(timeline.makespan for timeline in timelines)
+    # From top to bottom: each schedule with its axis, the memory, and the legend.
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
     memory_height = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
     legend, legend_width = _legend(timelines, sum(heights) + memory_height + 12)
@@ -198,6 +199,7 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
             f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
         )
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+        # 6 pixels per character are enough; the box and the gaps take 34.
         x += 34 + 6 * len(name)
     notes = []
     if any(schedule.num_slices > 1 for schedule in schedules):

@@ -140,9 +140,11 @@ def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
     tail = unit[len(unit) - rank :]
     early = unit[:rank]
     late = unit[rank:]
+    # Down the first V, until the first micro-batch returns.
     row = [Action(stages.first_down, kind, i) for i in head]
     for i, j in zip(early, tail, strict=True):
         row += (Action(stages.first_up, kind, i), Action(stages.first_down, kind, j))
+    # Up the first V, alternating with the second V down.
     for i, j in zip(late, head, strict=True):
         row += (Action(stages.first_up, kind, i), Action(stages.second_down, kind, j))
     for i, j in zip(early, tail, strict=True):
@@ -169,7 +171,10 @@ def _weave(
     row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):
         row += islice(alternating, 2 * num_pairs)
+        # The current unit drains.
         row += islice(remaining_backwards, warm_up - num_pairs + 1)
+        # Backwards of this unit alternate with forwards of the next one, which then fills the
+        # pipeline again.
         row += islice(alternating, 2 * num_pairs - 2)
         row += islice(remaining_forwards, warm_up - num_pairs + 1)
     row += islice(alternating, 2 * num_pairs)

@@ -68,6 +68,7 @@ class Generator:
         Raises:
             ScheduleError: An option or a value does not exist.
         """
+        # Users may state the number of chunks even if it is fixed.
         if chunks not in (None, self.num_chunks) and not self.free_chunks:
             raise ScheduleError(
                 f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
@@ -291,6 +292,7 @@ def _check_bounds(
             f"a pipeline of {pp} ranks is longer than the maximum of {MAX_RANKS}; use at most "
             f"{MAX_RANKS}"
         )
+    # The table with twins covers half of the ranks and half of the micro-batches.
     passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
     max_passes = MAX_PASSES
     if generator.searches(pp, num_microbatches):

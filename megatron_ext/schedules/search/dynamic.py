@@ -73,7 +73,9 @@ class _DynamicStep:
         self._policies = policies
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
+        # By rank: the actions so far, in the order in which they ran.
         self._rows: list[list[Action]] = [[] for _ in ranks]
+        # By rank: the positions in that order at which a pair starts.
         self._pairs: list[set[int]] = [set() for _ in ranks]
         # By rank: the positions, in its row of the table, of the action or pair that is running.
         self._running: list[Sequence[int]] = [() for _ in ranks]
@@ -81,6 +83,7 @@ class _DynamicStep:
         self._host_free = [0.0 for _ in ranks]
         # By tensor: its arrival time, past or future.
         self._arrivals: dict[Message, float] = {}
+        # Heap of pending events. At first, every rank chooses.
         self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
         for policy in policies:
             policy.progress.hears_launches = bool(costs.launch)

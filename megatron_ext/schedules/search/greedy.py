@@ -367,6 +367,7 @@ class _Attempt:
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
             is_last_slice = slice_index + 1 == len(self._sizes[microbatch])
+            # The last stage starts the backward of a micro-batch when all of its slices have run.
             if target is None and is_last_slice and backwards:
                 self._release(now, Action(stage, backwards[0], microbatch, slice_index))
             if stage == 0:

@@ -98,6 +98,7 @@ def policies(
             "which a dynamic order sums gradients; sort them, or leave --use-dpp out"
         )
     if schedule.pairs:
+        # Without all-to-all in the costs, a simulation would see no gain from pairs.
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     if name != "hint":

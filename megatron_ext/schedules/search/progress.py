@@ -29,8 +29,10 @@ class Progress:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.row = schedule.rows[rank]
+        # By position: 1 if the action has run.
         self.done = bytearray(len(self.row))
         self.num_left = len(self.row)
+        # Heaps of ready positions, by kind of action.
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
@@ -52,6 +54,7 @@ class Progress:
         self._takers: dict[Message, int] = {}
         # By position: the rank that produces the action's input; None if it needs no input.
         self._sources: list[int | None] = [None] * len(self.row)
+        # By position: the heap for its kind of action.
         self._heap_of = self._heaps()
         self._connect(schedule)
         self._unlaunched = list(self._missing)

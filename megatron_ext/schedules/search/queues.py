@@ -63,9 +63,11 @@ class MessageOrder:
             exchanges(schedule, rank) for rank in range(len(schedule.rows))
         ]
         """By rank. A pair is one action here."""
+        # By rank: when each action or pair starts.
         self._starts: list[list[float]] = []
         # By rank: when each action ends and sends its results.
         self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
+        # By rank: the messages that it receives, with their moments.
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [
             [] for _ in schedule.rows
         ]

@@ -231,6 +231,7 @@ class Clock:
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
         self._num_slices = schedule.num_slices
         self._slices_in_step = schedule.slices_in_step
+        # By kind and stage: the duration without jitter.
         self._durations = costs.durations(schedule)
         # By kind and action (`Costs.action_factors`); None: all factors are 1.
         self._factors = None
@@ -239,6 +240,7 @@ class Clock:
         self._hides = costs.hides
         self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
+        # By direction and message; None: all factors are 1.
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether every message arrives when its action ends."""

@@ -108,6 +108,7 @@ class _Messages:
 
     def exchange(self, action: Action) -> Exchange:
         """Return an action with its messages, but without a partner."""
+        # On both ends, tensors of neighbouring stages precede bypasses.
         inputs = []
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):

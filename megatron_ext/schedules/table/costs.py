@@ -72,6 +72,7 @@ class Costs:
         times = [self.forward, self.input, self.weight]
         # A stage may take no time in some of its passes, but not in all.
         times += [sum(stage_times) for stage_times in self.stages]
+        # NaN fails this comparison too.
         if not all(SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
                 f"times of actions must be positive, from {SHORTEST:g} to {_LONGEST:g} in any "
@@ -184,6 +185,7 @@ class Costs:
     ) -> dict[Kind, list[float]]:
         """Return the factors of slices with these numbers of tokens and of pairs of tokens."""
         of_backward = self.attention * self.backward
+        # W has only the attention for which I has no room.
         of_input = min(of_backward, self.input)
         attention: dict[Kind, float] = {
             "F": self.attention,

@@ -247,6 +247,7 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
         receivers.append(receiver)
     for rank, row in enumerate(schedule.rows):
         for receiver, peak in _alive_by_group(row, receivers).items():
+            # Gradients return on the same link and are bounded by the same activations.
             slots[rank, receiver, "F"] = peak
             slots[receiver, rank, "B"] = peak
     if schedule.bypasses:

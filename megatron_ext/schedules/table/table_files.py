@@ -101,6 +101,7 @@ def from_csv(text: str, name: str) -> Schedule:
             "it contains no action; write one row of actions for each rank"
         )
     rank_of = _rank_of(rows)
+    # Micro-batches and slices are numbered from 0, so the highest numbers give the counts.
     num_microbatches = num_slices = 0
     for row in rows:
         for action in row:
@@ -212,6 +213,7 @@ def from_json(text: str) -> Schedule:
     """
     try:
         content = json.loads(text)
+        # JSON has lists where a Placement has tuples and a set.
         fields = dict(content["placement"])
         for key, value in fields.items():
             if isinstance(value, list):

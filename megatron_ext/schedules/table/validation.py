@@ -181,6 +181,7 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     stage, kind, microbatch, slice_index = action
     m = schedule.num_microbatches
     placement = schedule.placement
+    # Check the numbers first, because only a valid stage has a rank.
     if not 0 <= microbatch < m:
         return f"there are {m} micro-batches, 0 to {m - 1}"
     num_slices = schedule.num_slices_of(microbatch)
@@ -242,6 +243,8 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     # On a backward rank, R takes the place of F.
     first_kind: Kind = "R" if schedule.disaggregated else "F"
     opening = Action(stage, first_kind, microbatch, slice_index)
+    # Mark the position where the missing action could be: the end of the row for a forward,
+    # otherwise the action before it.
     if not bits & _BIT["F"]:
         missing = opening
         index = len(row)

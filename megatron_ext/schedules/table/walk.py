@@ -73,6 +73,7 @@ class _Walk:
         self._values: list[Any] = (
             [None] * 3 * schedule.num_stages * schedule.slices_in_step
         )
+        # By rank: the position of its next action.
         self._positions = [0] * len(schedule.rows)
         # By number of a missing tensor: the rank that waits for it.
         self._awaited: dict[int, int] = {}
@@ -171,6 +172,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
     """
     per_stage = schedule.slices_in_step
     count = schedule.num_stages * per_stage
+    # By kind: the first number. B and I need the same tensor, the gradient of the stage's output.
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
     produced_by: dict[Kind, list[list[int]]] = {}
     existing: set[int] = set()
