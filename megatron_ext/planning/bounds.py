@@ -362,6 +362,8 @@ class _Ladder:
             input_s = part.input + num_extra * layer.input
             # A stage without layers may compute nothing.
             hidden_share = exchange_s / (forward_s + input_s or 1.0)
+            # Assume that micro-batches beyond the table hide all of the exchange that pairs can
+            # hide.
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
                 # Assume that a pair hides as much as it can, whatever the length of the partner.

@@ -107,6 +107,7 @@ class Training:
         ):
             return (None,)
         if schedule in _THRIFTY:
+            # Search only once, because the search takes long.
             return (costs.in_forwards(),)
         return (None, costs.in_forwards())
 
@@ -139,7 +140,7 @@ class Candidate:
     chunks: int | None
     """Stages on each rank. None: the schedule fixes their number."""
     costs: Costs | None
-    """Costs for which its table is generated. None: those of the configuration."""
+    """Costs for which its table is generated. None: the costs of the configuration."""
     step: float
     """Time of a step: seconds if forecast, otherwise in the unit of the costs."""
     memory: float
@@ -476,6 +477,7 @@ class ByTable:
         even = self.training.costs or UNIT
         stages = []
         for count in layers_by_stage:
+            # The stage's work relative to 1/ranks of the model, which `even` describes.
             share = count * ranks / sum(layers_by_stage)
             # A stage may have no layers.
             forward = max(SHORTEST, share * even.forward)

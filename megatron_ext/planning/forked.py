@@ -84,7 +84,7 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
-        # A single caller needs no process. Each child closes the parent's ends of the pipes so far.
+        # A single caller needs no process. Each child closes the parent's ends of earlier pipes.
         while len(forked) < count > 1:
             forked.append(_ForkedCaller(function, pipes))
         yield [*forked] or [Caller(function)]

@@ -103,7 +103,7 @@ class DeviceKind:
     seconds: dict[str, list[float]] = field(
         default_factory=dict, hash=False, compare=False
     )
-    """The measured times behind the factors."""
+    """The measured times from which the factors were computed."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     """The source of each number."""
 

@@ -72,6 +72,7 @@ def _pattern(config: Mapping[str, Any]) -> str:
     pattern = config.get("hybrid_override_pattern")
     if pattern:
         return str(pattern)
+    # Other hybrid models list the kinds of their layers by name.
     letters = {kind: letter for letter, kind in HYBRID_KINDS.items()} | {"moe": "E"}
     return "".join(letters[block] for block in config.get("layers_block_type") or ())
 
@@ -111,6 +112,8 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (config.get("sliding_window") and config.get("use_sliding_window", True)):
         return {}
+    # The layers with sliding attention: all but every n-th layer, or a list with 1 for each of
+    # them.
     period = _FULL_ATTENTION_EVERY.get(_model_type(config))
     skips = config.get("sliding_window_pattern", period)
     layer_types = config.get("layer_types")

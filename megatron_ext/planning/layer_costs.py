@@ -513,7 +513,7 @@ def part_of(
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
-    """Return the weights of a model without MTP: the total, and those that one token uses."""
+    """Return the weights of a model without MTP: the total, and the number that one token uses."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
@@ -704,6 +704,8 @@ class _Books:
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
         ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
+        # In bf16, the forward of the norm reads and writes each element. Its backward, like both
+        # passes of the residual, reads two tensors and writes one.
         ledger.elementwise("layernorm", 4 * elements, 6 * elements)
         ledger.elementwise("base", 6 * elements, 6 * elements)
 
@@ -995,4 +997,5 @@ class _Books:
         forward_bytes = element_bytes * (num_inputs + 1)
         backward_bytes = element_bytes * (2 * num_inputs + 1)
         ledger.elementwise(module, forward_bytes, backward_bytes)
+        # The gradients of the inputs and of the output are in bf16.
         return 2 * elements * (num_inputs + 1)

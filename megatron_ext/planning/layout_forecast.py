@@ -854,6 +854,8 @@ def _around_step_s(
     """Return the seconds of a step outside of the pipeline: exposed reductions and the update."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)
+    # Ranks that hold the same weights are one tensor-parallel group apart, and ranks that hold the
+    # same experts one expert-parallel group.
     reduced_s = gathered_s = updated_s = 0.0
     for params, num_holders, stride in (
         (rank.params, holders, sizes.tp),

@@ -205,6 +205,7 @@ def fits(job: Question) -> bool:
         result = search(job, keep=1, stops_at_first=True)
     except ArgumentsError:  # the devices and the batch allow no sizes
         return False
+    # If the search was interrupted before a layout fitted, the answer is unknown.
     if not (result.plans or result.is_complete):
         raise KeyboardInterrupt
     return bool(result.plans)
@@ -241,6 +242,7 @@ def _visited(
     bounds_s = []
     num_evaluated = 0
     for variant, schedule, chunks in _orders(job, sizes):
+        # Each better layout lowers the limit for the next schedules.
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
         # Check this bound first, because the next one needs the table, which takes long to
@@ -398,6 +400,7 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
     granularity = "selective"
     if mode == FULL:
         granularity = "full"
+    # The rules read only these arguments.
     args = Namespace(
         recompute_granularity=granularity,
         recompute_modules=sorted(mode),

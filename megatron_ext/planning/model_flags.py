@@ -262,6 +262,7 @@ def _check_at_most(flag: str, value: int, limit: int) -> None:
 def _padded_vocabulary(args: argparse.Namespace) -> int:
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
+    # Megatron pads to a multiple of this times the tensor-parallel size, which is unknown here.
     unit = args.make_vocab_size_divisible_by or 128
     return -(-int(args.vocab_size) // unit) * unit
 
@@ -296,6 +297,8 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
     """Return the share of layers with sliding attention."""
     if args.window_attn_skip_freq is None:
         return 1.0
+    # As in Megatron, a number n means that every n-th layer attends to all tokens. A list has 1 for
+    # each layer with sliding attention.
     skips = _by_layer("--window-attn-skip-freq", args.window_attn_skip_freq, num_layers)
     if isinstance(skips, int):
         num_sliding = sum(layer % skips != 0 for layer in range(1, num_layers + 1))
@@ -315,6 +318,7 @@ def _kinds(
         return tuple(without_experts)
     marks = _by_layer("--moe-layer-freq", args.moe_layer_freq, num_layers)
     if isinstance(marks, int):
+        # As in Megatron, every n-th layer has experts, starting with the first.
         period = marks
         marks = [int(layer % period == 0) for layer in range(num_layers)]
     kinds: list[LayerKind] = []

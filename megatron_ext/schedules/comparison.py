@@ -198,6 +198,7 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
         generator = get(schedule.name)
         chunks = schedule.num_stages // schedule.placement.num_ranks
         flags.append((generator.flags or by_name).format(chunks=chunks))
+        # Options with their default value need no flag.
         for key, values in generator.options.items():
             value = schedule.options.get(key, values[0])
             if value != values[0]:

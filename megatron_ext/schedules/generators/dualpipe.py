@@ -27,6 +27,7 @@ from megatron_ext.schedules.table.actions import Schedule
 @register("dualpipe", num_chunks=2, pairs=True, twins=2)
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of one of DualPipe's two mirrored pipelines."""
+    # The table covers one of the two pipelines. The twins run the same rows, mirrored.
     num_ranks = pp // 2
     m = num_microbatches // 2
     folded = placement.mirrored(placement.v(num_ranks), "twin")

@@ -163,6 +163,7 @@ class Curve:
         sums = self._sum
         tops = self._top
         while node > 1:
+            # On the way up, each left sibling covers the changes before the position.
             if node & 1:
                 top += sums[node - 1]
                 if tops[node - 1] > top:
@@ -236,9 +237,10 @@ class Hint(Policy):
         self._advance()
         if not self.progress.num_left:
             return False
-        # A device runs behind its host, so waiting to launch costs no time while the last action is
-        # still running. Meanwhile an input may arrive that allows a better choice. So only two
-        # choices are certain: the head, or an action that follows its launched input.
+        # A device runs behind its host, so the host may launch an action while the last one is
+        # still running. But an input may arrive before the last action ends, and allow a better
+        # choice. So only two choices are certain: the head, or an action that follows its launched
+        # input.
         if self._runs_head():
             return not self._lacks_partner()
         if self.patience is not None:

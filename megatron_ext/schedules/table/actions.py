@@ -157,8 +157,8 @@ class Schedule:
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
     forwards of a micro-batch's slices in order, because attention reads the keys and values of
-    earlier slices. It runs their backwards in reverse, because those add to the gradients of these
-    keys and values."""
+    earlier slices. It runs their backwards in reverse, because a backward adds to the gradients
+    of the keys and values that it reads."""
     slice_sizes: SliceSizes = ()
     """The sizes of slices by micro-batch, if lengths differ; `slices` then has no meaning. Empty:
     all micro-batches have `slices`."""

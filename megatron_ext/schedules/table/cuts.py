@@ -176,6 +176,7 @@ def _move(
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
         # (value, giving stage, taking stage) of the best move.
         best = (reached, 0, 0)
+        # Try to move one layer from each stage of the busiest rank to each other stage.
         for giver in placement.stages_of[busiest]:
             if counts[giver] <= least_of.get(giver, 1):
                 continue
@@ -249,6 +250,7 @@ def parse_layout(text: str) -> list[str]:
         ScheduleError: A letter does not represent a layer.
     """
     unrolled = text.replace(",", "")
+    # Unroll groups first, then single letters.
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repetition, lambda match: match[1] * int(match[2]), unrolled)
     unknown = set(unrolled) - set("EtmL|")

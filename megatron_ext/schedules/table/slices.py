@@ -48,6 +48,7 @@ def attention_of(shares: Sequence[float]) -> float:
     if len(shares) == 1:
         return 0.0
     first = shares[0]
+    # The first of k slices, with share x, costs (1 - a) x + a x^2 = 1/k. Solve for a.
     return (first - 1 / len(shares)) / (first - first * first)
 
 
