@@ -133,9 +133,10 @@ def ending_both_roles() -> Iterator[None]:
     try:
         yield
     except SystemExit as ended:
-        code = (
-            ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        )
+        # As in Python: no code means 0, and a code that is not a number means 1.
+        code = int(ended.code is not None)
+        if isinstance(ended.code, int):
+            code = ended.code
         roles_in_force().store.set(_ENDED, json.dumps([_job().name_of(None), code]))
         raise
 

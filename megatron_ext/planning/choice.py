@@ -487,9 +487,9 @@ class ByTable:
     def _unit(self) -> str:
         if self.measured is not None:
             return "s"
-        return (
-            "forwards" if self.training.costs is None else "times the unit of the costs"
-        )
+        if self.training.costs is None:
+            return "forwards"
+        return "times the unit of the costs"
 
     def limit(self, reference: Candidate | None) -> float:
         """Return the activations that a rank may keep."""

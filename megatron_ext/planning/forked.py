@@ -99,10 +99,13 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
     There is no time-out, because a call may take any time. Ctrl-C or the death of a process ends
     the wait.
     """
-    forked: dict[Any, Caller] = {
-        c.pipe: c for c in busy if isinstance(c, _ForkedCaller)
-    }
-    return [forked[pipe] for pipe in connection.wait(forked)] if forked else [*busy]
+    forked: dict[Any, Caller] = {}
+    for caller in busy:
+        if isinstance(caller, _ForkedCaller):
+            forked[caller.pipe] = caller
+    if not forked:
+        return [*busy]
+    return [forked[pipe] for pipe in connection.wait(forked)]
 
 
 def _serve(

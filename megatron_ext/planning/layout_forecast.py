@@ -630,11 +630,10 @@ def forecast(
     key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once)
     try:
         table = _table(key)
-        cuts = (
-            [tuple(counts)]
-            if counts is not None
-            else _even_cuts(job, sizes, table, chunks)
-        )
+        if counts is not None:
+            cuts = [tuple(counts)]
+        else:
+            cuts = _even_cuts(job, sizes, table, chunks)
     except ScheduleError:
         return None
     plans = [_forecast_of_table(job, sizes, key, counts, worst_s) for counts in cuts]

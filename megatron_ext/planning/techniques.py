@@ -114,11 +114,9 @@ class Techniques:
         scope = " ".join(
             module for module, is_in_model in modules.items() if is_in_model
         )
-        return (
-            f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}"
-            if scope
-            else ""
-        )
+        if not scope:
+            return ""
+        return f"--cuda-graph-impl transformer_engine --cuda-graph-scope {scope}"
 
     @property
     def precision_flags(self) -> str:

@@ -253,12 +253,12 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:
         """The (stage, micro-batch, slice) of each backward that is split into I and W."""
-        return frozenset(
-            (action.stage, action.microbatch, action.slice)
-            for row in self.rows
-            for action in row
-            if action.kind == "I"
-        )
+        split: set[tuple[int, int, int]] = set()
+        for row in self.rows:
+            for stage, kind, microbatch, slice_index in row:
+                if kind == "I":
+                    split.add((stage, microbatch, slice_index))
+        return frozenset(split)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action needs; all dependencies derive from this.

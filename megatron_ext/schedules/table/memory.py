@@ -187,9 +187,9 @@ def most_alive(
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
     """Yield the changes of keys, values and their gradients, in micro-batches of one stage."""
     # Slices of equal micro-batches add up to 1. Other sizes occur only if lengths differ.
-    length_of = [sum(sizes) for sizes in schedule.slice_sizes] or [
-        1
-    ] * schedule.num_microbatches
+    length_of: list[float] = [1] * schedule.num_microbatches
+    if schedule.slice_sizes:
+        length_of = [sum(sizes) for sizes in schedule.slice_sizes]
     for _, kind, microbatch, slice_index in row:
         length = length_of[microbatch]
         if kind == "F" and slice_index == 0:

@@ -186,11 +186,9 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
         return f"there are {m} micro-batches, 0 to {m - 1}"
     num_slices = schedule.num_slices_of(microbatch)
     if not 0 <= slice_index < num_slices:
-        subject = (
-            f"micro-batch {microbatch} has"
-            if schedule.slice_sizes
-            else "micro-batches have"
-        )
+        subject = "micro-batches have"
+        if schedule.slice_sizes:
+            subject = f"micro-batch {microbatch} has"
         return f"{subject} {num_slices} slices, 0 to {num_slices - 1}"
     if stage >= schedule.num_stages:
         return f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
