@@ -367,7 +367,7 @@ class WeightReceiver(_Side):
         for form in forms:
             end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
             content = contents[0][begin:end]
-            # A merged forward rank has one buffer, and each of its backward ranks has one too.
+            # A merged forward rank has one copy of this buffer, so its backward ranks must agree.
             for shard_content in contents[1:]:
                 if not torch.equal(shard_content[begin:end], content):
                     raise ScheduleError(

@@ -372,7 +372,7 @@ DEVICES = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """Return the description of a device by the name that its driver reports, or None."""
+    """Return the kind of device that a driver reports under this name, or None."""
     # Try the longest name first, because the name of a GB200 contains "b200".
     kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
     return next((kind for kind in kinds if kind.name in name.lower()), None)

@@ -49,7 +49,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
 
 
 def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
-    """Return a size from a configuration that computations use.
+    """Return a size from a configuration, and check it.
 
     Raises:
         KeyError: The size is missing.

@@ -137,7 +137,7 @@ def total(parts: Sequence[Part]) -> Part:
 
 
 def beside(part: Part, overlap: float) -> Part:
-    """Return a part whose exchange of tokens is hidden as far as the device can."""
+    """Return a part without the exchange of tokens that computation can hide."""
     # A part may take no time.
     computed_s = part.forward + part.input or 1.0
     shown_share = 1 - overlap * part.exchange / computed_s
@@ -158,7 +158,7 @@ def gather_s(
     ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
-        # A ring has one step less than ranks. Each step moves the part of one rank.
+        # A ring takes one step less than it has ranks. Each step moves the part of one rank.
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
@@ -842,7 +842,7 @@ class _Books:
         key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
-        # Tensor parallelism does not divide the projections down. Each rank projects its tokens.
+        # Tensor parallelism does not divide the down-projections. Each rank projects its tokens.
         ledger.linear(
             "attention",
             tokens / self.tensor,

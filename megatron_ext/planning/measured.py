@@ -40,7 +40,7 @@ class MeasuredCosts:
     """Seconds that the actions and messages of a run took."""
 
     stages: tuple[StageTimes, ...]
-    """By stage of the run: the times of one micro-batch."""
+    """Times of one micro-batch on each stage of the run."""
     latency_s: float
     """Time from the end of an action until another rank has received its output."""
     all_to_all: float = 0.0

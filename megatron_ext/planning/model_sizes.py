@@ -31,7 +31,7 @@ class ModelSizes:
     ffn: int
     """Width of the dense feed-forward network."""
     gated: bool
-    """Whether there are two projections up (SwiGLU), not one."""
+    """Whether the network has two up-projections (SwiGLU) instead of one."""
     vocabulary: int
     """Padded size of the vocabulary."""
     is_tied: bool

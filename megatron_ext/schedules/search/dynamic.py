@@ -156,7 +156,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # Without an entry, the tensor arrived before the rank chose.
+                # A missing entry means that the tensor arrived before the rank chose.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:

@@ -99,7 +99,7 @@ class Timeline:
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank of both twins: the actions to draw, with their starts and ends."""
+        """By rank, for both twins: the actions to draw, with their starts and ends."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)
