@@ -48,10 +48,10 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
     """Return the table with each W moved to the place of the W that comes `num_waiting` later.
 
-    The runtime may run a W before its place if the rank is idle. So up to `num_waiting` additional W
-    of a rank wait for idle time. The last ones are at the end of the row. Rows without pairs do not
-    change, because their ranks run no W early. The W of a row keep their order. No W moves behind a
-    full backward of its stage, because both add to the same gradients.
+    The runtime may run a W before its place if the rank is idle. So up to `num_waiting` additional
+    W of a rank wait for idle time. The last ones are at the end of the row. Rows without pairs do
+    not change, because their ranks run no W early. The W of a row keep their order. No W moves
+    behind a full backward of its stage, because both add to the same gradients.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
