@@ -67,6 +67,7 @@ def part_of(
     if factors is None:
         return part
     forward_factor, input_factor, weight_factor = factors
+    # Scale only the computation. The communication in `part` stays.
     computed = computation(model, kind, sharding, device, mode)
     # Separate the recomputation, because recomputed forwards need the factor of the forward, not
     # that of the input gradient.

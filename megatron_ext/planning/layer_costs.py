@@ -179,6 +179,8 @@ def all_to_all_s(
     if num_ranks == 1:
         return 0.0
     ranks_in_node = min(num_ranks, device.node_size)
+    # The share for other ranks of the node crosses its links, and the remainder crosses the
+    # network, at the same time.
     node_s = num_bytes * (ranks_in_node - 1) / num_ranks / device.link_bytes
     network_s = (
         num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
@@ -308,6 +310,7 @@ class _Ledger:
             product_rate=self.product_rate * rate_share,
             cast_bytes=cast_bytes,
         )
+        # W needs the input of each expert and the gradient of its output.
         self.waiting_bytes += self.operand_bytes * rows * count * (inputs + outputs)
         self.launch("moe", 6 + kernels_per_expert * count)
 

@@ -95,6 +95,7 @@ class _Queue:
 
     def pop(self, visitor: Caller) -> _Visit:
         """Return the next visit for a visitor; take over another group if its groups are empty."""
+        # The groups of this visitor, and those that no visitor has started.
         own_groups = []
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:

@@ -19,6 +19,7 @@ _MAX_FILE_BYTES = 1 << 20
 _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
 """Exit code of the script below if the example does not have a size."""
+# If the size does not exist, the script prints all sizes and exits with the code above.
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
     'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '

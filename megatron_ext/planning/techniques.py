@@ -181,6 +181,7 @@ def techniques_of_flags(
         overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
         is_local=args.transformer_impl == "local",
         fuses_gradients=not args.no_gradient_accumulation_fusion,
+        # With these flags, the weights themselves have the precision of the products.
         copies_weights=precision != "bf16"
         and not (args.fp8_param_gather or args.fp4_param_gather),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,

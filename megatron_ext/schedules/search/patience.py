@@ -92,6 +92,7 @@ def policies(
             f"{schedule.label} runs forwards and backwards on different ranks, which cannot choose "
             "an order; leave --use-dpp out"
         )
+    # `Progress` adds gradients in the order of micro-batches, so the table must do so too.
     if not validate(schedule).ascending:
         raise ScheduleError(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "

@@ -304,6 +304,8 @@ class Schedule:
                 fed.append(action._replace(stage=target))
             if slice_index + 1 < self.num_slices_of(action.microbatch):
                 fed.append(action._replace(slice=slice_index + 1))
+            # The backward of this stage reads the activations, or R receives them. If backward
+            # ranks recompute instead, the R of the next stage starts from this output.
             if not self.disaggregated:
                 fed.append(self._backward(action, stage))
             elif self.ships_activations:

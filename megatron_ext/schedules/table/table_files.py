@@ -71,6 +71,7 @@ def load_csv(
             "--microbatches M -o FILE.csv` writes such a file"
         ) from error
     try:
+        # Every error about the content names the file.
         schedule = from_csv(text, f"csv:{path}")
         count = schedule.num_microbatches
         if pp not in (None, schedule.pp):
