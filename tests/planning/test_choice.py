@@ -270,7 +270,7 @@ def test_on_an_unknown_device_no_rank_keeps_more_than_1f1b() -> None:
     assert answer.pipeline is not None
     assert max(activation_peaks(answer.pipeline.full)) <= 4
     assert answer.pipeline.full.weight_copies == 1
-    assert "the device is not known" in answer.changes[0]
+    assert "the device is unknown" in answer.changes[0]
     assert all("twice" not in candidate.words for candidate in answer.candidates)
 
 
