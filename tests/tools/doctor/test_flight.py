@@ -78,7 +78,7 @@ CASES = {
     ),
     "experts without a number": (
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*|M-|M*|ME", "layout", "FAIL",
-        "has layers of experts (E)",
+        r"has layers of experts \(E\)",
     ),
     "one stage with ends": (
         ONE.format(64) + PP.format(1) + "--forward-backward-disaggregating --hidden-dropout 0 "
