@@ -158,14 +158,17 @@ TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
     m.def("raw_alias(Tensor self) -> Tensor",
           [](const at::Tensor& tensor) { return raw_alias(tensor); });
     m.def("reserved_bytes() -> int", [] { return Pool::instance().reserved_bytes(); });
-    // A kernel that computes nothing and takes a time, in the current stream.
-    m.def("spend(int device, float lasts_us) -> ()", [](int64_t device, double lasts_us) {
-        Task task;
-        task.name = "spend";
-        task.lasts_us = lasts_us;
-        task.run = [] {};
-        Device::instance().submit(current_stream_key(checked(device)), std::move(task));
-    });
+    // A kernel that computes nothing and takes a time, in the current stream. With a share below 1
+    // it is an exchange, which leaves the rest of the device to kernels.
+    m.def("spend(int device, float lasts_us, float share=1.0) -> ()",
+          [](int64_t device, double lasts_us, double share) {
+              Task task;
+              task.name = "spend";
+              task.lasts_us = lasts_us;
+              task.share = share;
+              task.run = [] {};
+              Device::instance().submit(current_stream_key(checked(device)), std::move(task));
+          });
     // A kernel that runs until a word of host memory is not zero, in the current stream.
     m.def("spin(int device, Tensor flag) -> ()", [](int64_t device, const at::Tensor& flag) {
         Task task;

@@ -35,8 +35,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
         return getNewStream(device, 0);
     }
-    c10::Stream getNewStream(c10::Device device, int) const override {
-        return stream(device, is_async() ? Device::instance().new_stream(device.index())
+    c10::Stream getNewStream(c10::Device device, int priority) const override {
+        return stream(device, is_async() ? Device::instance().new_stream(device.index(), priority)
                                          : Streams::instance().make());
     }
     c10::Stream exchangeStream(c10::Stream wanted) const override {

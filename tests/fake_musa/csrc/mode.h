@@ -33,6 +33,8 @@ struct Costs {
     double message_us = 0;     // each operation of a communicator, once all its ranks have joined
     double jitter_us = 0;      // mean random delay of a task; one task in eight gets it
     double lag_us = 0;         // how late a queue's thread may be without its device being late
+    double shared = 0;         // 1: kernels share the device, see processor.h; 0: each has its own
+    double fills = 1;          // 0: below the highest priority, only what is waited for runs
     int64_t seed = 0;
 
     // Whether any task has a duration, so that its read and write times differ.
@@ -73,6 +75,8 @@ struct Costs {
                : name == "message_us"    ? &message_us
                : name == "jitter_us"     ? &jitter_us
                : name == "lag_us"        ? &lag_us
+               : name == "shared"        ? &shared
+               : name == "fills"         ? &fills
                                          : nullptr;
     }
 };

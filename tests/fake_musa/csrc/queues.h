@@ -33,11 +33,12 @@ class Device {
         return *device;
     }
 
-    int64_t new_stream(int device) {
+    int64_t new_stream(int device, int priority = 0) {
         const std::lock_guard<std::mutex> lock(mutex_);
         stream(stream_key(device, 0), device);  // the default stream uses the first queue
         const int64_t id = ++last_stream_;
-        stream(stream_key(device, id), device);
+        stream(stream_key(device, id), device).priority = priority;
+        processors_[device].add_stream(priority);
         return id;
     }
 
@@ -88,10 +89,13 @@ class Device {
         const double deadline_s = now_s() + timeout_s;
         std::unique_lock<std::mutex> lock(mutex_);
         host_state_ = "waits for " + mark->where;
+        Processor& processor = *streams_.at(mark->stream).queue->processor;
+        processor.begin_wait(mark->stream, now_s());
         while (!mark->done && !failure_.is_set() && now_s() < deadline_s) {
             const double left_s = std::max(0.0, deadline_s - now_s());
             mark->passed.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 0.2)));
         }
+        processor.end_wait(mark->stream);
         host_state_.clear();
         failure_.check();
         return mark->done;
@@ -225,6 +229,7 @@ class Device {
     struct Stream {
         Queue* queue = nullptr;
         int64_t submitted = 0;
+        int priority = 0;
     };
 
     Device() = default;
@@ -242,6 +247,7 @@ class Device {
         auto& found = queues_[{device, index}];
         if (found == nullptr) {
             found = std::make_unique<Queue>();
+            found->processor = &processors_[device];
             const char* const rank = std::getenv("RANK");
             const int64_t number = rank == nullptr ? 0 : std::atoi(rank);
             found->random.seed(
@@ -260,6 +266,7 @@ class Device {
         }
         Stream& target = streams_.at(key);
         task.stream = key;
+        task.priority = target.priority;
         task.given_s = now_s();
         ++target.submitted;
         ++submitted_;
@@ -272,6 +279,7 @@ class Device {
     MarkPtr push_mark(StreamKey key) {
         auto mark = std::make_shared<Mark>();
         mark->where = name_of(key);
+        mark->stream = key;
         if (key >= 0 || streams_.count(key) != 0) {
             mark->where += " after task " + std::to_string(streams_.at(key).submitted);
         }
@@ -304,6 +312,7 @@ class Device {
     std::mutex mutex_;
     std::map<std::pair<int, int>, std::unique_ptr<Queue>> queues_;  // by device and index
     std::map<StreamKey, Stream> streams_;
+    std::map<int, Processor> processors_;  // by device
     std::map<int, int> num_streams_;
     std::map<int64_t, std::shared_ptr<Message>> messages_;
     int64_t last_stream_ = 0, last_message_ = 0, submitted_ = 0, ended_ = 0;

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "mode.h"
+#include "processor.h"
 #include "tasks.h"
 
 namespace fake_musa {
@@ -23,6 +24,7 @@ struct Queue {
     std::deque<Task> tasks;  // the first one runs or waits
     double clock_s = 0;      // when the last task ended, had this thread never been late
     bool computes = false;
+    Processor* processor = nullptr;
     std::condition_variable filled;
     std::mt19937_64 random;
 };
@@ -58,9 +60,11 @@ class TaskRun {
             case Kind::kRecord:
                 return;
             case Kind::kWait:
+                queue_.processor->begin_wait(task_.mark->stream, queue_.clock_s);
                 while (!task_.mark->done && !failure_.is_set()) {
                     task_.mark->passed.wait_for(lock_, step);
                 }
+                queue_.processor->end_wait(task_.mark->stream);
                 advance(task_.mark->time_s);
                 return;
             case Kind::kPoll:
@@ -103,15 +107,47 @@ class TaskRun {
     // Reads in the middle of the task's duration and writes at its end. So a missing wait shows in
     // both directions: a reader finds its input unwritten, or its input overwritten too early.
     void compute() {
-        const double half_us = time_us() / 2;
+        const double lasts_us = time_us();
+        const bool competes =
+            Costs::instance().shared > 0 && task_.kind == Kind::kKernel && task_.share >= 1;
+        if (competes) {
+            start_on_processor(lasts_us);
+        } else if (task_.share < 1) {
+            const double end_s = queue_.clock_s + 1e-6 * lasts_us;
+            queue_.processor->exchange(queue_.clock_s, end_s, task_.share);
+        }
+        const double begin_s = queue_.clock_s;
         queue_.computes = true;
-        pass(half_us);
+        pass(lasts_us / 2);
         guarded(task_.run);
-        pass(half_us);
+        pass(lasts_us / 2);
+        if (competes) {
+            end_on_processor(begin_s);
+        }
         if (task_.publish && !failure_.is_set()) {
             guarded(task_.publish);
         }
         queue_.computes = false;
+    }
+
+    void start_on_processor(double lasts_us) {
+        advance(0);
+        const Contender kernel{queue_.clock_s, 1e-6 * lasts_us, task_.priority, task_.stream};
+        advance(queue_.processor->acquire(lock_, kernel, [&] { return failure_.is_set(); }));
+    }
+
+    // Lets the time pass that exchanges have taken from a kernel.
+    void end_on_processor(double begin_s) {
+        double added_s = 0;
+        for (;;) {
+            const double left_s = queue_.processor->taken_s(begin_s, queue_.clock_s) - added_s;
+            if (left_s < 1e-7 || failure_.is_set()) {
+                break;
+            }
+            added_s += left_s;
+            pass(1e6 * left_s);
+        }
+        queue_.processor->release(queue_.clock_s);
     }
 
     double time_us() {

@@ -22,6 +22,7 @@ inline double now_s() {
 // A point in a stream.
 struct Mark {
     std::string where;
+    StreamKey stream = 0;
     bool done = false;
     double time_s = 0;  // by the clock of its queue
     std::condition_variable passed;
@@ -43,6 +44,7 @@ struct Task {
     std::string name;
     double given_s = 0;  // when the host submitted it
     double lasts_us = 0;
+    double share = 1;  // part of the device's multiprocessors; below 1: an exchange, beside kernels
     std::function<void()> run;      // in the middle of its duration: reads and computes
     std::function<void()> publish;  // at its end: writes; may be empty
     MarkPtr mark;                   // kRecord: the mark to pass; kWait: the mark to wait for
@@ -50,6 +52,7 @@ struct Task {
     std::function<double()> came_s;  // kPoll: when the event came, 0 if it has yet to come; raises
                                      // if it never will
     StreamKey stream = 0;
+    int priority = 0;  // of the stream; the lower, the earlier
 };
 
 }  // namespace fake_musa
