@@ -28,7 +28,7 @@ from megatron_ext.schedules.table.costs import SHORTEST, UNIT, Costs
 from megatron_ext.schedules.table.cuts import cut, layout_of
 from megatron_ext.schedules.table.memory import running_peak
 from megatron_ext.schedules.table.table_change import in_use
-from megatron_ext.schedules.table.transforms import weights_at_once
+from megatron_ext.schedules.table.transforms import weights_at_once, weights_waiting
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
@@ -107,6 +107,14 @@ class Layout:
         return runs_pairs(self.job, self.sizes)
 
     @property
+    def _has_waiting_weights(self) -> bool:
+        """Whether weight gradients wait for idle time; tables with whole backwards have none."""
+        if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
+            return False
+        key = _table_key(self.job, self.sizes, self.schedule, self.chunks)
+        return _table(key).splits_backward
+
+    @property
     def techniques(self) -> str:
         """Megatron's flags for the techniques that the forecast assumes."""
         sizes = self.sizes
@@ -180,6 +188,8 @@ class Layout:
             flags.append("--expert-tensor-parallel-size 1")
             if self.pairs:
                 flags.append("--overlap-moe-expert-parallel-comm")
+            if self._has_waiting_weights:
+                flags.append(f"--pipeline-waiting-weights {job.waiting_weights}")
         return " ".join(flag for flag in flags if flag)
 
     def _batch_flags(self) -> str:
@@ -402,6 +412,8 @@ class _TableKey(NamedTuple):
     pairs: bool
     costs: Costs = UNIT
     weights_at_once: bool = False
+    num_waiting: int = 0
+    """W that wait, besides those of the table."""
 
 
 @lru_cache(maxsize=4096)
@@ -416,7 +428,25 @@ def _table(key: _TableKey) -> Schedule:
         key.costs,
         **in_use(pairs=key.pairs),
     )
-    return weights_at_once(table) if key.weights_at_once else table
+    if key.weights_at_once:
+        table = weights_at_once(table)
+    return weights_waiting(table, key.num_waiting) if key.num_waiting else table
+
+
+def _table_key(
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
+    costs: Costs = UNIT,
+    at_once: bool = False,
+) -> _TableKey:
+    num_microbatches = num_simulated(sizes, schedule)
+    pairs = runs_pairs(job, sizes)
+    num_waiting = job.waiting_weights if pairs else 0
+    return _TableKey(
+        schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once, num_waiting
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -490,10 +520,7 @@ def timeline_of(plan: Layout) -> Timeline:
     If it has many micro-batches, the simulation ends when the table repeats itself.
     """
     sizes = plan.sizes
-    num_microbatches = num_simulated(sizes, plan.schedule)
-    table = _table(
-        _TableKey(plan.schedule, sizes.pp, num_microbatches, plan.chunks, plan.pairs)
-    )
+    table = _table(_table_key(plan.job, sizes, plan.schedule, plan.chunks))
     costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
     return simulate(table, costs)
 
@@ -561,7 +588,6 @@ def table_bound_s(
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
-    pairs = runs_pairs(job, sizes)
     num_microbatches = num_simulated(sizes, schedule)
     twins = get(schedule).twins
     num_stages = sizes.pp * chunks // twins
@@ -572,13 +598,13 @@ def table_bound_s(
         min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
     if sum(min_layers) > job.model.num_layers:
         return math.inf
-    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs)
+    key = _table_key(job, sizes, schedule, chunks)
     try:
         table = _table(key)
     except ScheduleError:  # the schedule does not run with these sizes
         return math.inf
     cost = _model_cost(job, sizes)
-    overlap = job.device.pair_overlap if pairs else 0.0
+    overlap = job.device.pair_overlap if key.pairs else 0.0
     # Each of two twins runs half of the micro-batches, and a message may arrive while another
     # leaves.
     span_s = CutBound(
@@ -625,9 +651,7 @@ def forecast(
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
-    num_microbatches = num_simulated(sizes, schedule)
-    pairs = runs_pairs(job, sizes)
-    key = _TableKey(schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once)
+    key = _table_key(job, sizes, schedule, chunks, costs, at_once)
     try:
         table = _table(key)
         if counts is not None:

@@ -45,6 +45,8 @@ class Question:
     """Whether data-parallel communication overlaps with computation."""
     shards_optimizer: bool = True
     """Whether replicas shard the states of the optimizer."""
+    waiting_weights: int = 0
+    """Weight gradients of a rank that may wait until it waits for tokens; only pairs have some."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the user has fixed, by the names in `FIXABLE`."""
 

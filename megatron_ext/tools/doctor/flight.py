@@ -102,8 +102,8 @@ _REPLACED = (
     "--pipeline-model-parallel-layout --pipeline-layout --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split --overlap-moe-expert-parallel-comm "
-    "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers "
-    "--recompute-modules"
+    "--pipeline-waiting-weights --recompute-activations --recompute-granularity "
+    "--recompute-method --recompute-num-layers --recompute-modules"
 )
 """Flags that the flags of another layout replace: they contradict it, or would stay in effect."""
 
@@ -387,6 +387,7 @@ def planned(
         fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
         overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
+        waiting_weights=answer.config.waiting_weights if answer.config else 0,
     )
     name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
     # The planner supports neither tables from files nor forward and backward ranks.
