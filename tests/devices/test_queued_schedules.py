@@ -203,10 +203,84 @@ def test_w_beside_actions_keeps_its_operands_and_its_order(connections: int) -> 
     assert gradient == [2 * (2.0**31 + 256)] * 64
 
 
+class _Spending(WeightGradient):
+    """A weight gradient that takes 10 ms and computes nothing."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.weights = (weight,)
+
+    def compute(self) -> list[torch.Tensor | None]:
+        torch.ops.fake_musa.spend(0, 10_000)
+        return [None]
+
+
+def _exchanges_with_weights(num_waiting: int) -> float:
+    """Return the milliseconds of three I, each behind an exchange, and their W.
+
+    An exchange takes 20 ms, and an I or a W 10 ms. With none waiting, W runs in the actions'
+    stream, as without the flag.
+    """
+    from megatron_ext.features.pairs.waiting_weights import DeviceWeights, SideStreams
+
+    backend = devices.current()
+    device = backend.torch_device(0)
+    split, streams = SplitBackward(), SideStreams.of_device(backend, device)
+    weight = torch.nn.Parameter(torch.zeros(1, device=device))
+    words = "0I0 0W0 0I1 0W1 0I2 0W2"
+    if num_waiting:
+        words = "0I0 0I1 0W0 0I2 0W1 0W2"
+    row = tuple(Action.parse(word) for word in words.split())
+    weights = DeviceWeights(row, split, streams) if num_waiting else None
+    exchanges = torch.musa.Stream(device, priority=-1)
+    begin, end = (torch.musa.Event(enable_timing=True) for _ in range(2))
+    flag = torch.zeros(1, dtype=torch.int32)
+    torch.ops.fake_musa.spin(0, flag)  # until everything is queued
+    begin.record()
+    with streams.around_step():
+        for action in row:
+            if action.kind == "W":
+                if weights is None:
+                    split.run(0, action.microbatch)
+                else:
+                    weights.finish(0, action.microbatch)
+                continue
+            exchanges.wait_stream(streams.actions)
+            with torch.musa.stream(exchanges):
+                torch.ops.fake_musa.spend(0, 20_000, 0.0)
+            streams.actions.wait_stream(exchanges)
+            torch.ops.fake_musa.spend(0, 10_000)
+            with split.defer(0, action.microbatch):
+                split.record(_Spending(weight))
+            if weights is not None:
+                weights.ended(action)
+    end.record()
+    flag.fill_(1)
+    torch.musa.synchronize()
+    return begin.elapsed_time(end)
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "fills", "expected_ms"), [(0, 1, 120), (1, 1, 100), (1, 0, 120)]
+)
+def test_weights_fill_waits_only_on_a_device_that_overlaps_them(
+    num_waiting: int, fills: int, expected_ms: float
+) -> None:
+    """The clock is the device's own, so the time does not depend on the machine."""
+    env = queued(connections=32, lag_us=1e6, shared=1, fills=fills)
+    [took_ms] = run_ranks(
+        1, _exchanges_with_weights, num_waiting, device="musa", env=env
+    )
+    assert round(took_ms) == expected_ms
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("connections", [8, 1])
 @pytest.mark.parametrize(
-    "name", ["zb-h1", "zb-v", "v-half", "dualpipe-v", "bitpipe", "csv"]
+    "name",
+    [
+        *("zb-h1", "zb-v", "v-half", "dualpipe-v", "dualpipe", "bitpipe", "csv"),
+        *("bitpipe, paper", "all recomputed", "latent"),
+    ],
 )
 def test_w_that_fills_waits_keeps_the_bits(
     name: str, connections: int, tmp_path: Path
