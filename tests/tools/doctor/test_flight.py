@@ -257,6 +257,24 @@ def test_flags_that_others_replace_are_named() -> None:
     assert {*replaced[1].split(", ")} == old - {*better.split()}
 
 
+def test_weights_that_wait_count() -> None:
+    """Each keeps its operands on the rank; `auto` takes the number that fits."""
+    experts = (
+        "--use-distributed-optimizer --num-layers 16 --hidden-size 2048 --num-experts 8 "
+        "--moe-router-topk 2 --moe-ffn-hidden-size 2048 --expert-model-parallel-size 4 "
+        "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm "
+        "--pipeline-schedule zb-h1 --transformer-impl local --seq-length 1024 "
+    )
+    flags = ONE.format(64) + PP.format(4) + experts
+    needed_gib = []
+    for waiting in ("0", "4", "8", "auto"):
+        found = flight(f"{flags}--pipeline-waiting-weights {waiting}", "16xh100")
+        needed = re.search(r"needs ([\d.]+) GiB", found["memory"].finding)
+        assert needed, found
+        needed_gib.append(float(needed[1]))
+    assert needed_gib[0] < needed_gib[1] < needed_gib[2] == needed_gib[3]
+
+
 @pytest.mark.parametrize("name", ["optimizer and activations", "too few micro-batches"])
 def test_the_flags_that_it_names_are_better_and_taken(name: str) -> None:
     flags, check, *_ = CASES[name]
