@@ -201,9 +201,9 @@ class Pipeline:
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
-        if config.waiting_weights:
+        if config.num_waiting:
             _check_waiting(table, config)
-            table = weights_waiting(table, config.waiting_weights)
+            table = weights_waiting(table, config.num_waiting)
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
@@ -279,12 +279,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule that `auto` has chosen in this process."""
+    """A setting that `auto` has chosen in this process."""
 
     flags: str
     """The flags that select it."""
     basis: str
-    """The device and the method of the comparison, as text."""
+    """The device, and how the choice was made, as text."""
 
 
 class Closing(Protocol):

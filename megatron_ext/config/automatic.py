@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
@@ -11,6 +11,7 @@ from megatron_ext.config.batches import Batches, batches_of
 from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.stages import stage_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning import choice
@@ -20,6 +21,7 @@ from megatron_ext.planning.measured import MeasuredCosts
 from megatron_ext.planning.model_flags import sizes_of_arguments
 from megatron_ext.planning.question import ParallelSizes, Question
 from megatron_ext.planning.techniques import techniques_of_arguments
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.planning.choice import Candidate, Judge, Ranking, Training
     from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.waiting import WaitingWeights
     from megatron_ext.schedules.table.placement import Placement
 
 
@@ -91,6 +94,78 @@ def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
     return replace(
         config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs
     )
+
+
+@dataclass(frozen=True)
+class WaitingChoice:
+    """What `--pipeline-waiting-weights auto` means for a job."""
+
+    number: int
+    reason: str
+    """Why none can wait, or the memory that they need."""
+    basis: str = ""
+    """The devices that the number is for; empty: it does not depend on them."""
+
+
+def waiting_weights(
+    args: Namespace, config: PipelineConfig, device: DeviceKind | None
+) -> WaitingChoice:
+    """Return how many W may wait in the memory that the planner's forecast leaves free.
+
+    Args:
+        args: Megatron's arguments before its validation, or equivalent sizes.
+        config: The completed configuration, which names a schedule.
+        device: Description of the devices; None: unknown.
+    """
+    try:
+        free_memory = _room_for_waiting(args, config, device)
+    except (ArgumentsError, ScheduleError) as error:
+        reason, _, _remedy = str(error).partition("; ")
+        return WaitingChoice(0, reason)
+    assert device is not None, "without its memory, nothing is forecast"
+    basis = f"for {device.name} with {free_memory.limit_gib:.1f} GiB"
+    return WaitingChoice(free_memory.number, str(free_memory), basis)
+
+
+def _room_for_waiting(
+    args: Namespace, config: PipelineConfig, device: DeviceKind | None
+) -> WaitingWeights:
+    """Return how many W may wait in a job.
+
+    Raises:
+        ArgumentsError: Its settings exclude it, or its memory cannot be forecast.
+        ScheduleError: The schedule excludes it, or has no forecast.
+    """
+    if not config.pairs:
+        raise ArgumentsError("no forward and backward run as a pair")
+    for rule in RULES.get("waiting_weights", ()):
+        if rule.refuses(args):
+            raise ArgumentsError(f"with {rule.flag} {rule.reason}")
+    assert config.schedule is not None, "pairs are those of a table"
+    if config.schedule.startswith(CSV_PREFIX):
+        raise ScheduleError(f"the planner has no forecast for {config.schedule}")
+    if device is None:
+        raise ArgumentsError("the memory of the devices is not known here")
+    # The description of a job is that of any schedule, so leave out what this one has set.
+    undecided = replace(
+        config, schedule=AUTO, chunks=None, options={}, waiting_weights=0
+    )
+    _, judge = question_of(args, undecided, device)
+    if isinstance(judge, choice.ByForecast):
+        return judge.waiting_weights(config.schedule, config.chunks)
+    assert isinstance(judge, choice.ByTable)
+    raise ArgumentsError(f"there is no forecast of memory ({judge.reason})")
+
+
+def memory_here() -> DeviceKind | None:
+    """Return a description of this process's device that is right about its memory alone.
+
+    None without a device that has a memory of its own.
+    """
+    name, memory_gib = devices.name_and_memory()
+    if memory_gib is None:
+        return None
+    return replace(kind_of(name) or DEVICES["h100"], name=name, memory_gib=memory_gib)
 
 
 def device_here() -> DeviceKind | None:

@@ -224,13 +224,13 @@ def running(pipeline: Pipeline) -> str:
                 "micro-batch keeps before"
             )
     waiting = ""
-    if config.waiting_weights and not any(schedule.pairs):
+    if config.num_waiting and not any(schedule.pairs):
         waiting = (
             "; no W waits for idle time, because so few micro-batches run no pairs"
         )
-    elif config.waiting_weights:
+    elif config.num_waiting:
         waiting = (
-            f"; up to {config.waiting_weights} more W of a rank wait for idle time, at the latest "
+            f"; up to {config.num_waiting} more W of a rank wait for idle time, at the latest "
             "until where they are simulated and counted"
         )
     return (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import typing
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -122,8 +123,9 @@ _HELP = f"""
 --pipeline-waiting-weights waiting_weights N
     With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: let N weight
     gradients of a rank, each of one stage and micro-batch, wait until the rank waits for tokens,
-    and run them then. Each keeps its operands; for experts with unequal numbers of tokens (default:
-    0, weight gradients run where the table has them).
+    and run them then. Each keeps its operands; for experts with unequal numbers of tokens. auto: as
+    many as fit into the memory that the planner's forecast leaves free, at most 8 (default: 0,
+    weight gradients run where the table has them).
 --pipeline-balance balance
     For data of variable or packed lengths. order: let the micro-batches of a step enter the
     pipeline in an order that follows from their lengths. pack: before that, share out the
@@ -214,7 +216,9 @@ def _row(key: str, text: str) -> _Row:
     owner = _PARTS.get(part, PipelineConfig)
     # A flag without a field, such as a former spelling, has no annotation.
     default_kind = str if metavar else bool
-    kind, *_ = kinds_of(get_type_hints(owner).get(name, default_kind))
+    kind, *more_kinds = kinds_of(get_type_hints(owner).get(name, default_kind))
+    # A number, or a word such as `auto`.
+    words = [word for literal in more_kinds for word in typing.get_args(literal)]
     choices = (
         typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
     )
@@ -225,7 +229,9 @@ def _row(key: str, text: str) -> _Row:
         options["action"] = "store_true"
     else:
         options["metavar"] = metavar
-        if kind in (int, float, Path):
+        if kind is int and words:
+            options["type"] = partial(_number_or, words)
+        elif kind in (int, float, Path):
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
@@ -234,6 +240,18 @@ def _row(key: str, text: str) -> _Row:
     if "action" not in options and isinstance(default, str | int):
         options["default"] = default
     return _Row(flag, part, name, getattr(kind, "parse", None), options)
+
+
+def _number_or(words: Sequence[str], text: str) -> int | str:
+    """Parse the value of a flag that takes a whole number or one of some words."""
+    if text in words:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text} is neither a whole number nor {' or '.join(words)}"
+        ) from None
 
 
 _ROWS = [_row(key, text) for key, text in entries(_HELP)]

@@ -257,7 +257,12 @@ def inspect(
                 device_kind=device_kind,
                 num_candidates=num_candidates,
             )
-        answer.config = config = completed(vars(args), cut, config)
+        config = completed(vars(args), cut, config)
+        if config.waiting_weights == "auto":
+            config = _with_waiting(
+                answer, args, config, in_job=in_job, device_kind=device_kind
+            )
+        answer.config = config
     answer.refusals += missing_flags(args, script_defaults)
     # Without a configuration there is nothing to check the other settings against.
     if answer.refusals:
@@ -294,6 +299,36 @@ def inspect(
                 f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}"
             )
     return answer
+
+
+def _with_waiting(
+    answer: Preflight,
+    args: Namespace,
+    config: PipelineConfig,
+    *,
+    in_job: bool,
+    device_kind: DeviceKind | None,
+) -> PipelineConfig:
+    """Return a configuration with the number of W that may wait under `auto`, and log it."""
+    from megatron_ext.config import automatic
+
+    if in_job:
+        device_kind = automatic.memory_here()
+    waiting = automatic.waiting_weights(args, config, device_kind)
+    number = waiting.number
+    resolved = replace(config, waiting_weights=number)
+    if in_job and number:
+        try:
+            incompatible.refuse_waiting_weights(resolved)
+        except ScheduleError as error:
+            waiting = automatic.WaitingChoice(0, str(error).partition("; ")[0])
+            resolved = replace(config, waiting_weights=0)
+    line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
+    answer.changes.append(reworded(line, flags.in_flags))
+    if in_job and waiting.basis:
+        # Ranks with different memory would run different tables, so all ranks compare theirs.
+        answer.choice = Choice(f"--pipeline-waiting-weights {number}", waiting.basis)
+    return resolved
 
 
 def _choose(
@@ -513,9 +548,8 @@ def _add_stages(
         if in_job or has_layers:
             built = stages.stage_arguments(args, cut, placement, subject)
             answer.arguments = built.values
-            answer.changes = [
-                reworded(change, flags.in_flags) for change in built.changes
-            ]
+            for change in built.changes:
+                answer.changes.append(reworded(change, flags.in_flags))
         elif answer.pipeline is not None:
             answer.notices.append(
                 "the cut into stages is not checked: there is no --num-layers"

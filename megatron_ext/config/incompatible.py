@@ -319,7 +319,7 @@ def rules_of(
         ("disaggregation", "schedule", has_roles),
         ("schedule", "schedule", not is_stock),
         ("pairs", "pairs", config.pairs),
-        ("waiting_weights", "waiting_weights", config.waiting_weights > 0),
+        ("waiting_weights", "waiting_weights", config.num_waiting > 0),
         ("transport", "transport", is_stock and table is not None),
     ]
     if table is not None and not is_stock:
@@ -573,7 +573,7 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
     Raises:
         ScheduleError: They cannot.
     """
-    if not config.waiting_weights or devices.current().is_host:
+    if not config.num_waiting or devices.current().is_host:
         return
     # In 0.16, plans compute in the stream that the process chose first, DDP's reductions may wait
     # for the default stream only, and products of grouped_gemm belong to the actions' stream.

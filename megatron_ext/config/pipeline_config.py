@@ -160,9 +160,10 @@ class PipelineConfig:
     """Whether a forward and the backward of another micro-batch run as one action, each hiding the
     expert communication of the other. For models with experts on several ranks; flags set it if
     Megatron overlaps that communication."""
-    waiting_weights: int = 0
+    waiting_weights: int | Literal["auto"] = 0
     """With `pairs`: how many W of a rank may wait, besides those of the table, to run while the
-    rank waits for tokens. Each holds the operands of one stage and micro-batch."""
+    rank waits for tokens. Each holds the operands of one stage and micro-batch. `auto`: as many as
+    fit into the memory that the planner's forecast leaves free."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order; None: every rank runs the order of the table."""
     balance: Balance = "off"
@@ -280,6 +281,11 @@ class PipelineConfig:
         return self.slices > 1 or self.slice_tokens is not None
 
     @property
+    def num_waiting(self) -> int:
+        """How many W may wait; 0 for `auto`, which the check of a job's settings replaces."""
+        return 0 if self.waiting_weights == "auto" else self.waiting_weights
+
+    @property
     def draws_by_microbatch(self) -> bool:
         """Whether random numbers are drawn by micro-batch."""
         return self.microbatch_rng or self.dynamic is not None
@@ -380,7 +386,7 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
 
 def _mistake_of_waiting(c: PipelineConfig) -> str | None:
     """Return why W cannot wait for idle time."""
-    if c.waiting_weights < 0:
+    if c.num_waiting < 0:
         return (
             "{waiting_weights:{c.waiting_weights}} must be 0 or more; use {waiting_weights:0}, "
             "with which W runs where the table has it"

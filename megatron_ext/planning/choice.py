@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_forecast import costs_of, forecast
+from megatron_ext.planning.waiting import most_waiting
 from megatron_ext.rules import read_rules
 from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.generators.catalog import generate, get, registered
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_forecast import Layout
     from megatron_ext.planning.measured import MeasuredCosts
     from megatron_ext.planning.question import ParallelSizes, Question
+    from megatron_ext.planning.waiting import WaitingWeights
     from megatron_ext.schedules.generators.catalog import Generator
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
@@ -399,6 +401,27 @@ class ByForecast:
         if self.has_memory:
             return device.memory_gib - device.reserve_gib
         return _activations_of(reference)
+
+    def waiting_weights(self, schedule: str, chunks: int | None) -> WaitingWeights:
+        """Return how many W may wait beyond a table's before the memory of a device is full.
+
+        Raises:
+            ArgumentsError: Megatron cannot build its stages from the user's flags.
+            ScheduleError: The schedule is impossible, or no W of its table can wait.
+        """
+        counts = self.training.layers_by_stage(schedule, chunks)
+        if counts is None:
+            raise ScheduleError("the number of layers is not known")
+        costs = self.training.costs or UNIT
+
+        def layout_with(number: int) -> Layout:
+            job = replace(self.job, waiting_weights=number)
+            judge = replace(self, job=job)
+            return judge._layout(schedule, chunks, counts, costs)
+
+        if not layout_with(1).has_waiting_weights:
+            raise ScheduleError(f"{schedule} has whole backwards")
+        return most_waiting(layout_with, self.limit(None))
 
     def basis(self) -> str:
         """Return the basis of the comparison."""

@@ -107,7 +107,7 @@ class Layout:
         return runs_pairs(self.job, self.sizes)
 
     @property
-    def _has_waiting_weights(self) -> bool:
+    def has_waiting_weights(self) -> bool:
         """Whether weight gradients wait for idle time; tables with whole backwards have none."""
         if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
             return False
@@ -188,7 +188,7 @@ class Layout:
             flags.append("--expert-tensor-parallel-size 1")
             if self.pairs:
                 flags.append("--overlap-moe-expert-parallel-comm")
-            if self._has_waiting_weights:
+            if self.has_waiting_weights:
                 flags.append(f"--pipeline-waiting-weights {job.waiting_weights}")
         return " ".join(flag for flag in flags if flag)
 

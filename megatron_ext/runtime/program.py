@@ -215,7 +215,7 @@ def check_agreement(
 
 
 def check_same_choice(choice: Choice) -> None:
-    """Check that `auto` has chosen the same schedule on all ranks. Collective over all ranks.
+    """Check that `auto` has chosen the same setting on all ranks. Collective over all ranks.
 
     Raises:
         ScheduleError: The choices differ. Every rank raises this.
@@ -234,7 +234,7 @@ def check_same_choice(choice: Choice) -> None:
             f"{flags} on rank {ranks[0]}{others}, {choices[ranks[0]].basis}"
         )
     raise ScheduleError(
-        f"auto has chosen different schedules: {'; '.join(descriptions)}; name one of them, such "
+        f"auto has chosen different flags: {'; '.join(descriptions)}; name one of them, such "
         "as that of the device with the least memory, instead of auto"
     )
 

@@ -7,12 +7,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.planning.layer_costs import ASSUMPTIONS, mode_name, parameters
+from megatron_ext.planning.waiting import room_in
 from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.layout_forecast import Layout
     from megatron_ext.planning.layout_search import SearchResult
+    from megatron_ext.planning.waiting import WaitingWeights
 
 UNLIMITED_GIB = 1e9
 """Device memory that is assumed to forecast a layout that does not fit."""
@@ -76,7 +78,8 @@ def as_dict(plan: Layout) -> dict[str, Any]:
 
 
 def result_as_dict(result: SearchResult) -> dict[str, Any]:
-    """Return the output of `plan --json`."""
+    """Return the output of `plan --json`; `waiting_weights` is for the first plan."""
+    free_memory = _room_for_waiting(result.plans[0])
     return {
         "bound_s": result.bound_s,
         "gap": result.gap,
@@ -84,6 +87,7 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
         "sizes": result.num_sizes,
         "evaluated": result.num_evaluated,
         "plans": [as_dict(plan) for plan in result.plans],
+        "waiting_weights": 0 if free_memory is None else free_memory.number,
     }
 
 
@@ -114,6 +118,12 @@ def result_lines(
         "micro-batches"
     )
     yield from _memory_lines(plans[0], device)
+    free_memory = _room_for_waiting(plans[0])
+    if free_memory is not None:
+        yield (
+            f"\n--pipeline-waiting-weights {free_memory.number} fits beside the first, because "
+            f"{free_memory}; it fills waits for tokens, and needs --transformer-impl local"
+        )
     if len(plans) > 1:
         yield f"\nflags of the first {len(plans)}:"
     else:
@@ -122,6 +132,13 @@ def result_lines(
         yield f"  {number}  {flags_of(plan)}"
     if plans[0].techniques:
         yield f"\nthe forecast of the first layout includes {plans[0].techniques}"
+
+
+def _room_for_waiting(plan: Layout) -> WaitingWeights | None:
+    """Return how many W may wait in the memory that a layout leaves; None: it has no such W."""
+    if plan.job.device.memory_gib >= UNLIMITED_GIB:  # it does not fit
+        return None
+    return room_in(plan)
 
 
 def _row(number: int, plan: Layout) -> list[str]:

@@ -43,7 +43,7 @@ class PairSteps(Feature):
         pipeline = model.pipeline
         # In a dynamic order, ranks choose their pairs during the step.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
-        self._fills_waits = pipeline.config.waiting_weights > 0
+        self._fills_waits = pipeline.config.num_waiting > 0
         if self._fills_waits and folder_asked_for() is not None:
             # An early W adds to gradients while the records of other actions read them.
             self._fills_waits = False

@@ -387,7 +387,7 @@ def planned(
         fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
         overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
-        waiting_weights=answer.config.waiting_weights if answer.config else 0,
+        waiting_weights=answer.config.num_waiting if answer.config else 0,
     )
     name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
     # The planner supports neither tables from files nor forward and backward ranks.

@@ -1,0 +1,88 @@
+"""How many weight gradients may wait (`--pipeline-waiting-weights`) in the memory that is free."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from megatron_ext.planning.layout_forecast import forecast
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.layout_forecast import Layout
+
+MAX_WAITING = 8
+"""In benchmarks/expert_imbalance.py, 16 shorten a step by less than 2 % more than 8."""
+_UNLIMITED_GIB = 1e9
+
+
+@dataclass(frozen=True)
+class WaitingWeights:
+    """The largest number of W that may wait, besides those of the table."""
+
+    number: int
+    rank: int
+    """The pipeline rank whose memory is the fullest then."""
+    needed_gib: float
+    """Memory of that rank."""
+    next_gib: float | None
+    """Memory of the fullest rank with one more W; None: the number is `MAX_WAITING`."""
+    limit_gib: float
+
+    def __str__(self) -> str:
+        if not self.number:
+            return (
+                f"with one, a rank would need {self.next_gib:.1f} GiB of {self.limit_gib:.1f} by "
+                "forecast"
+            )
+        text = (
+            f"rank {self.rank} then needs {self.needed_gib:.1f} GiB of {self.limit_gib:.1f} by "
+            "forecast"
+        )
+        if self.next_gib is None:
+            return f"{text}, and more than {MAX_WAITING} gain little"
+        return f"{text}, and with one more a rank would need {self.next_gib:.1f}"
+
+
+def most_waiting(
+    layout_with: Callable[[int], Layout], limit_gib: float
+) -> WaitingWeights:
+    """Return how many W fit into the memory of every rank.
+
+    Args:
+        layout_with: Returns the forecast for a number of W that wait.
+        limit_gib: What a rank may need.
+    """
+
+    @cache
+    def memory_gib(number: int) -> tuple[float, ...]:
+        return layout_with(number).memory_gib
+
+    # A rank needs more memory for each W that waits, so bisect instead of trying all numbers.
+    number = bisect_right(
+        range(1, MAX_WAITING + 1), limit_gib, key=lambda count: max(memory_gib(count))
+    )
+    needed_gib = max(memory_gib(number))
+    next_gib = None
+    if number < MAX_WAITING:
+        next_gib = max(memory_gib(number + 1))
+    rank = memory_gib(number).index(needed_gib)
+    return WaitingWeights(number, rank, needed_gib, next_gib, limit_gib)
+
+
+def room_in(plan: Layout) -> WaitingWeights | None:
+    """Return how many W may wait in a layout; None: its table has no pairs, or splits nothing."""
+    device = plan.job.device
+    unlimited = replace(device, memory_gib=_UNLIMITED_GIB)
+
+    def layout_with(number: int) -> Layout:
+        job = replace(plan.job, device=unlimited, waiting_weights=number)
+        layout = forecast(job, plan.sizes, plan.schedule, plan.chunks, plan.counts)
+        assert layout is not None, "this cut has a forecast, and now memory enough"
+        return layout
+
+    if plan.sizes.pp == 1 or not layout_with(1).has_waiting_weights:
+        return None
+    return most_waiting(layout_with, device.memory_gib - device.reserve_gib)
