@@ -67,8 +67,15 @@ class Observer(TransportObserver):
     def begin_exchange(self) -> None:
         """Called before experts exchange tokens, in the stream of the exchange; pairs only."""
 
-    def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Called in the same stream after the exchange, with the action that it belongs to."""
+    def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
+        """Called in the same stream after the exchange.
+
+        Args:
+            kind: Kind of the action that it belongs to.
+            stage: The action's stage.
+            microbatch: The action's micro-batch.
+            layer: Index of the layer within the stage.
+        """
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Called when a step is complete, with its actions in execution order and its duration."""

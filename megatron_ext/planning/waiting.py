@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_forecast import Layout
 
 MAX_WAITING = 8
-"""In benchmarks/expert_imbalance.py, 16 shorten a step by less than 2 % more than 8."""
+"""In benchmarks/expert_imbalance.py, 16 are not faster than 8."""
 _UNLIMITED_GIB = 1e9
 
 

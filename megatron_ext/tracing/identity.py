@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "pipeline_costs", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
-    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size",
+    "global_batch_size", "num_layers", "hidden_size", "ffn_hidden_size",
+    "num_attention_heads", "seq_length", "num_experts",
     "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "sequence_parallel",
 )  # fmt: skip
@@ -143,8 +144,8 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pipeline_schedule"] = pipeline.name
         settings["stash_ratio"] = pipeline.config.stash_ratio
         settings["pairs"] = pipeline.config.pairs
-        if pipeline.config.waiting_weights:
-            settings["waiting_weights"] = pipeline.config.waiting_weights
+        if pipeline.config.num_waiting:
+            settings["waiting_weights"] = pipeline.config.num_waiting
         by_length = pipeline.config.slice_tokens is not None
         if by_length:
             settings["slice_tokens"] = pipeline.config.slice_tokens

@@ -23,7 +23,7 @@ The category (`cat`) is the type of a span; a first or only slice is omitted:
     wait           cause (input, slot, leader, credit); all but slot: on (the global rank), for,
                    stage, microbatch, slice, as far as one message ended it
     exchange       of tokens with other experts, in a separate stream: of (F, B or I), stage,
-                   microbatch
+                   microbatch, layer (its index within the stage)
     reduce, optimizer, weights
 
 An iteration has `wires` (by global rank of a peer: what carries its messages), `failed` if an error

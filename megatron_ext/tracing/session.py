@@ -230,9 +230,10 @@ class Session(Observer):
         """Stamp the stream in which experts exchange tokens."""
         self._begin()
 
-    def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
         """Record the exchange."""
-        self._end("exchange", {"of": kind, "microbatch": microbatch, "stage": stage})
+        about = {"of": kind, "microbatch": microbatch, "stage": stage, "layer": layer}
+        self._end("exchange", about)
 
     def made(
         self,

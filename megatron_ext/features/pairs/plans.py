@@ -195,8 +195,8 @@ class PlannedCompute(StageCompute):
             # deferral of weight gradients must wrap both.
             if self.observers:
                 backward_kind: Kind = "I" if splits else "B"
-                for layer in layers:
-                    self._observe(layer, key, backward_kind)
+                for index, layer in enumerate(layers):
+                    self._observe(layer, index, key, backward_kind)
             for layer in self._recomputed(layers):
                 self._recompute(layer)
             if splits:
@@ -216,15 +216,15 @@ class PlannedCompute(StageCompute):
         # Layers of multi-token prediction keep more than their input, so they are not recomputed.
         return [layer for layer in layers if not _predicts(layer)]
 
-    def _observe(self, layer: Any, key: _Key, backward_kind: Kind) -> None:
-        """Let observers see a layer's exchanges of tokens."""
+    def _observe(self, layer: Any, index: int, key: _Key, backward_kind: Kind) -> None:
+        """Let observers see a layer's exchanges of tokens; `index` is its place in the stage."""
         for node in (layer.moe_dispatch, layer.moe_combine):
             if isinstance(
                 node, utils.ScheduleNode
             ):  # missing in layers without experts
-                node.forward_func = self._observed("F", key, node.forward_func)
+                node.forward_func = self._observed("F", key, index, node.forward_func)
                 node.backward_func = self._observed(
-                    backward_kind, key, node.backward_func
+                    backward_kind, key, index, node.backward_func
                 )
 
     def _defer_weights(self, part: Any, key: _Key) -> None:
@@ -376,7 +376,7 @@ class PlannedCompute(StageCompute):
         nodes[-1].backward = again
 
     def _observed(
-        self, kind: Kind, key: _Key, function: Callable[..., Any]
+        self, kind: Kind, key: _Key, layer: int, function: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Wrap an exchange of tokens so that observers see it."""
 
@@ -385,7 +385,7 @@ class PlannedCompute(StageCompute):
                 observer.begin_exchange()
             output = function(*args)
             for observer in self.observers:
-                observer.end_exchange(kind, *key)
+                observer.end_exchange(kind, *key, layer)
             return output
 
         return run

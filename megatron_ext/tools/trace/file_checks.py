@@ -25,6 +25,7 @@ _WHOLE_ATTRIBUTES = (
     "to",
     "from",
     "bytes",
+    "layer",
 )
 _ATTRIBUTE_TYPES: dict[str, type] = {
     **dict.fromkeys(_WHOLE_ATTRIBUTES, int),
@@ -41,7 +42,10 @@ _NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
 
 _WHOLE_FIGURES = ("microbatches", "memory_bytes", "activation_bytes", "out_of_order")
 
-_WHOLE_SETTINGS = ("num_layers", "dpp_extra_activations")
+_WHOLE_SETTINGS = (
+    *("num_layers", "dpp_extra_activations", "waiting_weights"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 _TEXT_SETTINGS = ("cpus", "device", "transport", "dpp_policy")
 
 

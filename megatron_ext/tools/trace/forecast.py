@@ -28,6 +28,7 @@ from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
 from megatron_ext.tools.text_table import aligned
+from megatron_ext.tools.trace import imbalance
 from megatron_ext.tools.trace.measured_costs import measured_costs
 from megatron_ext.tools.trace.survey import figures
 
@@ -208,6 +209,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         raise ScheduleError(
             "no schedule can run with these sizes:\n" + "\n".join(notes)
         )
+    notes += imbalance.sentences(run)
     # Put the fastest first, and of equally fast ones the one that needs less memory.
     predictions.sort(
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)

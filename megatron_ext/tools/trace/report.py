@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
+from megatron_ext.tools.trace import imbalance
 from megatron_ext.tools.trace.aggregate import Run, Slow, slow
 from megatron_ext.tools.trace.forecast import Forecast, predict
 from megatron_ext.tools.trace.measured_costs import planned
@@ -83,10 +84,14 @@ def page(run: Run) -> str:
     ranks = []
     for rank in shown_ranks:
         ranks.append({"label": rank.header.label, **figures([rank])._asdict()})
+    verdict = _verdict(total, forecast, slow_items)
+    expert_sentences = " ".join(imbalance.sentences(run))
+    if expert_sentences:
+        verdict.append(("Which experts are slow", expert_sentences))
     content = {
         "title": _title(run, plan),
         "folder": run.directory.resolve().name,
-        "verdict": _verdict(total, forecast, slow_items),
+        "verdict": verdict,
         "flags": [prediction.flags for prediction in forecast.recommended],
         "forecast": [asdict(prediction) for prediction in predictions],
         "traced": forecast.measured,
@@ -100,6 +105,7 @@ def page(run: Run) -> str:
         "heat": [_idle_shares(rank.steps, steps_per_column) for rank in shown_ranks],
         "steps": [step.number for step in longest],
         "links": [asdict(link) for link in run.links[:_MAX_ROWS]],
+        "experts": imbalance.table(run)[:_MAX_ROWS],
         "slow": [[item.name, f"{item.factor:.2f}"] for item in slow_items],
         "settings": _settings(run),
     }

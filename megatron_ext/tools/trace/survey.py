@@ -6,7 +6,7 @@ The page, the forecast and the text summary are built from the surveys of all ra
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -125,6 +125,20 @@ class Link:
     it needs the surveys of both ranks."""
 
 
+class ExchangeKey(NamedTuple):
+    """An exchange of tokens; all ranks of an expert group have the same ones."""
+
+    iteration: int
+    kind: str
+    """Kind of its action."""
+    stage: int
+    microbatch: int
+    layer: int
+    """Index within the stage."""
+    number: int
+    """Exchanges of this layer and action before it."""
+
+
 @dataclass
 class RankSurvey:
     """The survey of one rank, with times by its own clock."""
@@ -148,6 +162,8 @@ class RankSurvey:
     """(stage, iteration, micro-batch, slice) -> nanoseconds of all its actions."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Stage -> nanoseconds that each forward spent exchanging tokens between experts."""
+    exchange_ns: dict[ExchangeKey, int] = field(default_factory=dict)
+    """Nanoseconds of each exchange of tokens, including the wait for the slowest rank."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(iteration, micro-batch) -> the number of its tokens, and of pairs of tokens within its
     samples."""
@@ -442,12 +458,24 @@ class _IterationCounter:
         return source, *values
 
     def _add_exchanges(self) -> None:
-        """Add the time that each forward spent exchanging tokens, which may take several spans."""
+        """Add each exchange of tokens, and the time that each forward spent in its exchanges."""
         exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
+        num_exchanges: Counter[tuple[str, int, int, int]] = Counter()
         for span in self._iteration.spans:
-            if span.name == "exchange" and span.attributes["of"] == "F":
-                forward = span.attributes["stage"], span.attributes["microbatch"]
-                exchanged_ns[forward] += span.end_ns - span.begin_ns
+            if span.name != "exchange":
+                continue
+            took_ns = span.end_ns - span.begin_ns
+            kind = span.attributes["of"]
+            stage = span.attributes["stage"]
+            microbatch = span.attributes["microbatch"]
+            layer = span.attributes.get("layer", 0)
+            of_layer = kind, stage, microbatch, layer
+            number = num_exchanges[of_layer]
+            num_exchanges[of_layer] += 1
+            key = ExchangeKey(self._iteration.number, *of_layer, number)
+            self._result.exchange_ns[key] = took_ns
+            if kind == "F":
+                exchanged_ns[stage, microbatch] += took_ns
         for (stage, _), took_ns in exchanged_ns.items():
             self._result.exchanges[stage].append(took_ns)
 

@@ -163,7 +163,7 @@ def _gibibytes(text: str) -> float:
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.trace import aggregate, survey
+    from megatron_ext.tools.trace import aggregate, imbalance, survey
 
     run = aggregate.read_run(args.trace_dir)
     output = args.output or aggregate.aggregated_name(args.trace_dir)
@@ -172,6 +172,8 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     _write_costs(run)
     _print_notes(run.notes)
     print(survey.text(run.surveys))
+    for sentence in imbalance.sentences(run):
+        print(sentence)
     print(
         f"wrote {output} ({num_bytes / 2**20:.1f} MiB); open it at https://ui.perfetto.dev"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from megatron_ext.tracing.records import (
 )
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import SliceSizes
+    from megatron_ext.schedules.table.actions import Action, SliceSizes
 
 MS = 1_000_000
 COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
@@ -58,12 +59,14 @@ def write_run(
     optimizer_s: float = 0.0,
     run: str = "",
     sampling: Tracing = Tracing(iterations=100),  # noqa: B008 - it is frozen
+    exchange_ms: Callable[[int, Action, int], float] | None = None,
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
     With `sizes` (tokens and pairs of each micro-batch), the first rank records them. With `ramp`,
     the first steps have these numbers of micro-batches, the others `microbatches`. With
-    `slice_sizes`, the slices of all steps depend on lengths.
+    `slice_sizes`, the slices of all steps depend on lengths. With `exchange_ms` (of a global rank,
+    an action and a layer), stages have two layers that exchange tokens.
     """
     cut = {"pairs": pairs, "slices": slices, "costs": Costs(attention=costs.attention)}
     table = generate(schedule, pp, microbatches, **cut)
@@ -117,6 +120,9 @@ def write_run(
                         ),
                     ]
                 for half in halves:
+                    if exchange_ms is not None and half.action.kind != "W":
+                        of_rank = partial(exchange_ms, header.rank, half.action)
+                        record_exchanges(recorder, clock, half.action, of_rank)
                     record(recorder, clock, origin, half, *times, costs)
             clock.now_ns = origin + step_ns - MS
             if optimizer_s:
@@ -164,6 +170,14 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
     for leaving in exchange.outputs:
         about = about_message(leaving.message)
         recorder.add("send", clock.now_ns, {"to": leaving.peer, **about, "bytes": 1024})
+
+
+def record_exchanges(recorder, clock, action, exchange_ms) -> None:
+    for layer in range(2):
+        about = {"of": action.kind, "stage": action.stage, "layer": layer}
+        about["microbatch"] = action.microbatch
+        end_ns = clock.now_ns + round(MS * exchange_ms(layer))
+        recorder.add("exchange", clock.now_ns, about, end_ns)
 
 
 def about_message(message) -> dict[str, object]:

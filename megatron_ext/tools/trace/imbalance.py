@@ -1,0 +1,254 @@
+"""How long experts wait for each other in a traced run, for which rank, and what would help.
+
+The ranks of an expert group meet in each exchange of tokens. It ends for all of them at once, so a
+rank whose exchange takes longer than the shortest one of its group has waited for the slowest rank.
+This needs no common clock.
+
+Between two exchanges, all ranks of a group take the same time, in which each works or waits. So the
+step can shrink by what the busiest rank waits if other work fills the waits, but not below the work
+of that rank; and to the mean work if the experts are divided in another way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.tools.trace.survey import RankSurvey, figures
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.aggregate import Run
+
+_WORTH = 0.01
+"""Share of a step from which on waits are reported."""
+_MAX_LINES = 8
+
+
+class Place(NamedTuple):
+    """A layer, as the trace knows it."""
+
+    stage: int
+    layer: int
+    """Index within the stage."""
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Ranks that exchange tokens with each other. All times are for one step, in nanoseconds."""
+
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    step_ns: float
+    waited_ns: Mapping[int, float]
+    """By global rank: how long it has waited for others of the group."""
+    waited_by_layer_ns: Mapping[Place, Mapping[int, float]]
+    """The same by layer."""
+    fillable_ns: float
+    """Waits of every rank: what a step loses to an order, not to a busy rank."""
+    share_busiest: Mapping[int, float]
+    """By global rank: the share of steps in which it waited least."""
+    share_last: Mapping[int, float]
+    """By global rank: the share of exchanges in which it was the slowest."""
+    weights_ns: float
+    """Time of the weight gradients that run apart, on the rank that has the least."""
+
+    @property
+    def slow_rank(self) -> int:
+        """The rank that waits least, because the others wait for it."""
+        return min(self.ranks, key=self.waited_ns.__getitem__)
+
+    @property
+    def mean_ns(self) -> float:
+        """Waits of the mean rank, which an even division of the work would avoid."""
+        return fmean(self.waited_ns.values())
+
+    @property
+    def persistent_ns(self) -> float:
+        """What the busiest rank of a step has to do in it beyond the mean rank."""
+        return self.mean_ns - self.fillable_ns
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether most of the waits are for a rank that has more work in the whole step."""
+        return self.persistent_ns > self.fillable_ns
+
+    @property
+    def worst_place(self) -> Place:
+        """The layer in which the mean rank waits longest."""
+        return max(
+            self.waited_by_layer_ns,
+            key=lambda place: fmean(self.waited_by_layer_ns[place].values()),
+        )
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the waits are long enough to be reported."""
+        return self.mean_ns >= _WORTH * self.step_ns
+
+
+def expert_groups(run: Run) -> list[ExpertGroup]:
+    """Return the groups of experts whose exchanges were recorded, the longest waits first."""
+    groups = []
+    for surveys in _surveys_by_group(run).values():
+        group = _group_of(surveys)
+        if group is not None:
+            groups.append(group)
+    return sorted(groups, key=lambda group: -group.mean_ns)
+
+
+def sentences(run: Run) -> Iterator[str]:
+    """Yield a sentence for each group that waits long, and what would help it."""
+    groups = expert_groups(run)
+    worth_it = [group for group in groups if group.is_worth_it]
+    if groups and not worth_it:
+        yield f"Experts wait less than {100 * _WORTH:g} % of a step for each other."
+    for group in worth_it[:_MAX_LINES]:
+        yield _sentence(group, run)
+    if len(worth_it) > _MAX_LINES:
+        yield f"{len(worth_it) - _MAX_LINES} more groups of experts wait less."
+
+
+def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
+    """Return the surveys of each expert group that has all of its ranks."""
+    expert_size = int(run.settings.get("expert_model_parallel_size") or 1)
+    surveys: dict[tuple[int, int, int], list[RankSurvey]] = defaultdict(list)
+    for survey in run.surveys:
+        header = survey.header
+        tensor_size = header.sizes[2]
+        # Megatron's default: the experts of a layer are sharded like its other weights.
+        expert_tensor_size = int(
+            run.settings.get("expert_tensor_parallel_size") or tensor_size
+        )
+        # Within a stage, Megatron numbers tensor ranks first, and expert groups follow each other.
+        index = header.data * tensor_size + header.tensor
+        number, within = divmod(index, expert_size * expert_tensor_size)
+        surveys[header.pipeline, number, within % expert_tensor_size].append(survey)
+    return {
+        key: members
+        for key, members in surveys.items()
+        if len(members) == expert_size > 1
+    }
+
+
+def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
+    """Return the waits of a group; None: it has no exchange that all of its ranks recorded."""
+    shared_keys = set(surveys[0].exchange_ns)
+    for survey in surveys[1:]:
+        shared_keys &= survey.exchange_ns.keys()
+    step_ns = figures(surveys).duration_ns
+    if not shared_keys or not step_ns:
+        return None
+    ranks = tuple(survey.header.rank for survey in surveys)
+    waited_by_step_ns: dict[int, Counter[int]] = defaultdict(Counter)
+    waited_by_layer_ns: dict[Place, Counter[int]] = defaultdict(Counter)
+    num_last: Counter[int] = Counter()
+    for key in shared_keys:
+        took_ns = {survey.header.rank: survey.exchange_ns[key] for survey in surveys}
+        last_rank = min(ranks, key=took_ns.__getitem__)
+        num_last[last_rank] += 1
+        for rank in ranks:
+            rank_waited_ns = took_ns[rank] - took_ns[last_rank]
+            waited_by_step_ns[key.iteration][rank] += rank_waited_ns
+            waited_by_layer_ns[Place(key.stage, key.layer)][rank] += rank_waited_ns
+    num_steps = len(waited_by_step_ns)
+    waited_ns: Counter[int] = Counter()
+    num_busiest: Counter[int] = Counter()
+    fillable_ns = 0.0
+    for of_step in waited_by_step_ns.values():
+        waited_ns.update(of_step)
+        busiest_rank = min(ranks, key=of_step.__getitem__)
+        num_busiest[busiest_rank] += 1
+        fillable_ns += of_step[busiest_rank] / num_steps
+    return ExpertGroup(
+        ranks,
+        step_ns=step_ns,
+        waited_ns=_for_one(waited_ns, ranks, num_steps),
+        waited_by_layer_ns={
+            place: _for_one(of_layer, ranks, num_steps)
+            for place, of_layer in waited_by_layer_ns.items()
+        },
+        fillable_ns=fillable_ns,
+        share_busiest=_for_one(num_busiest, ranks, num_steps),
+        share_last=_for_one(num_last, ranks, len(shared_keys)),
+        weights_ns=min(_weights_ns(survey) for survey in surveys),
+    )
+
+
+def _for_one(
+    totals: Mapping[int, float], ranks: Sequence[int], number: int
+) -> dict[int, float]:
+    return {rank: totals[rank] / number for rank in ranks}
+
+
+def _weights_ns(survey: RankSurvey) -> float:
+    """Return the time of a rank's weight gradients in one step."""
+    total_ns = 0
+    for (name, _stage, _slice), sample_ns in survey.actions.items():
+        if name == "weight_gradient":
+            total_ns += sum(sample_ns)
+    return total_ns / max(1, survey.num_sampled)
+
+
+def _sentence(group: ExpertGroup, run: Run) -> str:
+    place = group.worst_place
+    slow_rank = group.slow_rank
+    ranks = ", ".join(str(rank) for rank in group.ranks)
+    return (
+        f"Experts of ranks {ranks} wait {_percent(group, group.mean_ns)} of a step for each other, "
+        f"longest in layer {place.layer} of stage {place.stage}; rank {slow_rank} is the last in "
+        f"{100 * group.share_last[slow_rank]:.0f} % of the exchanges. {_help_for(group, run)}"
+    )
+
+
+def _help_for(group: ExpertGroup, run: Run) -> str:
+    """Return what a queue of W and another division of experts would gain."""
+    slow_rank = group.slow_rank
+    persistent = _percent(group, group.persistent_ns)
+    num_waiting = run.settings.get("waiting_weights")
+    filled_ns = min(group.fillable_ns, group.weights_ns)
+    if num_waiting:
+        queue = (
+            f"With {num_waiting} waiting weight gradients, "
+            f"{_percent(group, group.fillable_ns)} are left that an order could fill"
+        )
+    elif filled_ns >= _WORTH * group.step_ns:
+        queue = (
+            "Weight gradients that wait (--pipeline-waiting-weights) would gain at most "
+            f"{_percent(group, filled_ns)}"
+        )
+    elif group.weights_ns:
+        queue = "Weight gradients that wait would gain less than 1 %"
+    else:
+        queue = (
+            f"{_percent(group, group.fillable_ns)} could be filled by weight gradients, which run "
+            "apart only in schedules that split backwards, such as zb-h1"
+        )
+    if group.is_persistent:
+        busiest = f"rank {slow_rank} has"
+        if group.share_busiest[slow_rank] < 0.5:
+            busiest = "a rank, not the same in each step, has"
+        return (
+            f"{queue}. No schedule cures the remaining {persistent}: {busiest} that much more work "
+            "in the whole step, which only another division of experts or tokens changes."
+        )
+    return f"{queue}; an even division of experts gains {persistent} more."
+
+
+def _percent(group: ExpertGroup, time_ns: float) -> str:
+    return f"{100 * time_ns / group.step_ns:.1f} %"
+
+
+def table(run: Run) -> list[list[str]]:
+    """Return a row for each group and layer of the report: its waits by rank, in milliseconds."""
+    rows = []
+    for group in expert_groups(run):
+        for place, waited_ns in sorted(group.waited_by_layer_ns.items()):
+            waits = [f"{rank}: {waited_ns[rank] / 1e6:.2f}" for rank in group.ranks]
+            last_rank = min(group.ranks, key=waited_ns.__getitem__)
+            rows.append(
+                [str(place.stage), str(place.layer), str(last_rank), ", ".join(waits)]
+            )
+    return rows
