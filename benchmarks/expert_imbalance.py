@@ -24,8 +24,6 @@ Loads are log-normal; half of the deviation is the layer's for the whole step. C
 from __future__ import annotations
 
 import heapq
-import math
-import random
 import statistics
 import sys
 from collections import deque
@@ -37,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.command import markdown, options
+from benchmarks.harness.loads import Size, drawn
 from megatron_ext.schedules import Action, Costs, Schedule, generate
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.transforms import weights_waiting
@@ -346,24 +345,16 @@ def loads_of(
         seed: Seed of the draws.
         persistence: Exponent of the part that a layer keeps for the whole step.
     """
-    draws = random.Random(seed)
     layers_per_stage = LAYERS * len(table.rows) // table.num_stages
-    loads = []
-    for _ in range(table.num_stages):
-        stage = []
-        for _ in range(layers_per_stage):
-            logarithms_of_step = [draws.gauss(0, sigma) for _ in range(num_experts)]
-            layer = []
-            for _ in range(table.num_microbatches):
-                logarithms = [
-                    persistence * log + (1 - persistence) * draws.gauss(0, sigma)
-                    for log in logarithms_of_step
-                ]
-                times = list(map(math.exp, logarithms))
-                layer.append([time / statistics.fmean(times) for time in times])
-            stage.append(layer)
-        loads.append(stage)
-    return loads
+    size = Size(
+        layers_per_stage * table.num_stages, table.num_microbatches, num_experts
+    )
+    loads = drawn(size, sigma, seed, persistence)
+    by_stage = []
+    for stage in range(table.num_stages):
+        first = stage * layers_per_stage
+        by_stage.append(loads[first : first + layers_per_stage])
+    return by_stage
 
 
 def imbalance_of(loads: Loads) -> float:

@@ -1,7 +1,7 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
-        [--quick]
+        [--imbalance X ... [--waiting N] [--exchange-share S]] [--quick]
 
 This uses the emulated device that runs behind its host, as schedules.py --device does. It needs a
 C++ compiler and megatron-core 0.19 or later, because earlier releases can plan only their own
@@ -18,10 +18,21 @@ of the same layer's computation, in the forward and in the input gradient. Colum
     gain         simulated time of the same table without pairs over T
     upstream     T over that of Megatron's own overlap under its interleaved schedule
     activations  on the worst rank, in those of one micro-batch on 1/pp of the model
+
+With `--imbalance`, experts get unequal numbers of tokens, and kernels share the device: it runs one
+at a time, of those that are ready one of the highest priority first, and interrupts none. Exchanges
+use a share of it. The imbalance is the largest load of a layer's expert ranks over their mean. All
+orders run random loads with each of the imbalances, half of whose deviation stays the same for the
+whole step, and the eight workloads of Megatron-LM#7488, W0 (balanced) to W7. Columns:
+
+    T/work       T over the mean work of a rank
+    T/busiest    T over the work of the busiest rank, the floor of all orders
+    gain         T of the same pairs without waiting weight gradients over T
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +44,9 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # the ranks are those of the tests
 
-from benchmarks.harness import ranks
+from benchmarks.harness import ranks, uneven
 from benchmarks.harness.command import chosen, figure, machine, markdown, options
+from benchmarks.harness.loads import Size
 from benchmarks.harness.metrics import peak, seconds_of
 from benchmarks.harness.ops import LAYERS, ExpertTimes, Sizes, Step
 from benchmarks.harness.systems import VARIANTS, Own, Peer, System, loop2, own
@@ -161,6 +173,54 @@ def table(overlaps: dict[str, Overlap], work_s: float) -> str:
     return markdown(_HEADER, rows)
 
 
+def _check_release() -> None:
+    """Exit if Megatron cannot run the plans of emulated models."""
+    if (releases.installed_release() or (0, 19)) < (0, 19):
+        raise SystemExit(
+            f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
+            "models only, not of emulated ones; install 0.19 or later"
+        )
+
+
+def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Measure experts with unequal loads, and print."""
+    compared = chosen(parser, uneven.systems(args.waiting), args.only)
+    pp, num_microbatches, forward_ms = 2, 16, args.forward_ms or 80.0
+    num_ranks = uneven.NUM_EXPERT_RANKS
+    size = Size(LAYERS * pp, num_microbatches, num_ranks)
+    by_name = uneven.cases(size, args.imbalance)
+    if args.quick:
+        num_microbatches, forward_ms = 4, 16.0
+        size = size._replace(num_microbatches=num_microbatches)
+        by_name = uneven.cases(size, args.imbalance[-1:])
+        by_name = {name: by_name[name] for name in ("W0 balanced", [*by_name][-1])}
+        compared = compared[1:]
+    highest = max(args.imbalance)
+    if not 1 <= min(args.imbalance) <= highest < num_ranks:
+        parser.error(
+            f"--imbalance {highest:g}: the largest of {num_ranks} loads is at least 1 and below "
+            f"{num_ranks} times their mean; give 1.66, say"
+        )
+    ranks.clean_up_when_terminated()
+    before = machine()
+    sizes = Sizes(pp, num_microbatches, forward_ms / 1e3, 1, 1, 120.0)
+    results, device = uneven.measure(
+        compared,
+        sizes,
+        by_name,
+        connections=args.connections,
+        exchange_share=args.exchange_share,
+    )
+    print(f"{uneven.table(results, by_name, sizes.work_s)}\n")
+    print(
+        f"pp {pp}, {num_ranks} ranks of experts, {num_microbatches} micro-batches, {LAYERS} layers "
+        f"on each rank, forward = input gradient = weight gradient = {forward_ms:g} ms on average, "
+        f"{device}, exchanges that use {args.exchange_share:g} of the device, one step of each; "
+        f"{before} before."
+    )
+    return 0
+
+
 def main() -> int:
     """Measure and print; return 1 if a system failed."""
     parser = options(__doc__, "two systems, a few short actions", only=True)
@@ -168,13 +228,27 @@ def main() -> int:
     add(
         "--forward-ms",
         type=float,
-        default=40.0,
-        help="computation of 1/pp of the model",
+        help="computation of 1/pp of the model (default: 40, with --imbalance 80)",
     )
+    add("--imbalance", type=float, nargs="+", metavar="X",
+        help="experts with unequal loads: the largest over the mean")  # fmt: skip
+    add(
+        "--waiting",
+        type=int,
+        default=4,
+        metavar="N",
+        help="with --imbalance: W that may wait",
+    )
+    add("--exchange-share", type=float, default=0.0, metavar="S",
+        help="with --imbalance: share of the device that an exchange uses")  # fmt: skip
     add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
         "with other streams wait for them")  # fmt: skip
     args = parser.parse_args()
+    _check_release()
+    if args.imbalance is not None:
+        return _uneven(parser, args)
     compared = chosen(parser, systems(), args.only)
+    args.forward_ms = args.forward_ms or 40.0
     pp = 4
     num_microbatches = 16
     num_steps = 2
@@ -184,11 +258,6 @@ def main() -> int:
         compared = [
             system for system in systems() if system.name in (_UPSTREAM, "zb-v, pairs")
         ]
-    if (releases.installed_release() or (0, 19)) < (0, 19):
-        raise SystemExit(
-            f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
-            "models only, not of emulated ones; install 0.19 or later"
-        )
     ranks.clean_up_when_terminated()
     before = machine()
     sizes = Sizes(pp, num_microbatches, args.forward_ms / 1e3, 1, num_steps, 120.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -14,6 +15,8 @@ from benchmarks.expert_imbalance import (
     loads_of,
     sigma_for,
 )
+from benchmarks.harness import loads as harness_loads
+from benchmarks.harness.loads import Size, with_imbalance, workloads
 from megatron_ext.schedules import Schedule, generate
 from megatron_ext.schedules.table.transforms import weights_waiting
 from tests.commands import run_python
@@ -64,6 +67,47 @@ def test_exchanges_that_use_the_device_slow_it_down() -> None:
         _time(_WAITING, loads, fills=True, share=share) for share in (0.0, 0.1, 0.5)
     ]
     assert times == sorted(set(times))
+
+
+_SIZE = Size(num_layers=8, num_microbatches=16, num_ranks=4)
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.2, 1.66, 2.2])
+def test_loads_of_an_imbalance(imbalance: float) -> None:
+    loads = with_imbalance(_SIZE, imbalance)
+    assert harness_loads.imbalance_of(loads) == pytest.approx(imbalance, abs=0.01)
+    for layer in loads:
+        for of_ranks in layer:
+            assert fmean(of_ranks) == pytest.approx(1)
+
+
+def test_workloads_differ_in_where_the_imbalance_is() -> None:
+    by_name = {name.split()[0]: work for name, work in workloads(_SIZE).items()}
+    assert [*by_name] == [f"W{number}" for number in range(8)]
+    for work in by_name.values():
+        for loads in (work.experts, work.attention):
+            for layer in loads:
+                assert len(layer) == _SIZE.num_microbatches
+                for of_ranks in layer:
+                    assert fmean(of_ranks) == pytest.approx(1)
+    imbalances = {
+        name: round(harness_loads.imbalance_of(work.experts), 2)
+        for name, work in by_name.items()
+    }
+    assert imbalances == {
+        "W0": 1, "W1": 2, "W2": 2, "W3": 1, "W4": 1, "W5": 1.33, "W6": 2, "W7": 1.5
+    }  # fmt: skip
+    work_of_ranks = {}
+    for name, work in by_name.items():
+        totals = [0.0] * _SIZE.num_ranks
+        for layer in work.experts:
+            for of_ranks in layer:
+                totals = [a + b for a, b in zip(totals, of_ranks, strict=True)]
+        work_of_ranks[name] = max(totals) / fmean(totals)
+    # A hot rank that rotates leaves all ranks with the same work, one that stays does not.
+    assert work_of_ranks["W6"] == pytest.approx(1)
+    assert work_of_ranks["W2"] == pytest.approx(2)
+    assert work_of_ranks["W1"] < 2
 
 
 def test_command() -> None:

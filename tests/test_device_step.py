@@ -167,3 +167,26 @@ def test_command_of_pairs() -> None:
     assert isinstance(zb_v, Own)
     table = simulate(zb_v.pipeline(2, 4).full)
     assert float(paired[-1]) == table.peak_activations
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    (releases.installed_release() or (0, 19)) < (0, 19),
+    reason="Megatron makes plans of other models than its own from 0.19 on",
+)
+@pytest.mark.usefixtures("emulated_musa")
+def test_command_of_unequal_experts() -> None:
+    printed = quick_run("expert_overlap.py", "--imbalance", "1.66")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in printed.splitlines()
+        if line.startswith(("| W0", "| drawn"))
+    ]
+    assert [row[:3] for row in rows] == [
+        ["W0 balanced", "1.00", "zb-h1, pairs"],
+        ["W0 balanced", "1.00", "zb-h1, pairs, 4 waiting"],
+        ["drawn, 1.66", "1.66", "zb-h1, pairs"],
+        ["drawn, 1.66", "1.66", "zb-h1, pairs, 4 waiting"],
+    ]
+    for row in rows:
+        assert float(row[4]) >= 1, "no order beats the busiest rank"

@@ -26,7 +26,7 @@ from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.schedules import Kind, Schedule
 
 from .device_probe import DeviceProbe, TimedOp
-from .ops import LAYERS, ExpertTimes, Part
+from .ops import ExpertTimes, Part
 from .stage import MESSAGE_SHAPE, Chunk, Passing, Probe, first, weight_product
 
 
@@ -37,19 +37,27 @@ class ExpertProbe(DeviceProbe):
     """Tells whether the running backward defers its weight gradients to W."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Enqueue the time of a W; the parts of other ops enqueue their own."""
-        if kind == "W":
-            super().enqueue(kind, stage, microbatch)
-
-    def part(self, part: Part, kind: Kind, place: tuple[int, int]) -> None:
-        """Enqueue the time of a part of a layer, after a meeting if it exchanges tokens."""
+        """Enqueue the time of a W, in parts; the parts of other ops enqueue their own."""
+        if kind != "W":
+            return
         assert isinstance(self.times, ExpertTimes)
+        for layer in reversed(range(self.times.num_layers)):
+            self.part("experts", kind, (stage, microbatch), layer)
+            self.part("attention", kind, (stage, microbatch), layer)
+
+    def part(self, part: Part, kind: Kind, place: tuple[int, int], layer: int) -> None:
+        """Enqueue the time of a part of a layer, after a meeting if it exchanges tokens."""
+        times = self.times
+        assert isinstance(times, ExpertTimes)
+        share = 1.0
         if part in ("dispatch", "combine"):
-            if not self.times.all_to_all:
+            if not times.all_to_all:
                 return
             _meet(self.device)
-        lasts_us = 1e6 * self.times.part_s(part, kind, *place)
-        torch.ops.fake_musa.spend(self.device.index, lasts_us)
+            share = times.exchange_share
+        expert_rank = parallel_state.get_expert_model_parallel_rank()
+        lasts_us = 1e6 * times.part_s(part, kind, *place, layer, expert_rank)
+        torch.ops.fake_musa.spend(self.device.index, lasts_us, share)
 
     def chunk(self, config: Any, vp_stage: int | None, number: int) -> Chunk:
         return ExpertChunk(self, config, vp_stage, number)
@@ -103,9 +111,11 @@ def _meet(device: torch.device) -> None:
 class _Layer(torch.nn.Module):
     """A layer with experts, in four parts that are functions of `[s, b, h]`."""
 
-    def __init__(self, probe: ExpertProbe) -> None:
+    def __init__(self, probe: ExpertProbe, index: int) -> None:
         super().__init__()
         self.probe = probe
+        self.index = index
+        """Its place in the stage."""
         self.place = (0, 0)
         """(stage, micro-batch) of the running forward."""
         weight = torch.zeros(MESSAGE_SHAPE[-1], 1, device=probe.device)
@@ -113,7 +123,7 @@ class _Layer(torch.nn.Module):
 
     def run(self, part: Part, x: torch.Tensor) -> torch.Tensor:
         """Run one part."""
-        self.probe.part(part, "F", self.place)
+        self.probe.part(part, "F", self.place, self.index)
         # Clone, because Megatron would replace a view.
         output: torch.Tensor = Passing.apply(x, self._spending("I", part)).clone()
         if part in ("attention", "experts"):
@@ -130,7 +140,7 @@ class _Layer(torch.nn.Module):
 
         def passes(gradient: torch.Tensor) -> torch.Tensor:
             if kind == "I" or probe.split is None or not probe.split.is_deferring:
-                probe.part(part, kind, place)
+                probe.part(part, kind, place, self.index)
             return gradient.clone() if kind == "I" else gradient
 
         return passes
@@ -144,7 +154,8 @@ class ExpertChunk(Chunk):
     ) -> None:
         super().__init__(probe, config, vp_stage, number)
         assert isinstance(probe, ExpertProbe)
-        self.parts = [_Layer(probe) for _ in range(round(LAYERS * probe.times.share))]
+        assert isinstance(probe.times, ExpertTimes)
+        self.parts = [_Layer(probe, index) for index in range(probe.times.num_layers)]
         self.layers = torch.nn.ModuleList(self.parts)
 
     def begin(

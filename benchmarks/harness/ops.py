@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.schedules import Kind
 
+from .loads import Loads
+
 SEQUENCE_LENGTH = 1024
 """Sequence length of the emulated model, in tokens: enough for slices of any cost."""
 LAYERS = 4
@@ -92,12 +94,49 @@ class ExpertTimes(OpTimes):
 
     all_to_all: float = field(default=0.0, kw_only=True)
     """All-to-all in a forward or an input gradient, relative to the computation."""
+    exchange_share: float = field(default=1.0, kw_only=True)
+    """Share of a device that an exchange uses; below 1, kernels run beside it."""
+    experts: Loads = field(default=(), kw_only=True, hash=False)
+    """Loads of the experts; empty: they are all 1."""
+    attention: Loads = field(default=(), kw_only=True, hash=False)
+    """Loads of attention; empty: they are all 1."""
 
-    def part_s(self, part: Part, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of a part of one layer."""
+    @property
+    def num_layers(self) -> int:
+        """Layers of a stage."""
+        return round(LAYERS * self.share)
+
+    def part_s(
+        self,
+        part: Part,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        layer: int = 0,
+        expert_rank: int = 0,
+    ) -> float:
+        """Return the time of a part of one layer; `layer` is its index within the stage."""
         layer_s = self.seconds(kind, stage, microbatch) / (LAYERS * self.share)
-        exchanges = part in ("dispatch", "combine")
-        return layer_s / 2 * (self.all_to_all if exchanges else 1)
+        if part in ("dispatch", "combine"):
+            return layer_s / 2 * self.all_to_all
+        loads = self.experts if part == "experts" else self.attention
+        load = 1.0
+        if loads:
+            load = loads[stage * self.num_layers + layer][microbatch][expert_rank]
+        return layer_s / 2 * load
+
+    def stage_work_s(self, stage: int, microbatch: int, expert_rank: int) -> float:
+        """Return the computation of a stage for a micro-batch: forward and both gradients."""
+        work_s = 0.0
+        kinds: tuple[Kind, ...] = ("F", "I", "W")
+        parts: tuple[Part, ...] = ("attention", "experts")
+        for layer in range(self.num_layers):
+            for kind in kinds:
+                for part in parts:
+                    work_s += self.part_s(
+                        part, kind, stage, microbatch, layer, expert_rank
+                    )
+        return work_s
 
     def exchange_s(self, op: Op) -> float:
         """Return the time of all-to-all in an op."""

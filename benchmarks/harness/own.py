@@ -63,10 +63,18 @@ def emulate_split(probe: Probe, split: SplitBackward) -> None:
     The split computes the gradient itself, from the operands that it kept.
     """
     run = split.run
+    # W that have run before their place in the table, where `run` only completes them.
+    early_weights: set[tuple[int, int]] = set()
 
     def running(
         stage: int, microbatch: int, *, in_current_stream: bool = False
     ) -> None:
+        if (stage, microbatch) in early_weights:
+            early_weights.remove((stage, microbatch))
+            run(stage, microbatch)
+            return
+        if in_current_stream:
+            early_weights.add((stage, microbatch))
         with probe.op("W", stage, microbatch):
             assert (stage, microbatch) in split.pending(), (
                 "the split left the stage's linear alone"

@@ -60,8 +60,12 @@ def run(
     )  # fmt: skip
 
 
-def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
+def emulated_device(
+    sizes: Sizes, connections: int = 8, **more_costs: float
+) -> dict[str, Any]:
     """Return the keywords with which `run` uses the emulated device; `conditions` gives its costs.
+
+    `more_costs` are by the names in `tests/fake_musa/csrc/mode.h`.
 
     Raises:
         SystemExit: The device cannot be built; the message says why.
@@ -73,7 +77,9 @@ def emulated_device(sizes: Sizes, connections: int = 8) -> dict[str, Any]:
     # A device's clock may lag one forward behind its host's.
     lag_us = 1e6 * sizes.forward_s
     costs = DEVICE_COSTS
-    env = queued(connections=connections, stuck_s=60, lag_us=lag_us, **costs)
+    env = queued(
+        connections=connections, stuck_s=60, lag_us=lag_us, **costs, **more_costs
+    )
     words = (
         f"{connections} hardware queues, a copy {costs['copy_us']:g} us and "
         f"{costs['copied_per_us'] / 1e3:g} GB/s, a message of a communicator "
