@@ -587,6 +587,9 @@ class Comparison:
             stop=stop,
             progress=counter.tick,
         )
+        if ended.code and stop.number is not None:
+            counter.end("stopped")
+            return False
         if ended.code:
             reference.failure = f"the run that saves weights: {ended.reason}"
             reference.is_refused = ended.code == outcome.REFUSED
@@ -623,6 +626,10 @@ class Comparison:
             stop=stop,
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
+        if ended.code and stop.number is not None:
+            # The user ended it; the contender's earlier rounds are still good.
+            counter.end("stopped")
+            return
         if ended.code:
             contender.failure = f"round {round_number}: {ended.reason}"
             contender.is_refused = ended.code == outcome.REFUSED

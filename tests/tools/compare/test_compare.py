@@ -333,19 +333,41 @@ def test_a_script_that_is_not_deterministic_is_named(
     assert "\nzb-h1: the recipe is not deterministic" in shown
 
 
+@pytest.mark.parametrize(
+    ("stops_after", "num_rounds"),
+    [(4, [1, 1]), (5, [1, 2])],
+    ids=["candidate", "reference"],
+)
 def test_ctrl_c_keeps_what_was_measured_and_removes_the_weights(
     launches: Launches,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    stops_after: int,
+    num_rounds: list[int],
 ) -> None:
-    launches.stops_after = 4  # in the second round
+    """The second round, whose order is reversed, is stopped in either run."""
+    launches.stops_after = stops_after
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "-o", "out", "--", *recipe) == 130
-    assert len(launches.words) == 4
+    assert len(launches.words) == stops_after
     assert not Path("out/weights").exists()
     answer = json.loads(Path("out/results.json").read_text())
-    assert [len(row["rounds"]) for row in answer["runs"]] == [1, 1]
-    assert "the answer covers the runs that have ended" in capsys.readouterr().err
+    assert [len(row["rounds"]) for row in answer["runs"]] == num_rounds
+    assert [row["judgement"] for row in answer["runs"]] == ["reference", "equal"]
+    shown = capsys.readouterr()
+    assert "the answer covers the runs that have ended" in shown.err
+    assert "failed" not in shown.out
+
+
+def test_ctrl_c_before_any_run_has_ended_names_no_failure(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launches.stops_after = 1  # while weights are saved
+    recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
+    assert compare(monkeypatch, "-o", "out", "--", *recipe) == 130
+    assert "no run has ended" in capsys.readouterr().out
 
 
 def test_speed_only_and_load_make_no_weights(
