@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_ext.tools.compare.locate import locate
 from tests.ranks import run_ranks
-from tests.tracing.recorded import Training, train
+from tests.tracing.recorded import Training, train, unchanged
 
 
 def loaded_by_local_names(chunks: list[Any]) -> AbstractContextManager[Any]:
@@ -86,3 +89,103 @@ def test_published_faults_are_located(tmp_path: Path) -> None:
     assert cleared.candidate is not None
     # The first stage begins its last micro-batch before the backward of the one before.
     assert (cleared.candidate.action, cleared.layer) == ("0B2", 1)
+
+
+# -- faults of Megatron's that need tensor parallelism ---------------------------------------------
+
+
+def _label_smoothing(_chunks: list[Any]) -> AbstractContextManager[Any]:
+    """Smooth labels, with the means and the vocabulary of a shard (Megatron-LM#7452, 1)."""
+    from megatron.core import tensor_parallel
+
+    smoothed = partial(
+        tensor_parallel.vocab_parallel_cross_entropy, label_smoothing=0.1
+    )
+    return mock.patch.object(tensor_parallel, "vocab_parallel_cross_entropy", smoothed)
+
+
+def _gathered_logits(chunks: list[Any]) -> AbstractContextManager[Any]:
+    """Gather the logits before a loss that expects shards of them (Megatron-LM#7452, 2)."""
+    from megatron.core.utils import unwrap_model
+
+    def copy(_layer: Any, _args: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return the output in new memory: the loss changes its input, and here that is a view."""
+        logits, bias = output
+        return logits.clone(), bias
+
+    for chunk in chunks:
+        output_layer = getattr(unwrap_model(chunk), "output_layer", None)
+        if output_layer is not None:
+            output_layer.gather_output = True
+            output_layer.register_forward_hook(copy)
+    return nullcontext()
+
+
+def _load_shards(chunks: list[Any]) -> None:
+    """Fill each rank's shards from whole weights, which are drawn by name."""
+    import torch
+    from megatron.core import parallel_state
+
+    from tests.runtime.capture import named_weights
+
+    num_shards = parallel_state.get_tensor_model_parallel_world_size()
+    shard_index = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, weight in named_weights(chunks):
+            shape = list(weight.shape)
+            is_sharded = getattr(weight, "tensor_model_parallel", False)
+            if is_sharded:
+                shape[weight.partition_dim] *= num_shards
+            seed = zlib.crc32(name.partition("@")[0].encode())
+            generator = torch.Generator().manual_seed(seed)
+            whole = torch.randn(shape, generator=generator) * 0.1
+            if is_sharded:
+                whole = whole.chunk(num_shards, weight.partition_dim)[shard_index]
+            weight.copy_(whole)
+
+
+_TENSOR_PARALLEL_FAULTS = {
+    "none": (unchanged, ""),
+    # The means of shards are near the mean of the whole, so the gradient shows it first.
+    "label smoothing": (_label_smoothing, "the gradient of the input of output_layer"),
+    "gathered logits": (_gathered_logits, "the output of model"),
+}
+"""By name: the fault, and the first tensor that differs."""
+
+
+def _train_with_whole_weights(trainings: dict[str, list[Training]]) -> None:
+    for name, runs in trainings.items():
+
+        @contextmanager
+        def change(chunks: list[Any], name: str = name) -> Any:
+            _load_shards(chunks)
+            plant, _ = _TENSOR_PARALLEL_FAULTS[name]
+            with plant(chunks):
+                yield
+
+        for run in runs:
+            train(run, change)
+
+
+@pytest.mark.short_s(10)
+def test_faults_that_both_runs_share_are_located_with_another_size(
+    tmp_path: Path,
+) -> None:
+    """Megatron's own code has the faults: one tensor-parallel rank computes the right loss."""
+    trainings = {}
+    for name in _TENSOR_PARALLEL_FAULTS:
+        whole = Training(
+            str(tmp_path / f"{name} whole"), pipeline_ranks=4, world_size=4, num_steps=1
+        )
+        folder = str(tmp_path / f"{name} sharded")
+        sharded = replace(whole, folder=folder, pipeline_ranks=2, tensor_ranks=2)
+        trainings[name] = [whole, sharded]
+    run_ranks(4, _train_with_whole_weights, trainings, timeout_s=280)
+    for name, (whole, sharded) in trainings.items():
+        difference = locate(Path(whole.folder), Path(sharded.folder))
+        _, first_tensor = _TENSOR_PARALLEL_FAULTS[name]
+        if not first_tensor:
+            assert difference is None, difference.sentence()
+            continue
+        assert difference is not None, name
+        assert (difference.iteration, difference.tensor) == (1, first_tensor)
