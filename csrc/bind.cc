@@ -36,9 +36,10 @@ void register_errors() {
 
 PYBIND11_MODULE(_C, module) {
     using namespace megatron_ext;  // NOLINT: the module exposes this namespace
-    module.doc() = "Native core of megatron_ext: links between processes.";
+    module.doc() = "Native core of megatron_ext: links between processes, fingerprints of tensors.";
     register_errors();
 
     bind_endpoint(module);
+    bind_fingerprint(module);
     bind_rdma(module);
 }

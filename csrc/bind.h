@@ -46,6 +46,9 @@ inline Range slots_of(const Arena& arena) {
 /// Adds the endpoint and the links over shared memory and TCP to the module.
 void bind_endpoint(pybind11::module_& module);
 
+/// Adds the fingerprints of tensors to the module.
+void bind_fingerprint(pybind11::module_& module);
+
 /// Adds the RDMA link, the list of devices and the probe. Call it after bind_endpoint().
 void bind_rdma(pybind11::module_& module);
 

@@ -7,9 +7,13 @@ small tensors, which the caller reads when the device is otherwise idle.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from megatron_ext.errors import TransportError
+from megatron_ext.transport.native import require_native
 
 NUM_PROJECTIONS = 4
 _COLUMNS = 16384
@@ -21,6 +25,19 @@ memory can spare."""
 _MIX = 0x9E3779B97F4A7C15 - (
     1 << 64
 )  # an odd constant without a pattern, as a signed number
+
+
+_NativeFingerprint = Callable[..., tuple[int, list[float]]]
+"""The function of the native core; its arguments: `transport/_C.pyi`."""
+
+
+def native_fingerprint() -> _NativeFingerprint | None:
+    """Return the native core's function; None: torch's operators compute fingerprints."""
+    try:
+        function: _NativeFingerprint = require_native().fingerprint
+    except (TransportError, AttributeError):
+        return None  # it was not built, or from an earlier source tree
+    return function
 
 
 class Fingerprint(NamedTuple):
@@ -48,6 +65,8 @@ class Fingerprints:
     """Computes fingerprints, and caches the constants that they need."""
 
     def __init__(self) -> None:
+        self._native = native_fingerprint()
+        """None: the native core is not installed."""
         self._factors: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._weights: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
@@ -55,9 +74,40 @@ class Fingerprints:
         """Return the fingerprint of a tensor of any shape and floating-point dtype."""
         with torch.no_grad():
             matrix = _as_matrix(tensor.detach())
+            is_native = (
+                matrix.device.type == "cpu"
+                and matrix.dtype == torch.float32
+                and type(matrix) is torch.Tensor  # others may store it differently
+            )
+            if is_native and self._native is not None:
+                return self._of_floats(matrix, self._native)
             # A program may train under autocast, which would round the products.
             with torch.autocast(matrix.device.type, enabled=False):
                 return self._of_matrix(matrix)
+
+    def _of_floats(
+        self, matrix: torch.Tensor, native: _NativeFingerprint
+    ) -> Fingerprint:
+        """Return the fingerprint of a matrix of float32 in the host's memory.
+
+        The native core reads the matrix once, and takes a fifth of the time of torch's operators.
+        """
+        shape = num_rows, num_columns = matrix.shape[0], matrix.shape[1]
+        device = matrix.device
+        row_factors = self._factors_of(num_rows, device)
+        row_weights = self._weights_of("rows", num_rows, device)
+        column_factors = self._factors_of(num_columns, device)
+        column_weights = self._weights_of("columns", num_columns, device)
+        bits, sizes = native(
+            matrix.data_ptr(),
+            shape,
+            rows=(row_factors.data_ptr(), row_weights.data_ptr()),
+            columns=(column_factors.data_ptr(), column_weights.data_ptr()),
+        )
+        return Fingerprint(
+            torch.tensor(bits, dtype=torch.int64, device=device),
+            torch.tensor(sizes, dtype=torch.float32, device=device),
+        )
 
     def _of_matrix(self, matrix: torch.Tensor) -> Fingerprint:
         """Return the fingerprint of a matrix, of which each block is read from memory once."""
@@ -162,7 +212,8 @@ class _Sums:
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a matrix whose rows are whole 32-bit words, padded with zeros."""
-    flat = tensor.reshape(-1)
+    # A vector keeps its stride, such as 0 after an expansion, through `reshape`.
+    flat = tensor.reshape(-1).contiguous()
     count = flat.numel()
     num_columns = _COLUMNS
     while num_columns > 16 and count % num_columns:

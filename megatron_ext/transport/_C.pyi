@@ -433,6 +433,29 @@ class RdmaFinding:
     def remedy(self) -> str:
         """How to fix a failure."""
 
+def fingerprint(
+    values: int,
+    shape: tuple[int, int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> tuple[int, list[float]]:
+    """Return the fingerprint of a matrix of float32 that is stored row by row.
+
+    `megatron_ext/tracing/fingerprint.py` defines it. Releases the GIL.
+
+    Args:
+        values: Address of the matrix.
+        shape: Rows and columns.
+        rows: Addresses of the factors (int64) and of the weights (float32) of the rows.
+        columns: The same for the columns.
+
+    Returns:
+        The bits, as a signed 64-bit number; then the norm and the projections.
+
+    Raises:
+        ValueError: The number of columns is not a multiple of 8.
+    """
+
 def rdma_devices(sysfs: str = "/sys") -> list[RdmaDevice]:
     """Return all RDMA devices of this host. Opens each of them briefly.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from unittest import mock
@@ -18,8 +20,8 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 
 
-def _bits(tensor: torch.Tensor) -> list[int]:
-    return Fingerprints().of(tensor).bits.tolist()
+def _bits(tensor: torch.Tensor) -> int:
+    return int(Fingerprints().of(tensor).bits)
 
 
 def _random(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ def test_zeros_and_bytes_of_ones_have_other_bits() -> None:
 
 
 def test_they_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = _random([96, 256], torch.float32, 1)
+    tensor = _random([96, 256], torch.bfloat16, 1)
     bits = _bits(tensor)
     for num_words in (1, 1000, 5000, 1 << 20):
         monkeypatch.setitem(fingerprint._BLOCK_WORDS, "cpu", num_words)
@@ -159,6 +161,44 @@ def test_they_depend_neither_on_strides_nor_on_the_place_in_memory() -> None:
     moved = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].reshape(6, 35)
     for other in (tensor.t().contiguous().t(), moved):
         assert _bits(other) == _bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_do_not_depend_on_the_strides_of_a_vector(dtype: torch.dtype) -> None:
+    vector = _random([64], dtype, 1)
+    for strided in (vector[::2], vector[:1].expand(32)):
+        assert _bits(strided) == _bits(strided.clone())
+
+
+_LENGTHS = st.one_of(_POWERS, st.integers(0, 3000))
+
+
+@pytest.mark.skipif(
+    fingerprint.native_fingerprint() is None
+    and not os.environ.get("MEGATRON_EXT_REQUIRE_NATIVE"),
+    reason="the native core is not installed",
+)
+@settings(deadline=None)
+@given(st.integers(1, 40), _LENGTHS, st.integers(0, 1000))
+def test_the_native_core_computes_what_torch_computes(
+    num_rows: int, num_columns: int, seed: int
+) -> None:
+    assert fingerprint.native_fingerprint() is not None
+    tensor = _random([num_rows, num_columns], torch.float32, seed)
+    native = Fingerprints().of(tensor)
+    with mock.patch.object(fingerprint, "native_fingerprint", return_value=None):
+        by_torch = Fingerprints().of(tensor)
+    assert native.bits == by_torch.bits
+    assert native.bits.dtype == by_torch.bits.dtype
+    tolerance = 1e-5 * float(tensor.norm())
+    torch.testing.assert_close(native.sizes, by_torch.sizes, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_the_norm_of_a_tensor_with_a_value_that_is_not_finite(value: float) -> None:
+    tensor = torch.ones(4, 32)
+    tensor[2, 3] = value
+    assert not math.isfinite(Fingerprints().of(tensor).sizes[0])
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 1.0])
