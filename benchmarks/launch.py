@@ -70,6 +70,8 @@ _KEPT = f"{LLAMA}--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb
 _KILLED_AFTER = 5
 _KILLS_IN_A_RUN = 5
 _STEPS_BETWEEN_KILLS = 4
+_STEPS_AFTER_KILLS = 60
+"""Enough for the loss of a rank in reserve to be noticed before the job ends."""
 _LONGEST_STEP_S = 0.3
 _PAUSE = "pause before the first restart"
 _PARTS = {
@@ -292,7 +294,7 @@ class Disturbed:
 
 def _num_steps(num_kills: int) -> int:
     """Return the number of steps of a run with this number of kills."""
-    return _STEPS_BETWEEN_KILLS * (num_kills + 1)
+    return _STEPS_BETWEEN_KILLS * num_kills + _STEPS_AFTER_KILLS
 
 
 def _kept_job(directory: Path, wire: str, num_kills: int) -> list[str]:

@@ -27,6 +27,7 @@ from megatron_ext.schedules.table.transforms import (
     weights_waiting,
 )
 from megatron_ext.schedules.table.validation import validate
+from megatron_ext.upstream import parent
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import (
@@ -259,6 +260,8 @@ class Environment:
     """torchrun's run id and restart count; empty without torchrun."""
     rendezvous_host: str = "localhost"
     """Host on which processes find each other: torchrun's MASTER_ADDR."""
+    host_address: str | None = None
+    """Address at which other hosts reach this one; None: it follows from the rank."""
 
     @classmethod
     def read(cls) -> Environment:
@@ -274,6 +277,7 @@ class Environment:
             local_world_size=local_world_size,
             run=(run_id, restart_count),
             rendezvous_host=variables.get("MASTER_ADDR") or "localhost",
+            host_address=variables.get(parent.HOST_ADDRESS),
         )
 
 

@@ -183,3 +183,15 @@ def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     if is_first:
         for path in instance.local_ckpt_dir.glob("*.dirty.pt"):
             path.unlink(missing_ok=True)
+
+
+@PATCHES.row(
+    "inprocess_restart.silent_ranks",
+    f"{_NVRX}.store:StoreMixin.get_initial_ranks",
+    required=False,
+)
+def _as_numbers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[int]:
+    """NVRx notes the ranks of a host that fell silent as bytes, and then fails to read its notes
+    when the job ends.
+    """
+    return [int(rank) for rank in call(*args, **kwargs)]

@@ -304,7 +304,11 @@ def open_native(
     ip = None  # shared memory needs no address
     if wire != "shm":
         host = environment.rendezvous_host
-        ip = own_address(config.node_ips, rank, num_ranks, local_world_size, host)
+        # A rank in reserve takes the number of a lost one on another host, so that its number does
+        # not tell its host.
+        ip = environment.host_address or own_address(
+            config.node_ips, rank, num_ranks, local_world_size, host
+        )
     return NativeTransport(
         store,
         rank,

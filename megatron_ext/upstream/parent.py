@@ -16,6 +16,9 @@ SOCKETS = "MEGATRON_EXT_SOCKETS"
 HOSTED_STORES = "MEGATRON_EXT_HOSTED_STORES"
 """Environment variable of ranks whose launcher hosts the stores, so that no rank has to."""
 
+HOST_ADDRESS = "MEGATRON_EXT_HOST_ADDRESS"
+"""Environment variable of ranks that may be lost: the address at which other hosts reach theirs."""
+
 RANKS_MET = "MEGATRON_EXT_RANKS_MET"
 """Environment variable of ranks that may be lost: the file that says that all of them have met."""
 

@@ -98,7 +98,12 @@ def with_restarts(
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
         # Never shrink a job: with fewer replicas, the batch could differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
-        attempt = replace(attempt, hosts=able[:num_hosts])
+        num_missing = num_hosts - len(able[:num_hosts])
+        attempt = replace(
+            attempt,
+            hosts=able[:num_hosts],
+            num_reserve_hosts=max(0, plan.num_reserve_hosts - num_missing),
+        )
         if attempt.world_size != num_ranks:
             raise LaunchError(
                 f"the job needs {num_hosts} hosts with {num_ranks} ranks, but only {len(able)} of "
@@ -180,9 +185,10 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         view = None
         if _has_view(args, plan):
             view = PersonView()
-            if len(plan.hosts) == 1:
+            if len(plan.hosts) == 1 or plan.reserve is not None:
                 # On a single host, give the view the output of all ranks: it adds up their
-                # parameters and shows any rank that fails. On several hosts, this costs bandwidth.
+                # parameters and shows any rank that fails. On several hosts, this costs bandwidth,
+                # except where any rank may become the one that logs the steps.
                 show = list(range(plan.num_started))
             if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")

@@ -71,11 +71,6 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         )
     plan = planned(args, command, workdir)
     plan.check()
-    if plan.reserve is not None and len(plan.hosts) > 1:
-        raise LaunchError(
-            f"--keep-going supports one host, but there are {len(plan.hosts)}; use "
-            "--max-restarts 3 with several hosts"
-        )
     hosts = plan.hosts
     # The last hosts are spares, which replace a host that is not usable in a restart.
     num_used = len(hosts) - args.spares
@@ -83,7 +78,13 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise LaunchError(
             f"--spares is {args.spares} of {len(hosts)} hosts; keep at least one in use"
         )
-    plan = replace(plan, hosts=hosts[:num_used])
+    if plan.reserve is None:
+        plan = replace(plan, hosts=hosts[:num_used])
+    elif len(hosts) > 1 and flag_value(command, "--node-ips") is not None:
+        raise LaunchError(
+            "--keep-going and --node-ips: the ranks of a host change, so each host gives its ranks "
+            "its address (addr= and rdma= in the hostfile); leave out --node-ips"
+        )
     uncounted = [host.name for host in plan.hosts if not host.slots]
     if not uncounted:
         # Report mistakes in the flags before any host is contacted.
@@ -193,7 +194,8 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
         env={**env, **job_env},
         master_port=args.master_port,
         num_microbatches=args.num_microbatches,
-        reserve=(args.reserve or 1) if args.keep_going else None,
+        reserve=_reserve(args),
+        num_reserve_hosts=args.spares if args.keep_going else 0,
         allow_uneven=args.allow_uneven,
         per_node=args.per_node,
         log_root=args.log_dir,
@@ -226,11 +228,20 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
         )
     if args.keep_going:
         _check_keep_going(args, command)
-    if args.spares and not args.max_restarts:
+    if args.spares and not args.max_restarts and not args.keep_going:
         raise LaunchError(
             f"--spares {args.spares} without restarts leaves hosts idle for the whole run; add "
-            f"--max-restarts 3, or leave out --spares"
+            f"--max-restarts 3 or --keep-going, or leave out --spares"
         )
+
+
+def _reserve(args: argparse.Namespace) -> int | None:
+    """Return the number of ranks in reserve beside training ranks; None without --keep-going."""
+    if not args.keep_going:
+        return None
+    if args.reserve is not None:
+        return int(args.reserve)
+    return 0 if args.spares else 1  # the ranks of spare hosts are in reserve
 
 
 def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:

@@ -1,12 +1,14 @@
 """Runs the ranks of one host so that losing one rank does not end the others (`--keep-going`).
 
-    python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE TORCHRUN_FLAGS SCRIPT ...
+    python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE COUNTS TORCHRUN_FLAGS ...
 
-It takes torchrun's flags and writes the same files. torchrun itself ends all ranks within a second
-of the first loss. So does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped the
-policy that tolerated losses. The ranks restart themselves, inside their processes
-(`megatron_ext/training/survival.py`). This process hosts the stores through which they rendezvous,
-so that the job can lose any rank.
+RESERVE is the number of ranks in reserve on all hosts, and COUNTS the number of ranks on each host.
+The keeper takes torchrun's flags and writes the same files. torchrun itself ends all ranks within a
+second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped
+the policy that tolerated losses. The ranks restart themselves, inside their processes
+(`megatron_ext/training/survival.py`). The keeper of the first host hosts the stores through which
+they rendezvous, so that the job can lose any rank. The other keepers report their losses to it
+(`megatron_ext/tools/launch/board.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.board import Board, FirstBoard, FirstHostLost, OtherBoard
 from megatron_ext.tools.launch.losses import Loss, Losses
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.upstream import parent
@@ -33,6 +37,8 @@ _STORES = {1: "the store of the ranks", 2: "the store of nvidia-resiliency-ext"}
 """Distance from the master port, as Megatron and nvidia-resiliency-ext choose it -> the store."""
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
+_LAST_NOTES_S = 10.0
+"""How long the first host waits for the end of the others, after the grace period."""
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """Matches the line that Megatron logs after a step."""
 _RESTART = re.compile(
@@ -45,9 +51,16 @@ class Rank:
     """A rank on this host, and the thread that reads its output."""
 
     def __init__(
-        self, rank: int, command: list[str], log_dir: Path, *, is_shown: bool
+        self,
+        rank: int,
+        local_rank: int,
+        command: list[str],
+        log_dir: Path,
+        *,
+        is_shown: bool,
     ) -> None:
         self.rank = rank
+        self.local_rank = local_rank
         self.is_lost = False
         log_dir.mkdir(parents=True)
         self._log = (log_dir / "stdout.log").open("wb", buffering=0)
@@ -55,7 +68,7 @@ class Rank:
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
             "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
         }
         self.process = subprocess.Popen(
@@ -67,7 +80,7 @@ class Rank:
             start_new_session=True,
         )
 
-    def follow(self, losses: Losses) -> None:
+    def follow(self, board: FirstBoard | OtherBoard) -> None:
         """Write every line of the rank to its log, and show it if required, until the rank ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -77,9 +90,9 @@ class Rank:
             if self._is_shown:
                 _show(self.rank, line)
             if restart := _RESTART.search(line):
-                losses.note_restart(num_lost=int(restart[2]) - int(restart[1]))
+                board.note_restart(num_lost=int(restart[2]) - int(restart[1]))
             elif _STEP.search(line):
-                losses.note_step()
+                board.note_step()
         self._log.close()
 
     def end_children(self) -> None:
@@ -146,13 +159,30 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
     return stores
 
 
+def _store_of_first_host(args: argparse.Namespace) -> Any:
+    """Return a connection to the ranks' store; wait until the first host serves it."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        args.master_addr,
+        args.master_port + 1,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+    )
+
+
 class Keeper:
     """Runs the ranks of this host until the last one has ended."""
 
     def __init__(
-        self, args: argparse.Namespace, losses: Losses, grace_s: float
+        self,
+        args: argparse.Namespace,
+        board: FirstBoard | OtherBoard,
+        grace_s: float,
+        counts: Sequence[int],
     ) -> None:
-        self._losses = losses
+        self._board = board
         self._grace_s = grace_s
         self._stopped_by: int | None = None
         self._ranks_met = Path(args.log_dir) / "ranks_met"
@@ -164,54 +194,104 @@ class Keeper:
         # torchrun sets these variables for its ranks, except for the last three.
         os.environ.update(
             {
-                "WORLD_SIZE": str(args.nproc_per_node),
+                "WORLD_SIZE": str(sum(counts)),
                 "LOCAL_WORLD_SIZE": str(args.nproc_per_node),
                 "MASTER_ADDR": args.master_addr,
                 "MASTER_PORT": str(args.master_port),
                 "TORCHELASTIC_RUN_ID": args.rdzv_id,
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0",
-                "GROUP_RANK": "0",
+                "GROUP_RANK": str(args.node_rank),
                 parent.HOSTED_STORES: "1",
                 parent.RANKS_MET: str(self._ranks_met),
                 # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
         )
+        if args.local_addr is not None:
+            os.environ[parent.HOST_ADDRESS] = args.local_addr
         # Install the handlers before the first rank starts: without them, a signal would end this
         # process and leave the ranks.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         command = [sys.executable, "-u", "-m", *args.command]
         folder = Path(args.log_dir) / "kept" / "attempt_0"
+        first_rank = sum(counts[: args.node_rank])
         self._ranks = [
-            Rank(rank, command, folder / str(rank), is_shown=rank in shown)
-            for rank in range(args.nproc_per_node)
+            Rank(
+                first_rank + local_rank,
+                local_rank,
+                command,
+                folder / str(local_rank),
+                is_shown=local_rank in shown,
+            )
+            for local_rank in range(args.nproc_per_node)
         ]
 
     def run(self) -> Loss | None:
-        """Wait for all ranks; return the loss that ended the job, or None."""
+        """Wait for the ranks; return the loss that ended the job, if this host reports it.
+
+        The first host waits for the ranks of all hosts, since these meet in its stores.
+
+        Raises:
+            FirstHostLost: The keeper of the first host does not answer; the ranks have ended.
+        """
         threads = []
         for rank in self._ranks:
             thread = threading.Thread(
-                target=rank.follow, args=(self._losses,), daemon=True
+                target=rank.follow, args=(self._board,), daemon=True
             )
             thread.start()
             threads.append(thread)
-        while any(rank.process.poll() is None for rank in self._ranks):
-            self._note_losses()
-            if self._stopped_by is not None or self._losses.fatal is not None:
-                self._end_all()
-                break
-            time.sleep(_TURN_S)
-        else:
-            # The last ranks have ended since the last turn, perhaps with a failure.
-            self._note_losses()
+        try:
+            self._watch()
+        except FirstHostLost:
+            self._end_all()
+            raise
         for thread in threads:
             thread.join(self._grace_s)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
-        return self._losses.fatal
+        return self._reported_end()
+
+    def _watch(self) -> None:
+        """Return when no rank runs any more, or after ending the ranks."""
+        while True:
+            # Look before the losses are noted: a rank that ends afterwards is noted next time.
+            is_needed = self._runs_ranks() or self._board.is_needed
+            self._note_losses()
+            self._board.take_turn()
+            if self._board.fatal is not None:
+                self._board.announce_end()
+            if self._stopped_by is not None or self._board.fatal is not None:
+                self._end_all()
+                return
+            if not is_needed:
+                return
+            time.sleep(_TURN_S)
+
+    def _runs_ranks(self) -> bool:
+        return any(rank.process.poll() is None for rank in self._ranks)
+
+    def _reported_end(self) -> Loss | None:
+        """Agree with the other hosts on who reports the loss that ended the job; return it here."""
+        board, fatal = self._board, self._board.fatal
+        is_lost_here = fatal is not None and fatal.rank in [
+            rank.rank for rank in self._ranks
+        ]
+        if isinstance(board, OtherBoard):
+            # It may have ended, and no rank of this host needs it any more.
+            with suppress(FirstHostLost):
+                board.write_end_of_host(is_reported=is_lost_here)
+            return fatal if is_lost_here else None
+        if fatal is None:
+            return None
+        # The stores are served as long as other hosts may use them.
+        deadline = time.monotonic() + self._grace_s + _LAST_NOTES_S
+        while board.is_needed and time.monotonic() < deadline:
+            board.take_turn()
+            time.sleep(_TURN_S)
+        return None if board.is_end_reported else fatal
 
     def _note_losses(self) -> None:
         """Record the ranks that were lost since the last call."""
@@ -222,7 +302,7 @@ class Keeper:
                 rank.is_lost = True
                 rank.end_children()
                 is_early = not self._ranks_met.exists()
-                self._losses.add(Loss(rank.rank, code, time.time(), is_early=is_early))
+                self._board.add(Loss(rank.rank, code, time.time(), is_early=is_early))
 
     def _stop(self, number: int, _frame: object) -> None:
         self._stopped_by = number
@@ -245,18 +325,29 @@ def main() -> int:
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     reserve = int(sys.argv[3])
+    counts = [int(count) for count in sys.argv[4].split(",")]
     parent.die_with_parent()
-    args = _parsed(sys.argv[4:])
-    stores = _hosted_stores(args)
-    losses = Losses(report.parent, reserve, _say)
-    fatal_loss = Keeper(args, losses, grace_s).run()
+    args = _parsed(sys.argv[5:])
+    stores = []
+    board: FirstBoard | OtherBoard
+    if args.node_rank == 0:
+        stores = _hosted_stores(args)
+        losses = Losses(report.parent, reserve, _say)
+        board = FirstBoard(Board(stores[0]), losses, counts)
+    else:
+        board = OtherBoard(Board(_store_of_first_host(args)), args.node_rank)
+    try:
+        fatal_loss = Keeper(args, board, grace_s, counts).run()
+    except FirstHostLost as error:
+        sys.stderr.write(f"the keeper of the first host does not answer: {error}\n")
+        return 1
     del stores  # ranks need them until here
     if fatal_loss is None:
         return 0
     failure = {
         "stopped": [],
         "rank": fatal_loss.rank,
-        "local_rank": fatal_loss.rank,
+        "local_rank": fatal_loss.rank - sum(counts[: args.node_rank]),
         "exit_code": fatal_loss.exit_code,
     }
     with suppress(OSError), RunFolder.open(report.parent) as folder:

@@ -105,7 +105,8 @@ def add_subcommands(subparsers: Any) -> None:
         type=whole_number(0, 10**9),
         default=0,
         metavar="K",
-        help="keep the last K hosts as spares, which replace unusable hosts in a restart",
+        help="keep the last K hosts as spares, which replace unusable hosts in a restart; with "
+        "--keep-going, all of their ranks are in reserve",
     )
     add(
         "--keep-going",
@@ -117,7 +118,8 @@ def add_subcommands(subparsers: Any) -> None:
         "--reserve",
         type=whole_number(1, 1024),
         metavar="N",
-        help="number of extra ranks that wait to replace lost ones, with --keep-going (default: 1)",
+        help="number of extra ranks on the last training host that wait to replace lost ones, with "
+        "--keep-going (default: 1, or 0 with --spares)",
     )
     add("--run-id", metavar="ID", help="name of this run (default: the time)")
     add = parser.add_argument_group("output").add_argument

@@ -140,7 +140,10 @@ class JobPlan:
     num_microbatches: int | None = None
     """None: the flags set the batch."""
     reserve: int | None = None
-    """Number of ranks in reserve, if the job continues after the loss of a rank; None: it ends."""
+    """Number of ranks in reserve on the last training host, if the job continues after the loss of
+    a rank; None: it ends."""
+    num_reserve_hosts: int = 0
+    """How many of the hosts, the last ones, run only ranks in reserve."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
@@ -156,14 +159,24 @@ class JobPlan:
     """The Slurm job whose allocation runs the job, where srun replaces ssh."""
 
     @property
+    def training_hosts(self) -> tuple[Host, ...]:
+        """The hosts without those that run only ranks in reserve."""
+        return self.hosts[: len(self.hosts) - self.num_reserve_hosts]
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.first_rank(len(self.hosts))
+        return sum(host.slots or 0 for host in self.training_hosts)
 
     @property
     def num_started(self) -> int:
         """Number of ranks, including those in reserve."""
-        return self.world_size + (self.reserve or 0)
+        return self.first_rank(len(self.hosts))
+
+    @property
+    def num_in_reserve(self) -> int:
+        """Number of ranks in reserve, on all hosts."""
+        return self.num_started - self.world_size
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -172,7 +185,14 @@ class JobPlan:
 
     def first_rank(self, index: int) -> int:
         """Return the global rank of a host's first process."""
-        return sum(host.slots or 0 for host in self.hosts[:index])
+        return sum(self._num_ranks_by_host()[:index])
+
+    def _num_ranks_by_host(self) -> list[int]:
+        """Return the number of processes on each host, with those in reserve."""
+        counts = [host.slots or 0 for host in self.hosts]
+        # Ranks in reserve come after all others, as nvidia-resiliency-ext expects.
+        counts[len(self.training_hosts) - 1] += self.reserve or 0
+        return counts
 
     def check(self) -> None:
         """Reject hosts that have different numbers of processes or cannot reach each other.
@@ -249,6 +269,8 @@ class JobPlan:
         has_addresses = flag_value(self.flags, "--node-ips") is not None
         if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
             return []
+        if self.reserve is not None:
+            return []  # each host tells its ranks its address, since their numbers may change
         # Give one address per host, or one per rank if hosts have different numbers of ranks.
         is_even = len({host.slots for host in self.hosts}) == 1
         addresses = []
@@ -271,18 +293,57 @@ class JobPlan:
             "--inprocess-last-call-wait": "0.1",
         }
         restart_flags |= self._hang_timeouts()
+        if len(self.hosts) > 1:
+            # If a host dies, no process reports the loss of its ranks: the other hosts have to miss
+            # their signs of life.
+            restart_flags |= {
+                "--inprocess-heartbeat-interval": "2",
+                "--inprocess-heartbeat-timeout": "20",
+            }
+        flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
         # Save a local checkpoint in each step, so that a restart repeats at most one step.
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
+            root = self.log_root or runs_root()
             restart_flags |= {
                 "--non-persistent-ckpt-type": "local",
                 "--non-persistent-save-interval": "1",
-                "--non-persistent-local-ckpt-dir": f"{self.log_folder(0)}/local",
+                "--non-persistent-local-ckpt-dir": f"{root}/{self.run_id}/local",
             }
-        flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
+            if len(self.hosts) > 1:
+                restart_flags |= self._replication_flags()
+                flags.append("--replication")
         for flag, value in restart_flags.items():
             if flag_value(self.flags, flag) is None:
                 flags += [flag, value]
         return flags
+
+    def _replication_flags(self) -> dict[str, str]:
+        """Return the flags with which each rank also saves the tensors of a rank elsewhere.
+
+        Raises:
+            LaunchError: Megatron cannot form the groups of ranks that save for each other.
+        """
+        num_hosts = len(self.training_hosts)
+        counts = {host.slots or 0 for host in self.training_hosts}
+        if num_hosts == 1:
+            # The ranks of the host save for each other; only ranks in reserve are elsewhere.
+            distance, num_copies = 1, 2
+        else:
+            # Ranks at the same place on different hosts save for each other. The hosts form groups
+            # of equal size, which are as small as possible, as each rank saves for its group.
+            distance, num_copies = max(counts), 2
+            while num_hosts % num_copies:
+                num_copies += 1
+        if len(counts) > 1 or self.world_size % (distance * num_copies):
+            raise LaunchError(
+                f"--keep-going saves the tensors of each rank twice, which requires equal numbers "
+                f"of processes on the training hosts, and there are {self.world_size} on "
+                f"{num_hosts}; give equal slots, or choose --non-persistent-ckpt-type global"
+            )
+        return {
+            "--replication-jump": str(distance),
+            "--replication-factor": str(num_copies),
+        }
 
     def _hang_timeouts(self) -> dict[str, str]:
         """Return NVRx's time-outs for a rank that makes no progress, from `--hang-timeout`."""
@@ -313,8 +374,6 @@ class JobPlan:
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a global rank runs."""
-        if self.world_size <= rank < self.num_started:
-            return len(self.hosts) - 1  # a rank in reserve
         return next(
             index
             for index in range(len(self.hosts))
@@ -330,7 +389,7 @@ class JobPlan:
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
-            "--nproc-per-node", str((self.hosts[index].slots or 0) + (self.reserve or 0)),
+            "--nproc-per-node", str(self._num_ranks_by_host()[index]),
             # The launcher restarts jobs: torchrun could not use spare hosts without agents there.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
@@ -364,9 +423,15 @@ class JobPlan:
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
         if self.reserve is not None:
-            keeper = "megatron_ext.tools.launch.keeper"
-            starter = [self.python, "-m", keeper, *report, str(self.reserve)]
+            starter = self._keeper_words(*report)
+            if self.hosts[index].rdma:
+                options += ["--local-addr", self.hosts[index].rdma[0]]
         return [*starter, *self._torchrun_words(index, port, *options)]
+
+    def _keeper_words(self, report: str, grace_s: str) -> list[str]:
+        counts = ",".join(str(count) for count in self._num_ranks_by_host())
+        keeper = [self.python, "-m", "megatron_ext.tools.launch.keeper"]
+        return [*keeper, report, grace_s, str(self.num_in_reserve), counts]
 
     def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to the agent of a host, with its part of this plan."""
@@ -443,9 +508,10 @@ class JobPlan:
             torchrun = [self.python, "-m", "torch.distributed.run"]
             return torchrun + self._torchrun_words(index, port)
         folder = self.log_folder(index)
-        keeper = [self.python, "-m", "megatron_ext.tools.launch.keeper"]
-        keeper += [f"{folder}/failure.json", f"{self.grace_s:g}", str(self.reserve)]
+        keeper = self._keeper_words(f"{folder}/failure.json", f"{self.grace_s:g}")
         options = ["--rdzv-id", self.run_id, "--log-dir", f"{folder}/ranks"]
+        if len(self.hosts) > 1:
+            options += ["--local-addr", self.hosts[index].address]
         return keeper + self._torchrun_words(index, port, *options)
 
     def summary(self) -> str:
@@ -457,7 +523,9 @@ class JobPlan:
             Parallel.of(self.flags),
             flag_value(self.flags, "--global-batch-size"),
         )
-        reserve = "" if self.reserve is None else f" and {self.reserve} in reserve"
+        reserve = ""
+        if self.reserve is not None:
+            reserve = f" and {self.num_in_reserve} in reserve"
         return (
             f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "
             f"CP {sizes.context}, DP {sizes.data_parallel(self.world_size)}"

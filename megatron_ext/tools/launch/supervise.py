@@ -51,7 +51,6 @@ def supervise(
     with _signals_to(agents.events):
         for index, connection in agents.connections.items():
             first, end = plan.first_rank(index), plan.first_rank(index + 1)
-            end += plan.reserve or 0  # only jobs on a single host have reserve ranks
             shown_here = [rank - first for rank in show if first <= rank < end]
             argv = plan.agent_argv(index, hellos[index], hellos[0]["port"], shown_here)
             connection.send(op="start", argv=argv, first_rank=first)
@@ -76,6 +75,8 @@ def supervise(
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
     for index, answer in zip(watch.lost, answers, strict=True):
+        if index not in failures:  # the job continued without it, and was stopped
+            continue
         note = failures[index].note + _what_was_left(answer, hellos[index])
         failures[index] = replace(failures[index], note=note)
     failure = first_failure(list(failures.values()), display.iteration)
@@ -133,6 +134,8 @@ class Watch:
         """Index of a host -> its failure."""
         self.lost: list[int] = []
         """Hosts whose connection ended before their agent's report."""
+        self._survived: dict[int, Failure] = {}
+        """Index of a lost host -> its failure, if the job continues without it."""
         self.stopped_by: int | None = None
         """The signal with which the user stopped the job."""
         self._is_stopping = False
@@ -204,6 +207,8 @@ class Watch:
         is_cause = bool(self.failures) and ending is not None and ending.is_sure
         if message["code"] != 0 and (is_cause or not is_effect):
             self.failures[index] = self._failure_of(index, message, ending)
+            # A host that was lost before may be the cause.
+            self.failures |= self._survived
 
     def _failure_of(self, index: int, message: Json, ending: Cause | None) -> Failure:
         ahead_s = self._hellos[index]["ahead_s"]
@@ -227,7 +232,7 @@ class Watch:
     def _lose_host(self, index: int, note: str = "") -> None:
         connection = self._running.pop(index)
         self.lost.append(index)
-        self.failures[index] = Failure(
+        failure = Failure(
             host=connection.host,
             what="the connection to the agent",
             code=CONNECTION_FAILED,
@@ -235,3 +240,12 @@ class Watch:
             tail=connection.noise()[-5:],
             note=note,
         )
+        # The first host hosts the stores, and counts the losses: it ends the job if too many ranks
+        # are lost with this host (`keeper.py`).
+        may_continue = self._plan.reserve is not None and 0 in self._running
+        if may_continue and not self._is_stopping:
+            ranks = f"{self._plan.first_rank(index)} to {self._plan.first_rank(index + 1) - 1}"
+            say(f"{failure}: ranks {ranks} are lost")
+            self._survived[index] = failure
+        else:
+            self.failures[index] = failure

@@ -280,3 +280,56 @@ def test_a_port_that_is_taken_on_the_first_host(hosts: Cluster) -> None:
         in done.stderr
     )
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_on_another_host_stands_in_for_a_lost_one(hosts: Cluster) -> None:
+    """It gets the lost rank's tensors from a third rank: the hosts share no local checkpoints."""
+    pytest.importorskip(
+        "nvidia_resiliency_ext.inprocess", reason="needs the extra resilience"
+    )
+    require_training()
+    tree = os.environ.get("MEGATRON_LM_PATH")
+    saved = hosts.directory / "saved"
+    flags = LLAMA.replace("--train-iters 3", "--train-iters 24").split()
+    flags += (
+        "--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1".split()
+    )
+    flags += f"--pipeline-transport auto --save {saved} --load {saved}".split()
+    flags += "--save-interval 1000 --hang-timeout 200".split()
+    words = [*(["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []), "--raw"]
+    words += [
+        "--show",
+        "all",
+        "--num-microbatches",
+        "4",
+        "--keep-going",
+        "--",
+        "pretrain_gpt.py",
+    ]
+    job = hosts.start(hosts.hostfile(slots=1), *words, *flags)
+    lines: list[str] = []
+    try:
+        assert job.stdout is not None
+        while len(losses("".join(lines))) < 3:
+            lines.append(next(job.stdout, "") or pytest.fail("".join(lines)))
+        [run_id] = re.findall(r"run ([\w-]+):", "".join(lines))
+        os.kill(rank_on(run_id, node=0), signal.SIGKILL)
+        lines += job.stdout
+        text = "".join(lines)
+        assert job.wait(60) == 0, text[-6000:]
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.communicate(timeout=60)
+    assert "rank 0 was lost (SIGKILL): 0 of 1 ranks in reserve are left" in text
+    restart = text.index("restart 1 in the same processes")
+    # Local checkpoints are saved in each step.
+    last_before = re.findall(r"iteration +(\d+)/", text[:restart])[-1]
+    first_after = re.findall(r"iteration +(\d+)/", text[restart:])[0]
+    assert int(first_after) >= int(last_before)
+    status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh)
+    assert re.search(r"rank 0 lost at .*the next step came after", status.stdout)
+    assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
+    print(text[-3000:])

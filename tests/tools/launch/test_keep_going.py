@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_ext.tools.launch.hostfile import parse
+from megatron_ext.tools.launch.plan import JobPlan
 from tests.ranks import require_training
 from tests.saved_tensors import saved_tensors
-from tests.tools.launch.cluster import rank_of
+from tests.tools.launch.cluster import rank_of, wait_until
 from tests.tools.launch.test_cluster import LLAMA
+from tests.tools.launch.test_keeper import free_port
 
 pytest.importorskip(
     "nvidia_resiliency_ext.inprocess", reason="needs megatron-ext[resilience]"
@@ -251,3 +256,78 @@ def test_many_restarts_leave_nothing_behind(tmp_path: Path) -> None:
         assert late.num_processes <= early.num_processes + 2
         assert late.memory_mib <= early.memory_mib + 40
     assert not [process for process in processes if process.is_running()]
+
+
+def _processes_of_host(name: str) -> list[psutil.Process]:
+    """Return all processes that have this value of HOST_OF_TEST."""
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended in the meantime
+            if process.environ().get("HOST_OF_TEST") == name:
+                processes.append(process)
+    return processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_outlives_one_of_its_hosts(tmp_path: Path) -> None:
+    """The keepers of three hosts run here: two hosts train, and the ranks of the third wait."""
+    require_training()
+    flags = f"{FLAGS} --train-iters 30 --global-batch-size 8 --hang-timeout 200 "
+    flags += f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 100000"
+    hosts = parse("10.0.0.1:1\n10.0.0.2:1\n10.0.0.3:1")
+    plan = JobPlan(
+        "kept",
+        hosts,
+        ("pretrain_gpt.py", *flags.split()),
+        str(Path.cwd()),
+        sys.executable,
+        env={"MEGATRON_EXT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        reserve=0,
+        num_reserve_hosts=1,
+        master_port=free_port(),
+        log_root=str(tmp_path / "logs"),
+    ).completed()
+    by_hand = re.sub(
+        r"(--master-addr|--local-addr) 10[.0-9]+", r"\1 127.0.0.1", plan.dry_run()
+    )
+    keepers = []
+    for host, command in enumerate(re.findall(r"^cd .*", by_hand, re.MULTILINE)):
+        with (tmp_path / f"host{host}.log").open("wb") as log:
+            keepers.append(
+                subprocess.Popen(
+                    ["bash", "-c", command],
+                    env={**os.environ, "HOST_OF_TEST": f"{tmp_path}-{host}"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    ranks = tmp_path / "logs/kept"
+
+    def printed() -> str:
+        logs = sorted(ranks.glob("*/ranks/kept/attempt_0/*/stdout.log"))
+        return "".join(log.read_text(errors="replace") for log in logs)
+
+    try:
+        wait_until(lambda: len(_STEP.findall(printed())) >= 3, 300)
+        for process in _processes_of_host(f"{tmp_path}-1"):
+            with suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(ranks / "local/1")  # its disk: rank 0 has saved the tensors too
+        assert keepers[0].wait(400) == 0, printed()[-6000:]
+        assert keepers[2].wait(60) == 0
+    finally:
+        for host in range(3):
+            for process in _processes_of_host(f"{tmp_path}-{host}"):
+                with suppress(psutil.Error):
+                    process.kill()
+        for keeper in keepers:
+            keeper.wait(60)
+    text = printed()
+    assert "restart 1 in the same processes: 2 of 3 ranks are left" in text
+    steps = [int(step) for step in _STEP.findall(text)]
+    assert steps.count(30) == 1
+    assert len(steps) <= 31, "more than one step was repeated"
+    [loss] = json.loads((ranks / "000-10.0.0.1/losses.json").read_text())
+    assert loss["rank"] == 1
+    assert loss["back_after_s"] is not None

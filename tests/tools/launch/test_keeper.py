@@ -62,10 +62,11 @@ def keep(tmp_path: Path, reserve: int, *endings: str) -> tuple[Any, Path]:
     folder.mkdir(mode=0o700)
     done = run_python(
         "-m", "megatron_ext.tools.launch.keeper", str(folder / "failure.json"), "1", str(reserve),
-        "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", str(len(endings)),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "0",
-        "--rdzv-id", "run", "--log-dir", str(folder / "ranks"), "--redirects", "3",
-        "--tee", "0:3,1:3", "-m", "ranks_that_end", *endings, PYTHONPATH=f"{ROOT}:{tmp_path}",
+        str(len(endings)), "--nnodes", "1", "--node-rank", "0",
+        "--nproc-per-node", str(len(endings)), "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), "--max-restarts", "0", "--rdzv-id", "run",
+        "--log-dir", str(folder / "ranks"), "--redirects", "3", "--tee", "0:3,1:3",
+        "-m", "ranks_that_end", *endings, PYTHONPATH=f"{ROOT}:{tmp_path}",
     )  # fmt: skip
     return done, folder
 
@@ -130,9 +131,9 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
     (tmp_path / "ranks_that_end.py").write_text(RANKS)
     words = [
         sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
-        "0.5", "1", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "--master-addr",
-        "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run", "--log-dir",
-        str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+        "0.5", "1", "2", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run",
+        "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
     ]  # fmt: skip
     env = {
         **os.environ,
@@ -219,3 +220,106 @@ def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -
     assert losses.fatal.rank == 5
     losses.add(Loss(7, 2, 202.0))
     assert losses.fatal.rank == 7, "wrong flags, which a replacement would have, too"
+
+
+def keep_on_two_hosts(
+    tmp_path: Path, reserve: int, *endings_by_host: tuple[str, ...]
+) -> tuple[list[int], list[str], list[Path]]:
+    """Run a keeper for each host; return exit codes, what they printed, and their folders."""
+    (tmp_path / "ranks_that_end.py").write_text(RANKS)
+    counts = ",".join(str(len(endings)) for endings in endings_by_host)
+    endings = [ending for host in endings_by_host for ending in host]
+    port = str(free_port())
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    keepers, folders = [], []
+    for host, endings_here in enumerate(endings_by_host):
+        folder = tmp_path / f"host{host}"
+        folder.mkdir(mode=0o700)
+        folders.append(folder)
+        words = [
+            sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(folder / "failure.json"),
+            "1", str(reserve), counts, "--nnodes", "2", "--node-rank", str(host),
+            "--nproc-per-node", str(len(endings_here)), "--master-addr", "127.0.0.1",
+            "--master-port", port, "--rdzv-id", "run", "--log-dir", str(folder / "ranks"),
+            "--local-addr", f"127.0.0.{1 + host}", "--tee", "0:3,1:3", "-m", "ranks_that_end",
+            *endings,
+        ]  # fmt: skip
+        keepers.append(
+            subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        printed = [keeper.communicate(timeout=100)[0] for keeper in keepers]
+    finally:
+        for keeper in keepers:
+            keeper.kill()
+    return [keeper.returncode for keeper in keepers], printed, folders
+
+
+def test_the_first_host_records_the_losses_of_all(tmp_path: Path) -> None:
+    codes, printed, folders = keep_on_two_hosts(
+        tmp_path, 2, ("goes on",), ("goes on", "killed", "goes on")
+    )
+    assert codes == [0, 0], printed
+    [loss] = json.loads((folders[0] / "losses.json").read_text())
+    assert (loss["rank"], loss["exit_code"]) == (2, -signal.SIGKILL)
+    assert 0 < loss["back_after_s"] < 60
+    assert "rank 2 was lost (SIGKILL)" in printed[0]
+    assert not (folders[1] / "losses.json").exists()
+
+
+def test_too_many_losses_end_all_hosts_and_one_of_them_says_why(tmp_path: Path) -> None:
+    codes, printed, folders = keep_on_two_hosts(
+        tmp_path, 0, ("deaf",), ("deaf", "exits7", "deaf")
+    )
+    assert codes == [0, 7], printed
+    failure = json.loads((folders[1] / "failure.json").read_text())
+    assert (failure["rank"], failure["local_rank"], failure["exit_code"]) == (2, 1, 7)
+    assert not (folders[0] / "failure.json").exists()
+
+
+def test_the_first_host_reports_a_loss_of_a_host_that_has_ended(tmp_path: Path) -> None:
+    codes, printed, folders = keep_on_two_hosts(tmp_path, 0, ("deaf",), ("killed",))
+    reported = [folder for folder in folders if (folder / "failure.json").exists()]
+    assert len(reported) == 1, printed
+    assert sorted(codes) == [0, 128 + signal.SIGKILL]
+    assert json.loads((reported[0] / "failure.json").read_text())["rank"] == 1
+
+
+def test_ranks_end_with_the_keeper_of_the_first_host(tmp_path: Path) -> None:
+    """It hosts their stores, so they could not meet again."""
+    (tmp_path / "ranks_that_end.py").write_text(RANKS)
+    port = free_port()
+    words = [
+        sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
+        "0.5", "1", "1,1", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1",
+        "--master-addr", "127.0.0.1", "--master-port", str(port), "--rdzv-id", "run", "--log-dir",
+        str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+    ]  # fmt: skip
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        runs.RUN_ID: "orphaned",
+        runs.NODE: "7",
+    }
+    serve = (
+        f"from torch.distributed import TCPStore; import time; store = TCPStore('127.0.0.1', "
+        f"{port + 1}, is_master=True, wait_for_workers=False); time.sleep(100)"
+    )
+    first_host = subprocess.Popen([sys.executable, "-c", serve])
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as keeper:
+        try:
+            for _ in range(600):
+                if len(list(tmp_path.glob("ranks/kept/attempt_0/0/stdout.log"))) == 1:
+                    break
+                with pytest.raises(subprocess.TimeoutExpired):
+                    keeper.wait(0.1)
+            first_host.kill()
+            _, errors = keeper.communicate(timeout=60)
+            assert keeper.returncode == 1
+            assert "the keeper of the first host does not answer" in errors
+            assert runs.marked("orphaned", 7) == set()
+        finally:
+            keeper.kill()
+            first_host.kill()
+            first_host.wait()
+            runs.end(runs.marked("orphaned", 7))

@@ -274,20 +274,62 @@ def test_a_job_that_keeps_going_starts_its_reserve_and_restarts_in_its_processes
     assert flag_value(flags, "--inprocess-active-world-size") == "2"
     assert flag_value(flags, "--inprocess-granularity") == "rank"
     assert flag_value(flags, "--inprocess-last-call-wait") == "3"  # the user's stays
-    assert (
-        flag_value(flags, "--non-persistent-local-ckpt-dir")
-        == "/logs/run/000-localhost/local"
-    )
+    assert flag_value(flags, "--non-persistent-local-ckpt-dir") == "/logs/run/local"
     assert "2 ranks and 1 in reserve" in plan.summary()
     argv = plan.agent_argv(0, {"log_dir": "/logs/run/000-localhost"}, 1234, [0, 2])
-    assert argv[1:6] == [
+    assert argv[1:7] == [
         "-m", "megatron_ext.tools.launch.keeper", "/logs/run/000-localhost/failure.json", "5", "1",
+        "3",
     ]  # fmt: skip
+    assert "--replication" not in flags  # a stand-in reads the files of the same disk
     assert argv[argv.index("--nproc-per-node") + 1] == "3"
     assert plan.host_of(2) == 0
     by_hand = plan.dry_run()
     assert "megatron_ext.tools.launch.keeper" in by_hand
     assert "torch.distributed.run" not in by_hand
+
+
+def test_ranks_in_reserve_come_last_on_several_hosts() -> None:
+    command = "pretrain_gpt.py --pipeline-model-parallel-size 2"
+    beside = plan_of("a:2\nb:2", command, reserve=1).completed()
+    assert (beside.world_size, beside.num_started, beside.num_in_reserve) == (4, 5, 1)
+    assert [beside.first_rank(host) for host in range(3)] == [0, 2, 5]
+    argv = beside.agent_argv(1, {"log_dir": "/logs", "address": "10.0.0.2"}, 1234, [])
+    assert argv[5:7] == ["1", "2,3"]  # in reserve, on each host
+    assert argv[argv.index("--nproc-per-node") + 1] == "3"
+    assert argv[argv.index("--local-addr") + 1] == "10.0.0.2"
+    apart = plan_of(
+        "a:2\nb:2\nc:2", command, reserve=0, num_reserve_hosts=1
+    ).completed()
+    assert (apart.world_size, apart.num_started, apart.num_in_reserve) == (4, 6, 2)
+    assert apart.host_of(5) == 2
+    for plan in (beside, apart):
+        flags = plan.command
+        assert flag_value(flags, "--inprocess-active-world-size") == "4"
+        # Rank 0 saves the tensors of rank 2 too, which runs on the other host.
+        assert "--replication" in flags
+        assert flag_value(flags, "--replication-jump") == "2"
+        assert flag_value(flags, "--replication-factor") == "2"
+        # A rank that stands in on another host has the number of the lost one.
+        assert "--node-ips" not in flags
+
+
+def test_three_hosts_save_three_copies_and_uneven_ones_none() -> None:
+    command = "pretrain_gpt.py --pipeline-model-parallel-size 3"
+    flags = plan_of("a:1\nb:1\nc:1", command, reserve=1).completed().command
+    assert flag_value(flags, "--replication-factor") == "3"
+    uneven = plan_of("a:1\nb:2", command, reserve=1, allow_uneven=True)
+    with pytest.raises(
+        LaunchError, match="requires equal numbers of processes on the training hosts"
+    ):
+        uneven.completed()
+    assert "--replication" not in (
+        replace(
+            uneven, command=(*uneven.command, "--non-persistent-ckpt-type", "global")
+        )
+        .completed()
+        .command
+    )
 
 
 def test_a_hang_time_out_bounds_how_long_a_rank_may_stand_still() -> None:

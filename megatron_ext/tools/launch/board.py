@@ -1,0 +1,231 @@
+"""Connects the keepers of a job on several hosts, through a store that the first one hosts.
+
+A keeper sees only the ranks of its host. Each of the others reports its losses to the first one,
+which counts them, decides whether the job ends, and ends last, because the ranks meet in its
+stores.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.tools.launch.losses import Loss, Losses
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.runs import Json
+
+SILENCE_S = 20.0
+"""A host is lost if its keeper gives no sign of life for this time."""
+_BEAT_S = 0.5
+_START_S = 300.0
+"""How long the keeper of a host may take to its first sign of life."""
+_STORE_TIMEOUT_S = 20.0
+_KEYS = "megatron_ext keepers: "
+"""Start of the keys, since the ranks use the same store."""
+_KILLED = -9
+
+
+class FirstHostLost(Exception):
+    """The keeper of the first host does not answer any more."""
+
+
+class Board:
+    """Notes of all keepers, in the order in which they were written."""
+
+    def __init__(self, store: Any) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._store = PrefixStore(_KEYS, store)
+        self._num_read = 0
+
+    def write(self, note: Json) -> None:
+        """Add a note."""
+        number = self._store.add("num_notes", 1)
+        self._store.set(f"note {number}", json.dumps(note))
+
+    def unread(self) -> list[Json]:
+        """Return the notes that this keeper has not read yet."""
+        notes = []
+        while self._store.check([f"note {self._num_read + 1}"]):
+            self._num_read += 1
+            notes.append(json.loads(self._store.get(f"note {self._num_read}")))
+        return notes
+
+    def beat(self, host: int) -> None:
+        """Give a sign of life."""
+        self._store.add(f"beats of {host}", 1)
+
+    def num_beats(self, host: int) -> int:
+        """Return how many signs of life a host has given."""
+        return int(self._store.add(f"beats of {host}", 0))
+
+
+class _Host:
+    """Another host, as the first one sees it."""
+
+    def __init__(self, ranks: range) -> None:
+        self.ranks = ranks
+        self.has_ended = False
+        self._num_beats = 0
+        self._silent_from_s = time.monotonic()
+
+    def is_silent(self, num_beats: int) -> bool:
+        """Return whether the host has given no sign of life for too long."""
+        now = time.monotonic()
+        if num_beats != self._num_beats:
+            self._num_beats = num_beats
+            self._silent_from_s = now
+        limit_s = SILENCE_S if self._num_beats else _START_S
+        return now - self._silent_from_s > limit_s
+
+
+class FirstBoard:
+    """The board as the first host uses it: for the losses of all hosts."""
+
+    def __init__(self, board: Board, losses: Losses, counts: Sequence[int]) -> None:
+        self._board = board
+        self._losses = losses
+        self._hosts: dict[int, _Host] = {}
+        # Threads that read the output of ranks write here; they must not wait for the store.
+        self._notes: deque[Json] = deque()
+        self._looks_at_s = 0.0
+        self.is_end_reported = False
+        """Whether the host of the rank that ended the job has reported it to the launcher."""
+        for host in range(1, len(counts)):
+            first = sum(counts[:host])
+            self._hosts[host] = _Host(range(first, first + counts[host]))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether another host still runs ranks."""
+        return not all(host.has_ended for host in self._hosts.values())
+
+    @property
+    def fatal(self) -> Loss | None:
+        """The loss that ends the job; None: the job continues."""
+        return self._losses.fatal
+
+    def add(self, loss: Loss) -> None:
+        """Record a loss on this host."""
+        self._losses.add(loss)
+
+    def note_restart(self, num_lost: int) -> None:
+        """Record that the ranks have begun to restart without the ones lost since the start."""
+        self._losses.note_restart(num_lost)
+        self._notes.append({"kind": "restart", "num_lost": num_lost})
+
+    def note_step(self) -> None:
+        """Record a step of a rank on this host."""
+        self._losses.note_step()
+
+    def take_turn(self) -> None:
+        """Read what the other hosts have written, and record those that have died."""
+        while self._hosts and self._notes:
+            self._board.write(self._notes.popleft())
+        for note in self._board.unread():
+            kind = note.pop("kind")
+            if kind == "loss":
+                self._losses.add(Loss(**note))
+            elif kind == "restart":
+                self._losses.note_restart(note["num_lost"])
+            elif kind == "step":
+                self._losses.note_step()
+            elif kind == "ended":
+                self._hosts[note["host"]].has_ended = True
+                self.is_end_reported |= note["is_reported"]
+        now = time.monotonic()
+        if now < self._looks_at_s:
+            return
+        self._looks_at_s = now + _BEAT_S
+        for number, host in self._hosts.items():
+            is_silent = host.is_silent(self._board.num_beats(number))
+            if is_silent and not host.has_ended:
+                host.has_ended = True
+                self._add_losses_of(host)
+
+    def _add_losses_of(self, host: _Host) -> None:
+        lost_before = {loss.rank for loss in self._losses.items}
+        for rank in host.ranks:
+            if rank not in lost_before:
+                self._losses.add(Loss(rank, _KILLED, time.time()))
+
+    def announce_end(self) -> None:
+        """Tell the other hosts to end their ranks, because of the fatal loss."""
+        assert self.fatal is not None
+        self._board.write({"kind": "end", **asdict(self.fatal)})
+
+
+class OtherBoard:
+    """The board as all other hosts use it: it takes the losses of this host to the first one.
+
+    It has the methods of `Losses` that a keeper uses.
+    """
+
+    def __init__(self, board: Board, host: int) -> None:
+        self._board = board
+        self._host = host
+        # Threads that read the output of ranks write here; they must not wait for the store.
+        self._notes: deque[Json] = deque()
+        self._beats_at_s = 0.0
+        self._awaits_step = False
+        """Whether the ranks have restarted, here or elsewhere, and no step was reported since."""
+        self.fatal: Loss | None = None
+        """The loss that ends the job; None: the job continues."""
+        self.is_needed = False
+        """Whether other hosts need this keeper after its ranks have ended."""
+
+    def add(self, loss: Loss) -> None:
+        """Report a loss."""
+        self._notes.append({"kind": "loss", **asdict(loss)})
+
+    def note_restart(self, num_lost: int) -> None:
+        """Report that the ranks have begun to restart without the ones lost since the start."""
+        self._notes.append({"kind": "restart", "num_lost": num_lost})
+        self._awaits_step = True
+
+    def note_step(self) -> None:
+        """Report a step if it is the first one after a restart."""
+        if self._awaits_step:
+            self._awaits_step = False
+            self._notes.append({"kind": "step"})
+
+    def take_turn(self) -> None:
+        """Exchange notes with the first host.
+
+        Raises:
+            FirstHostLost: It does not answer.
+        """
+        now = time.monotonic()
+        is_time = now >= self._beats_at_s
+        try:
+            while self._notes:
+                self._board.write(self._notes[0])
+                self._notes.popleft()
+            if not is_time:
+                return
+            self._beats_at_s = now + _BEAT_S
+            self._board.beat(self._host)
+            for note in self._board.unread():
+                kind = note.pop("kind")
+                if kind == "end":
+                    self.fatal = Loss(**note)
+                elif kind == "restart":
+                    self._awaits_step = True
+        except RuntimeError as error:  # torch's errors of a store
+            raise FirstHostLost(str(error)) from error
+
+    def announce_end(self) -> None:
+        """Do nothing: the first host decides and announces the end."""
+
+    def write_end_of_host(self, *, is_reported: bool) -> None:
+        """Tell the first host that no rank runs here any more."""
+        note = {"kind": "ended", "host": self._host, "is_reported": is_reported}
+        self._notes.append(note)
+        self.take_turn()

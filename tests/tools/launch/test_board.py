@@ -1,0 +1,114 @@
+"""What the keepers of several hosts tell each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from megatron_ext.tools.launch import board
+from megatron_ext.tools.launch.board import Board, FirstBoard, FirstHostLost, OtherBoard
+from megatron_ext.tools.launch.losses import Loss, Losses
+
+SIGKILL = -9
+
+
+@pytest.fixture
+def store() -> Any:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def connected(store: Any) -> Any:
+    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def losses(tmp_path: Path, said: list[str]) -> Losses:
+    tmp_path.chmod(0o700)
+    return Losses(tmp_path, 2, lambda _rank, text: said.append(text))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn is one in which the keepers look at each other."""
+    monkeypatch.setattr(board, "_BEAT_S", 0.0)
+
+
+def test_a_loss_and_the_next_step_reach_the_first_host(
+    store: Any, losses: Losses, said: list[str]
+) -> None:
+    first = FirstBoard(Board(store), losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    other.note_step()  # before any restart, steps are not reported
+    other.add(Loss(2, SIGKILL, 1000.0))
+    other.take_turn()
+    first.take_turn()
+    assert [loss.rank for loss in losses.items] == [2]
+    assert "1 of 2 ranks in reserve are left" in said[-1]
+    first.note_restart(1)  # rank 0 runs on the first host
+    first.take_turn()
+    other.take_turn()
+    assert losses.items[0].back_after_s is None
+    other.note_step()  # and the last stage on the other one
+    other.note_step()
+    other.take_turn()
+    first.take_turn()
+    assert losses.items[0].back_after_s is not None
+    assert first.is_needed
+    other.write_end_of_host(is_reported=False)
+    first.take_turn()
+    assert not first.is_needed
+
+
+def test_the_end_reaches_the_other_host(store: Any, losses: Losses) -> None:
+    first = FirstBoard(Board(store), losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    for rank in (1, 2, 0):
+        first.add(Loss(rank, SIGKILL, 1000.0))
+    first.announce_end()
+    other.take_turn()
+    assert other.fatal == Loss(1, SIGKILL, 1000.0)
+
+
+def test_all_ranks_of_a_silent_host_are_lost(
+    store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = FirstBoard(Board(store), losses, [1, 2, 1])
+    others = [OtherBoard(Board(connected(store)), host) for host in (1, 2)]
+    others[0].add(Loss(1, 7, 1000.0))
+    for other in others:
+        other.take_turn()
+    first.take_turn()
+    monkeypatch.setattr(board, "SILENCE_S", 0.0)
+    others[1].take_turn()
+    first.take_turn()
+    assert sorted((loss.rank, loss.exit_code) for loss in losses.items) == [
+        (1, 7),
+        (2, SIGKILL),
+    ]
+    assert first.is_needed
+
+
+def test_a_host_that_has_not_started_is_not_lost(
+    store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "SILENCE_S", 0.0)
+    first = FirstBoard(Board(store), losses, [1, 2])
+    first.take_turn()
+    assert not losses.items
+
+
+def test_a_host_notices_that_the_first_one_is_gone() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = OtherBoard(Board(connected(store)), 1)
+    other.take_turn()
+    del store
+    with pytest.raises(FirstHostLost):
+        other.take_turn()
