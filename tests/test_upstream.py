@@ -98,7 +98,7 @@ def test_a_tree_that_does_not_match_the_wheel_is_refused(
     with pytest.raises(UpstreamMismatch) as caught:
         upstream.require_tree()
     text = str(caught.value)
-    assert "expected version 0.16, as of the installed megatron-core" in text
+    assert "expected version 0.16, like the installed megatron-core" in text
     assert f"found version {found}" in text
     assert "megatron-ext upstream fetch" in text
     # Its own megatron-core is a remedy where there is one that we run on.

@@ -1,8 +1,8 @@
 """The reason why a rank ended, written by the rank and read by its launcher.
 
-torchrun gives each rank a file for its error and reports the rank that ended first. That is often a
-rank that only lost its peer, while the rank with the cause is still exiting. So each rank also
-notes how it ended, and `first` picks the cause from the notes of all ranks.
+torchrun gives each rank a file for its error and reports the rank that ended first. That rank often
+only lost its peer, while the rank that caused the failure is still exiting. So each rank also
+records how it ended, and `first` picks the cause from the records of all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # Ordered from the most certain cause to the most certain consequence. A process that was stopped or
 # killed did not fail because of its peers. Megatron's check of results ends all ranks, including
-# those with good results. A rank that exited with code 0 only explains why its peers lost it.
+# the ranks with good results. A rank that exited with code 0 comes late in this order: it only
+# explains why its peers lost their connection to it.
 KINDS = (
     "stopped",
     "killed",
@@ -63,37 +64,37 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """The reason why a rank ended, or does not make progress."""
+    """The reason why a rank ended or stopped making progress."""
 
     rank: int
-    """Global rank; the culprit's if this rank knows that another one is to blame."""
+    """Global rank of the culprit if the reporting rank knows it, else of the reporting rank."""
     kind: str
     """One of `KINDS`."""
     reason: str
     """The text of the exception, in one line."""
     at: float
-    """When the rank ended, by the clock of its host (seconds since 1970)."""
+    """When the rank ended, in seconds since 1970, by the clock of its host."""
     iteration: int | None = None
-    """The training iteration, from 1; None before the training and in programs without iterations.
-    """
+    """The training iteration, counted from 1. None before training and in programs without
+    iterations."""
     order: int = 0
     """Order of rejected results within a step: losses come before gradients."""
     code: int | None = None
-    """Exit code of the rank, negative for a signal; None if it does not end by itself."""
+    """Exit code of the rank, negative for a signal; None if the rank does not exit by itself."""
 
     @property
     def is_sure(self) -> bool:
-        """True if stopping a job never causes an end of this kind."""
+        """Whether stopping a job can never cause an end of this kind."""
         return self.kind in ("stopped", "rejected", "error", "hang")
 
     @property
     def precedence(self) -> tuple[int, int, float]:
-        """The sort key; the first cause has the smallest."""
+        """The sort key: the smallest one belongs to the first cause."""
         return KINDS.index(self.kind), self.order, self.at
 
 
 def first(causes: Sequence[Cause]) -> Cause | None:
-    """Return the cause that explains the others, with the iteration that any of them reports."""
+    """Return the cause that explains the other ones; any of them may provide its iteration."""
     if not causes:
         return None
     earliest = min(causes, key=lambda cause: cause.precedence)
@@ -116,8 +117,11 @@ def of_error(error: BaseException) -> Cause:
     ending = Cause(
         rank, "error", _words(error), time.time(), current_iteration(), code=code
     )
+    # The peer that this rank lost writes the reason into its own file.
     if isinstance(error, TransportError) or _is_lost_peer(error):
         return replace(ending, kind="effect")
+    # Megatron ends a rank with a rejected result by an exit code or a plain RuntimeError, so the
+    # exception alone does not identify this case.
     if (message := _rejected_result()) is not None:
         return replace(
             ending, kind="rejected", reason=message, order=_order_in_step(message)
@@ -125,6 +129,7 @@ def of_error(error: BaseException) -> Cause:
     if isinstance(error, HangError):
         if error.rank in (None, rank):
             return replace(ending, kind="hang")
+        # Blame the rank that the others wait for. It is still running, so it has no exit code.
         return replace(ending, kind="hang", rank=error.rank, code=None)
     if isinstance(error, SystemExit):
         if (
@@ -147,8 +152,8 @@ def of_error(error: BaseException) -> Cause:
 def _explaining(error: BaseException) -> BaseException:
     """Return the error of a hang or a lost peer that was being handled when this one was raised.
 
-    While a job ends, its data loader's workers are killed, and torch raises an error for each of
-    them wherever the rank is, such as in the report of the first error.
+    While a job ends, the workers of its data loader are killed. torch raises an error for each of
+    them at whatever line the rank is running, even while it reports the first error.
     """
     earlier: BaseException | None = error
     while earlier is not None:
@@ -162,7 +167,7 @@ def left_while_loading(error: SystemExit) -> bool:
     """Return whether Megatron ended this rank with exit code 0 because of its checkpoint.
 
     Megatron does so if the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
-    unknown version, after the first rank has printed a line.
+    unknown version. Rank 0 prints the reason before it exits.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = frames[-1].f_globals.get("__name__") if frames else None
@@ -170,10 +175,9 @@ def left_while_loading(error: SystemExit) -> bool:
 
 
 def current_iteration() -> int | None:
-    """Return the number of Megatron's current training iteration, from 1; None outside of one."""
-    completed = getattr(
-        megatron_arguments(), "curr_iteration", None
-    )  # the count changes when the next iteration begins
+    """Return the number of Megatron's current iteration, from 1; None before the first one."""
+    # Megatron sets it at the start of each iteration to the number of completed ones.
+    completed = getattr(megatron_arguments(), "curr_iteration", None)
     return None if completed is None else completed + 1
 
 
@@ -186,7 +190,8 @@ def write(cause: Cause, callstack: str) -> None:
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return
-    # torchrun counts whole seconds, and considers the lowest rank within a second the first.
+    # torchrun compares whole seconds, and reports the lowest rank of those that ended within the
+    # same second. Shift the time stamps so that a cause precedes its effects.
     shift_s = 1 if cause.kind == "effect" else -1
     extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
     message = {"message": cause.reason, "extraInfo": extra}
@@ -200,7 +205,7 @@ def read(folder: Path) -> list[Cause]:
     """Return the causes in a job's error files on this host, inside torchrun's log folder."""
     causes = []
     for path in folder.glob("*/attempt_0/*/error.json"):
-        # Programs that were not started through this package leave files in torch's own format.
+        # Programs that were not started through this package write files in torch's own format.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             causes.append(
                 from_json(json.loads(path.read_text(encoding="utf-8"))["cause"])
@@ -212,7 +217,7 @@ def from_json(fields: Any) -> Cause:
     """Return a cause from its JSON form.
 
     Raises:
-        TypeError, ValueError: It is not in this version's form.
+        TypeError, ValueError: The fields do not match this version of `Cause`.
     """
     cause = Cause(**fields)
     if cause.kind not in KINDS or not math.isfinite(cause.at):
@@ -230,9 +235,10 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _rejected_result() -> str | None:
-    """Return the invalid result that Megatron's rerun state machine found here in this step.
+    """Return the invalid result that Megatron's rerun state machine found on this rank, if any.
 
-    Megatron then ends all ranks, with an exit code, or with an error if `--save` is not set.
+    Only results of the current step are returned. Megatron then ends all ranks, with an exit code,
+    or with an error if `--save` is not set.
     """
     module: Any = sys.modules.get("megatron.core.rerun_state_machine")
     machine: Any = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
@@ -249,7 +255,8 @@ def _order_in_step(message: str) -> int:
     """Return the order of a rejected result within a step: losses come before gradients."""
     if "loss" in message:
         return 0
-    # A NaN gradient makes the gradients of all earlier stages NaN, so the last stage came first.
+    # A NaN gradient makes the gradients of all earlier stages NaN, so the latest of these stages
+    # had it first.
     groups: Any = sys.modules["megatron.core.parallel_state"]
     num_stages = groups.get_pipeline_model_parallel_world_size()
     return int(num_stages - groups.get_pipeline_model_parallel_rank())
@@ -273,7 +280,7 @@ def _own_words(error: BaseException) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     # A DataLoader worker sends its whole traceback, whose last line contains the error.
     is_workers = any("Original Traceback" in line for line in lines)
-    # In other messages, the first line says most: torch appends stacks and hints.
+    # In other messages, the first line contains the error: torch appends stacks and hints.
     line = ""
     if lines:
         line = lines[-1] if is_workers else lines[0]

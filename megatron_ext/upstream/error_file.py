@@ -1,4 +1,4 @@
-"""The file from which torchrun reads why a rank failed."""
+"""Writes the file from which torchrun reads why a rank failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.upstream import cause
 
 
 class WholeErrorFile(ErrorHandler):
-    """Writes the file atomically, with the cause that the launcher shows."""
+    """torch's error handler, writing the file atomically and with the cause for the launcher."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that ends this rank."""

@@ -1,9 +1,10 @@
-"""Reports an error in one line, once on each host, however many of its ranks have it.
+"""Reports an error in one line, once per host, however many ranks of the host raise it.
 
 Before the ranks are connected, an error may concern one rank (a package that only the last rank
-imports) or one host (a missing file), and no rank can consult the others. So a rank reports unless
-it knows that another one on its host did. A host that fails also leaves a notice in torchrun's
-store, because the others would wait for it in `init_process_group` for minutes.
+imports) or one host (a missing file), and the ranks cannot consult each other. So a rank reports
+its error unless it knows that another rank on its host has reported the same one. A failing host
+also leaves a notice in torchrun's store. Without it, the other hosts would wait for minutes in
+`init_process_group`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from megatron_ext.upstream.signatures import megatron_arguments
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-# How long a rank that has reported stays alive at least, so that the others on its host do not
+# A rank that has reported stays alive for this time, so that the other ranks on its host do not
 # report too. It ends before they do, so that a launcher shows the log of a rank with a reason.
 _HELD_S = 0.3
-# The same for ranks with nothing to add: longer, so that the rank with the reason ends first.
+# Ranks that have not reported wait longer, so that the rank that has reported ends first.
 _OTHERS_S = 1.0
-# How long a rank that lost another one stays alive at most. torchrun considers the rank that ends
-# first the failed one, but the exit of the rank with the reason takes seconds.
+# The longest time that a rank stays alive after it has lost a peer. torchrun considers the rank
+# that ends first as failed, but the rank with the reason takes seconds to exit.
 _CAUSE_S = 5.0
+# Time-out of a connection to torchrun's store, and the interval between checks of the store.
 _CONNECT_S = 5.0
 _LOOK_S = 0.5
 _KEY = "megatron_ext/failed"
 
 
 def report(error: BaseException) -> None:
-    """Print an error that needs no traceback, unless another rank of this host just did."""
+    """Print an error without its traceback, unless another rank on this host has printed it."""
     line = line_of(error)
     is_first = _is_first(line)
     connected = _is_connected()
-    # Every rank writes its cause, even if it prints nothing: the launcher may SIGKILL it during its
-    # exit, and would otherwise consider that the cause.
+    # Every rank writes its cause, even if it prints nothing. The launcher may SIGKILL it during its
+    # exit, and would otherwise report the SIGKILL as the cause.
     cause.write(cause.of_error(error), line)
     if is_first:
         rank = os.environ.get("RANK", "0")
@@ -60,12 +62,11 @@ def report(error: BaseException) -> None:
         # Once connected, the other hosts notice the failure by themselves, because their
         # collectives fail.
         if not connected and _has_other_hosts():
-            with suppress(
-                RuntimeError
-            ):  # the store's host has ended, and so do its ranks
+            # This fails if the store's host has ended, and then the job ends without the notice.
+            with suppress(RuntimeError):
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends this rank with SIGTERM as soon as it has seen the failed one.
+        # torchrun ends this rank with SIGTERM as soon as it has noticed the failed one.
         ended = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
         ended.wait(_CAUSE_S)
@@ -76,9 +77,10 @@ def report(error: BaseException) -> None:
 
 
 def report_exit(error: SystemExit) -> bool:
-    """Note which line ended this rank; print it if nothing else does.
+    """Record which line called `sys.exit` on this rank, and print it if nothing else does.
 
-    The other ranks lose their connection to this one, and refer to it for the reason.
+    The other ranks lose their connection to this one, and their messages point to it for the
+    reason.
 
     Returns:
         Whether the exit code must be 1: Megatron exits with 0 if it does not load a checkpoint.
@@ -87,7 +89,7 @@ def report_exit(error: SystemExit) -> bool:
     cause.write(ending, ending.reason)
     has_failed = cause.left_while_loading(error)
     is_told = isinstance(error.code, str)  # Python prints it
-    # When Megatron rejects a result of one rank, all ranks exit, but only that one has the reason.
+    # When Megatron rejects a result of one rank, all ranks exit, but only that rank has the reason.
     is_cause = (error.code or has_failed) and ending.kind != "effect"
     if is_cause and not is_told and _is_first(ending.reason):
         prefix = f"[rank {ending.rank}] " if _is_connected() else ""
@@ -103,7 +105,7 @@ def report_interrupt() -> None:
     line = "interrupted before the training began"
     args = megatron_arguments()
     if args is not None and getattr(args, "curr_iteration", None):
-        # Megatron counts a step when the next one begins, but saves before that.
+        # Megatron updates `curr_iteration` when the next step starts, but saves before that.
         saved = None if args.save is None else _last_saved(args.save)
         iteration = max(args.curr_iteration, saved or 0)
         line = (
@@ -135,10 +137,10 @@ def _last_saved(save: str) -> int | None:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Yield an event that is set when Ctrl-C ends the block; later ones are ignored.
+    """Yield an event that is set when Ctrl-C ends the block; a second Ctrl-C is ignored.
 
-    A rank that waits in a collective first notices the end of its peers, so a connection error ends
-    it although the user is the reason.
+    Check the event instead of the exception: a rank that waits in a collective may notice the end
+    of its peers first, and then raises a connection error although the user has interrupted it.
     """
     interrupted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -161,12 +163,13 @@ def interrupts() -> Iterator[threading.Event]:
 
 
 def _is_first(line: str) -> bool:
-    """Return whether no other rank of this host has reported the same line.
+    """Return whether no other rank on this host has reported the same line.
 
-    The claim is an abstract socket name, which ends with its process, so the socket stays open.
+    A rank claims the line by binding an abstract socket name. The kernel frees the name when the
+    process ends, so the socket stays open.
     """
-    # The ranks of a host share one parent, the launcher's agent, so two jobs of a user, or a
-    # restarted job, do not silence each other.
+    # All ranks on a host have the launcher's agent as their parent. With its id in the name, two
+    # jobs of a user, or a restarted job, do not silence each other.
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
     digest = hashlib.sha256(repr(job).encode()).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
@@ -178,7 +181,7 @@ def _is_first(line: str) -> bool:
         return error.errno != errno.EADDRINUSE
     claim.detach()
     # The first rank to report may have ended already: on a loaded host, a rank may fail seconds
-    # later. torchrun keeps the reason in a file, in a folder beside this rank's.
+    # later. torchrun keeps the reason in a file, in a folder next to this rank's folder.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True
@@ -199,7 +202,7 @@ def _is_connected() -> bool:
 
 
 def _has_other_hosts() -> bool:
-    """Return whether torchrun also started ranks on other hosts, and keeps a store for all."""
+    """Return whether torchrun also started ranks on other hosts, with one store for all hosts."""
     has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -217,7 +220,7 @@ def _store() -> TCPStore:
 
 
 def _key() -> str:
-    # A restart keeps the store, so leave out failures of the previous attempt.
+    # A restart keeps the store, so number the attempts: old failures must not end a new attempt.
     return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -225,14 +228,14 @@ def _key() -> str:
 def watching_other_hosts() -> Iterator[None]:
     """End this process, with the reason, if another host fails before the ranks are connected.
 
-    One rank on each host watches; torchrun ends the others with it.
+    One rank on each host watches the store. When it ends, torchrun ends the host's other ranks.
     """
     if not _has_other_hosts() or os.environ.get("LOCAL_RANK") != "0":
         yield
         return
     is_over = threading.Event()
-    # Joined below: at exit, the interpreter would abort the process because of a thread inside the
-    # store.
+    # The thread is joined below: if it were still inside the store at exit, the interpreter would
+    # abort the process.
     watch = threading.Thread(
         target=_watch, args=(is_over,), name="watch-hosts", daemon=True
     )
@@ -248,7 +251,7 @@ def _watch(is_over: threading.Event) -> None:
     try:
         store = _store()
         while not is_over.is_set() and not _is_connected():
-            # Don't use `wait`, which logs two lines of warnings each time that nothing has failed.
+            # Don't use `wait`, which logs two lines of warnings each time it finds no failure.
             if not store.check([_key()]):
                 is_over.wait(_LOOK_S)
                 continue
@@ -257,7 +260,7 @@ def _watch(is_over: threading.Event) -> None:
             reason = line_of(store.get(_key()).decode(errors="replace"))
             sys.stderr.write(f"megatron_ext: error: {reason}\n")
             sys.stderr.flush()
-            # The main thread waits in `init_process_group`, where exceptions do not reach it
+            # The main thread is blocked in `init_process_group`, where exceptions do not reach it.
             os._exit(2)
     except RuntimeError:
         return  # the store's host has ended, which the main thread notices too

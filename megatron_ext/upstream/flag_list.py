@@ -1,8 +1,9 @@
 """The flags of the installed Megatron, read from its sources.
 
-Megatron's own parser needs torch and takes seconds to import; this list needs neither. It contains
-the names, types and choices of every flag, so a command line is checked before a job starts as it
-will be in the job. `tests/test_flag_list.py` compares the list with the parser itself.
+Importing Megatron's own parser requires torch and takes seconds. This module parses the sources
+instead, and collects the names, types and choices of every flag. So a command line can be checked
+before a job starts, by the rules that apply in the job. `tests/test_flag_list.py` compares the list
+with the parser itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_ext.upstream import releases
 from megatron_ext.upstream.tree import find_tree
 
 _FACTORY = "ArgumentGroupFactory"
-"""Upstream's class that makes a group of flags from the fields of a dataclass."""
+"""Upstream's class that creates a group of flags from the fields of a dataclass."""
 
 # A list of numbers in Python's notation, with repetition: ([0]*3+[1]*1)*2.
 _PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
@@ -33,11 +34,11 @@ class MegatronFlag:
     """A flag of Megatron's parser."""
 
     names: tuple[str, ...]
-    """Its spellings, such as `--seq-length`."""
+    """All spellings of the flag, such as `--seq-length`."""
     keywords: dict[str, Any]
     """Arguments of `ArgumentParser.add_argument`, without the default."""
     default: Any = None
-    """The default; None also if the source computes it."""
+    """The default. It is None as well if the source computes the default."""
 
     @property
     def dest(self) -> str:
@@ -48,6 +49,7 @@ class MegatronFlag:
 
     def add_to(self, parser: ArgumentParser) -> None:
         """Add the flag to a parser, without its default."""
+        # SUPPRESS omits flags that the user does not give from the parsed arguments.
         parser.add_argument(*self.names, default=SUPPRESS, **self.keywords)
 
 
@@ -83,7 +85,12 @@ def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
 
 @lru_cache(maxsize=2)
 def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
-    """Return the flags of two copies of `megatron`, which contain the training loop and core."""
+    """Return Megatron's flags.
+
+    Args:
+        training: The `megatron` folder that contains the training loop.
+        core: The `megatron` folder that contains megatron.core; may be the same.
+    """
     module = ast.parse(
         (training / "training" / "arguments.py").read_text(encoding="utf-8")
     )
@@ -95,7 +102,7 @@ def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
     converters = _Converters(functions, classes)
     for name in _called_functions(functions["add_megatron_arguments"]):
         function = functions.get(name)
-        # Without the package nvidia_kitchen, the function adds nothing.
+        # Upstream's function for kitchen adds no flags if the package nvidia_kitchen is missing.
         if function is None or (
             "kitchen" in name and find_spec("nvidia_kitchen") is None
         ):
@@ -103,7 +110,7 @@ def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
         flags += _added(function, converters)
         flags += _made_of_classes(function, classes)
     modelopt = training / "post_training" / "arguments.py"
-    # Upstream's scripts add these flags if modelopt is installed
+    # Upstream's scripts add these flags if modelopt is installed.
     if find_spec("modelopt") is not None and modelopt.is_file():
         flags += _added(ast.parse(modelopt.read_text(encoding="utf-8")), converters)
     return tuple(flags)
@@ -130,7 +137,7 @@ def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
             if isinstance(name, str) and name.startswith("--"):
                 names.append(name)
         if names:
-            # `**settings` has no name, and decides no type.
+            # Skip `**settings`, which has no keyword name and never sets the type.
             values = {
                 keyword.arg: keyword.value for keyword in node.keywords if keyword.arg
             }
@@ -166,7 +173,7 @@ def _literal(value: ast.expr | None) -> Any:
 
 
 class _Converters:
-    """The conversions of words by upstream's functions."""
+    """Translates upstream's `type=` functions into argparse settings, without importing them."""
 
     def __init__(
         self, functions: dict[str, ast.FunctionDef], classes: _Classes | None
@@ -190,7 +197,7 @@ class _Converters:
             # the value with.
             words = re.findall(r"[\"'](\w+)[\"']", text)
             return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
-        # Also for bool, which upstream applies to the word: every non-empty word is true
+        # Treat bool as text too: argparse calls it on the word, so every non-empty word is valid.
         return {"type": str}
 
 
@@ -225,7 +232,8 @@ class _Classes:
                 is None
             ):
                 continue
-            if file not in self._parsed:  # most files define no class that makes flags
+            # Parse files on demand, because most of them define no class with flags.
+            if file not in self._parsed:
                 self._parsed[file] = {}
                 for node in ast.parse(self._texts[file]).body:
                     if isinstance(node, ast.ClassDef):
@@ -239,6 +247,7 @@ class _Classes:
         if definition is None:
             return {}
         fields: dict[str, ast.AnnAssign] = {}
+        # As in `dataclasses`, the fields of bases come first, and redefining one keeps its place.
         for base in definition.bases:
             fields |= self.fields(ast.unparse(base))
         for node in definition.body:
@@ -263,7 +272,8 @@ class _Classes:
 def _made_of_classes(
     function: ast.FunctionDef, classes: _Classes
 ) -> Iterator[MegatronFlag]:
-    """Yield the flags that a function makes from the fields of dataclasses."""
+    """Yield the flags that a function creates from the fields of dataclasses."""
+    # Upstream stores the names of excluded fields in a variable before it calls the factory.
     lists: dict[str, Any] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -285,9 +295,9 @@ def _made_of_classes(
 
 
 def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
-    """Return the fields that a factory makes no flags of.
+    """Return the names of the fields for which a factory creates no flags.
 
-    `lists` holds the variables of the calling function.
+    `lists` maps the variables of the calling function to their values.
     """
     excluded: Sequence[str] = ()
     for keyword in call.keywords:
@@ -301,10 +311,7 @@ def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
 def _of_field(
     name: str, field: ast.AnnAssign, classes: _Classes
 ) -> MegatronFlag | None:
-    """Return the flag that upstream makes from a field.
-
-    None if the constructor does not take it.
-    """
+    """Return the flag that upstream creates from a field, or None if the field has `init=False`."""
     default = _literal(field.value)
     metadata = dict[str, Any]()
     if isinstance(field.value, ast.Call):
@@ -321,9 +328,11 @@ def _of_field(
     if keywords.get("type") is bool:
         del keywords["type"]
         keywords["action"] = "store_true" if default is False else "store_false"
+        # Upstream's factory gives a field that is true by default only flags that turn it off.
         if default is not False:
             names = [f"no_{name}", f"disable_{name}"]
     flags = tuple(f"--{spelling.replace('_', '-')}" for spelling in names)
+    # The metadata of a field override what its type implies, as in upstream's factory.
     keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
     default = keywords.pop("default", default)
     keywords.pop("help", None)
@@ -331,7 +340,7 @@ def _of_field(
 
 
 def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]:
-    """Return the type, choices and number of values for an annotation."""
+    """Return the argparse settings that an annotation implies: type, choices and `nargs`."""
     if isinstance(annotation, ast.BinOp):  # such as `int | None`
         return _keywords_of_type(annotation.left, classes)
     name = ast.unparse(annotation)

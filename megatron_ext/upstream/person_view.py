@@ -1,9 +1,10 @@
-"""A person's view of a training log: some lines on the start, then a short one per logged step.
+"""A short view of a training log: a few lines about the start, then one line per logged step.
 
     torchrun ... 2>&1 | python -m megatron_ext.upstream.person_view --log all.txt
 
-Megatron's own lines stay as they are, because programs read them; this reads them too, and needs
-the standard library alone. Warnings that matter and errors are passed on, once each.
+Other programs read Megatron's log lines, so the job itself does not change them. This module
+shortens them for people, and shows each error and each relevant warning once. It needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TextIO
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALUE = re.compile(r"(\w[\w ]*) value: (\S+) \|")
 _PARALLEL_SIZE = re.compile(r"([a-z -]+?)(?:-model)?-parallel size: (\d+)")
-# torchrun runs Python unbuffered, where a line and its end are two writes, so the lines of two
-# ranks may merge.
+# torchrun runs Python unbuffered, where a line and its newline are two writes. So the lines of two
+# ranks may merge, and one line may match this several times.
 _PARAMETERS = re.compile(r"> number of parameters on [^>]* rank (\([\d, ]+\)): (\d+)")
-# Warnings about packages that a machine lacks on purpose or about missing files in a first run, and
+# Warnings about optional packages, warnings about files that do not exist yet in a first run, and
 # Megatron's internal notes.
 _HARMLESS = re.compile(
     r"apex|transformer[ _-]engine|pin_memory|one_logger|legacy tokenizer|GPTModel IS DEPRECATED"
@@ -40,15 +41,15 @@ _LAST_OF_TRACEBACK = re.compile(
 _RANK = re.compile(r"\[rank\d+\]: ")
 _TORCHRUNS_LOG = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
 _TORCHRUNS_ERRORS = ("ChildFailedError", "SignalException")
-"""Errors that end torchrun if a rank fails, or after Ctrl-C."""
+"""Errors that torchrun itself raises when a rank fails, or after Ctrl-C."""
 
 
 @dataclass
 class PersonView:
-    """The short form of one training's log, line by line.
+    """Shortens the log of one training run, line by line.
 
-    Lines from several processes may be interleaved, but each line is complete; `source`
-    separates their tracebacks if it is known.
+    Lines from several processes may be interleaved, but each line is complete. `source` separates
+    the tracebacks of these processes if the caller knows it.
     """
 
     failed: bool = False
@@ -56,40 +57,40 @@ class PersonView:
     _seq_length: int | None = None
     """Number of tokens in a sample."""
     _bubble: str | None = None
-    """Percentage, for the step whose line comes next."""
+    """Percentage of idle time in the step whose line comes next."""
     _parameters: dict[str, int] = field(default_factory=dict)
     """Model-parallel rank -> number of parameters."""
     _shown: set[str] = field(default_factory=set)
     _tracebacks: dict[str, list[str]] = field(default_factory=dict)
     """Source -> the lines of a traceback whose last line has not arrived yet."""
     _after_error: dict[str, bool] = field(default_factory=dict)
-    """Source -> whether torch prefixes the error that was shown last, which may have further lines.
-    """
+    """Source -> whether torch prefixed the last error shown, whose message may have more lines."""
 
     def feed(self, line: str, source: str = "") -> list[str]:
-        """Return the lines to show for a line of the log; usually none."""
-        # Only torch adds this prefix, so later lines with it belong to the error.
+        """Return the lines to show for a line of the log, usually none."""
+        # Only torch adds this prefix, so the lines that follow with the prefix belong to the error.
         is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
             self._tracebacks[source] = [line]
             self._after_error[source] = is_marked
             return []
-        # A step line comes from another process, or the error was not fatal and its last line was
-        # not recognised.
+        # A step line does not belong to the traceback: it comes from another process, or the error
+        # was not fatal and its last line was not recognised.
         if source in self._tracebacks and not _STEP.search(line):
             return self._traceback(line, source)
         if shown := self._recognized(line):
             self._after_error.pop(source, None)
             return shown
-        # This may be a further line of a multi-line message; lines of the log may follow it.
+        # The line may continue the message of the last error. Without torch's prefix, it may also
+        # be an ordinary line of the log, which cannot be told apart.
         is_rest = self._after_error.get(source) == is_marked
         if is_rest and line and not _TORCHRUNS_LOG.match(line):
             return [line]
         return []
 
     def flush(self) -> list[str]:
-        """Return tracebacks whose last line was not recognised; of equal ones, only the first."""
+        """Return the tracebacks whose last line was not recognised, without duplicates."""
         unfinished: dict[str, list[str]] = {}
         for lines in self._tracebacks.values():
             unfinished[_numberless("\n".join(lines))] = lines
@@ -101,7 +102,7 @@ class PersonView:
         return shown
 
     def has_shown(self, line: str) -> bool:
-        """Return whether a line has been shown, or one that differs only in its numbers."""
+        """Return whether a line was shown, or a line that differs only in its numbers."""
         line = _RANK.sub("", line)
         return line in self._shown or _numberless(line) in self._shown
 
@@ -111,8 +112,8 @@ class PersonView:
         if line[:1].strip() == "" or not _LAST_OF_TRACEBACK.match(line):
             return []
         del self._tracebacks[source]
-        # torchrun's report adds nothing to an error of a rank, but is the only one if a rank is
-        # killed.
+        # torchrun's report adds nothing to the error of a rank, but it is the only error if a rank
+        # is killed.
         is_torchruns = any(name in line for name in _TORCHRUNS_ERRORS)
         if (is_torchruns and self.failed) or not self._once(_numberless(line)):
             self._after_error.pop(source, None)
@@ -144,7 +145,7 @@ class PersonView:
         parts = [f"iteration {iteration:>{len(last)}}/{last}"]
         try:
             parts += self._numbers_of_step(fields)
-        except ValueError:  # a line of the script, with words in place of numbers
+        except ValueError:  # the script's own line, with words instead of numbers
             return [match.string[match.start() :].strip()]
         if self._bubble is not None:
             parts.append(f"bubble {self._bubble} %")
@@ -202,7 +203,7 @@ class PersonView:
         return self._once(f"warning: {match[1].strip()}")
 
     def _error(self, match: re.Match[str]) -> list[str]:
-        # Show it once for all ranks, micro-batches and iterations that have it.
+        # Show an error once for all ranks, micro-batches and iterations that report it.
         if not self._once(_numberless(match.string)):
             return []
         return [f"error: {match[1].strip()}"]
@@ -224,7 +225,7 @@ class PersonView:
         return self._once(_STAGES[match.re.pattern].format(*match.groups()))
 
 
-# Megatron's lines that are shown as a short line, the first time that they appear.
+# Megatron's lines that are shown as a short line when they first appear.
 _STAGES = {
     r"> initializing torch distributed": "connecting the ranks",
     r"building \w+ model": "building the model",
@@ -233,7 +234,7 @@ _STAGES = {
         "continues from iteration {1} of {0}"
     ),
     r"> building train, validation, and test datasets": "preparing the data",
-    # A large one takes minutes, in which no other line comes.
+    # Saving a large checkpoint takes minutes, during which Megatron logs nothing else.
     r"saving checkpoint at iteration\s+(\d+) to": "saving iteration {0}",
     r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$": (
         "saved iteration {0} to {1}"
@@ -247,7 +248,7 @@ _FORMS = {
     r"^  seq_length \.+ (\d+)": PersonView._note_seq_length,
     _PARAMETERS.pattern: PersonView._note_parameters,
     r"^(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )": PersonView._ours,
-    # Omit the logger's name, or the place in Megatron that warns.
+    # Omit the name of the logger, or the place in Megatron that issues the warning.
     r"(?i)^WARNING[: ]\s?(?:[\w.]+:)?(.*)": PersonView._warning,
     r"(?i)^.*?:\d+: \w*Warning: (.*)": PersonView._warning,
     r"(?i)^(\S*: ?warning: .*)": PersonView._warning,
@@ -279,7 +280,7 @@ def _numberless(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show standard input in short form; `--log FILE` keeps all of it, `--raw` shows all of it."""
+    """Show standard input in short form; `--log FILE` keeps every line and `--raw` shows them."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext.upstream.person_view", description=main.__doc__
     )
@@ -294,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal is_stopped
         is_stopped = True
 
-    # Ctrl-C reaches the whole process group. Keep the last lines of the training in the file but do
-    # not show them: users do not care how the launcher and its ranks end then.
+    # Ctrl-C reaches the whole process group. Write the last lines of the training to the file but
+    # do not show them: after Ctrl-C, users do not care how the launcher and its ranks end.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
     log_file: AbstractContextManager[TextIO | None] = nullcontext()

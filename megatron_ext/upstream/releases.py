@@ -1,8 +1,8 @@
 """The releases of Megatron that this package supports, and the installed one.
 
-This module reads files and imports nothing of Megatron. Later code inspects signatures instead of
-versions (`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables
-apply, which fingerprints are compared, and what is rejected before anything starts.
+This module reads files and does not import Megatron. Versions decide which rows of the patch tables
+apply, which fingerprints are compared, and what is rejected before anything starts. All later code
+inspects signatures instead of versions (`megatron_ext/upstream/signatures.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Reference(NamedTuple):
     version: str
     """Version of the wheel."""
     tag: str
-    """Tag of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, whose
-    `megatron.training` is the same as in 0.19.0."""
+    """Tag of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, but
+    `megatron.training` is the same there as in 0.19.0."""
     commit: str
     """Commit of the tag."""
 
@@ -64,7 +64,7 @@ _TRAINING_SINCE: Release = (0, 17)
 
 
 def parse_release(version: str) -> Release | None:
-    """Return the major and minor number of a version, or None if the text has no such numbers."""
+    """Return the major and minor number of a version, or None if it has no such numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -94,7 +94,7 @@ def installed_core() -> Path | None:
     core = Path(str(distribution.locate_file("megatron/core")))
     about = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not core.is_dir() and about.get("dir_info", {}).get("editable"):
-        # `pip install -e` of a tree installs a finder in place of the files.
+        # `pip install -e` of a tree installs an import finder instead of the files.
         core = Path(url2pathname(urlsplit(about["url"]).path)) / "megatron" / "core"
     return core if os.access(core / "__init__.py", os.R_OK) else None
 
@@ -102,15 +102,15 @@ def installed_core() -> Path | None:
 def core_version() -> str | None:
     """Return the version of the `megatron.core` that is, or would be, imported, or None.
 
-    The local part is cut off: on import, a wheel appends the commit of any repository that contains
-    its files, such as a checkout around the environment.
+    The local part of the version is removed. On import, megatron.core appends the commit of any git
+    repository that contains its files, such as a checkout with the environment inside.
     """
     # Don't import megatron.core: it would bind names of torch.cuda before our patches are in place.
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__).partition("+")[0]
     core = installed_core()
-    # Search in the order of an import; an empty entry is the current folder.
+    # Search in the order of an import. An empty entry means the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     if core is not None:
         places = [core]
@@ -126,9 +126,12 @@ def installed_release() -> Release | None:
 
 
 def reference(release: Release | None = None) -> Reference:
-    """Return the reference of a release (by default the installed one), or the nearest one."""
+    """Return the reference of a release, by default of the installed one.
+
+    A release without a reference gets that of the nearest older release, or else the oldest one.
+    """
     release = release or installed_release() or _OLDEST
-    # A newer release resembles the newest known one more than any other.
+    # A release newer than all references resembles the newest reference most.
     older = [minor for minor in REFERENCES if minor <= release]
     return REFERENCES[max(older, default=_OLDEST)]
 
@@ -154,21 +157,21 @@ def oldest_python(release: Release) -> tuple[int, int]:
 def check_core() -> None:
     """Reject an unsupported megatron-core before its import.
 
-    A release newer than all references is accepted: when its functions are loaded, they are
-    compared with those that the patches were written for.
+    A release newer than all references is accepted. When its functions are loaded, they are
+    compared with the functions that the patches were written for.
 
     Raises:
         UserError: megatron-core is not installed, or another package hides it.
-        UpstreamMismatch: It is older than the range.
+        UpstreamMismatch: megatron-core is older than the supported range.
     """
-    # NVIDIA's `megatron` is a namespace package without this file; the package index has another
-    # package of that name.
+    # NVIDIA's `megatron` is a namespace package without this file. A file here belongs to another
+    # package on the package index that is also named `megatron`.
     files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
     # Don't use Path.is_file(), which raises inside a folder without access permission.
     package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)
     if package is not None:
         raise UserError(
-            f"{package} belongs to the package `megatron` of the package index, which is not "
+            f"{package} belongs to the package `megatron` from the package index, which is not "
             "NVIDIA's and hides megatron-core; pip uninstall megatron, then pip install "
             f"--force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
         )

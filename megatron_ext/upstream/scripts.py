@@ -1,4 +1,4 @@
-"""Training scripts: which file a name refers to, and whether it belongs to Megatron-LM."""
+"""Finds the file of a training script, and whether the script belongs to Megatron-LM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.upstream import tree as upstream
 def find_script(script: str) -> Path | None:
     """Return the file of a script, given by path or by its name in Megatron-LM.
 
-    None stands for GPT on the wheel's training loop.
+    None means that GPT runs with the wheel's training loop, without a script.
 
     Raises:
         UserError: The file does not exist, and neither a tree nor the wheel provides it.
@@ -22,6 +22,7 @@ def find_script(script: str) -> Path | None:
     path = Path(script)
     if path.is_file():
         resolved = path.resolve()
+        # A script inside a tree runs with that tree, whatever MEGATRON_LM_PATH is set to.
         if upstream.is_tree(resolved.parent):
             upstream.check_tree(resolved.parent)
         return resolved
@@ -49,9 +50,9 @@ def find_script(script: str) -> Path | None:
         )
     if not releases.has_training():
         raise UserError(
-            f"megatron-core {version} has no training loop, Megatron-LM's tree has: "
-            f"{upstream.how_to_get()}; or take Python 3.12 or later and pip install "
-            "'megatron-core>=0.17,<0.21', which bring one"
+            f"megatron-core {version} has no training loop; get a Megatron-LM tree with "
+            f"{upstream.how_to_get()}; or use Python 3.12 or later and pip install "
+            "'megatron-core>=0.17,<0.21', which contains a training loop"
         )
     return None
 
@@ -61,7 +62,7 @@ def is_megatrons(script: str) -> bool:
     path = Path(script)
     if path.is_file():
         return upstream.is_tree(path.resolve().parent)
-    # The script may not exist here, because the job may run on another machine.
+    # The script may be missing on this machine, because the job may run on another one.
     tree = upstream.find_tree()
     return path.name.startswith("pretrain_") or (
         tree is not None and (tree / script).is_file()
@@ -69,7 +70,7 @@ def is_megatrons(script: str) -> bool:
 
 
 def is_pretraining(script: str) -> bool:
-    """Return whether a script is a training script of Megatron-LM, and not one of its tools."""
+    """Return whether a script is one of Megatron-LM's training scripts, rather than a tool."""
     return Path(script).name.startswith("pretrain_") and is_megatrons(script)
 
 

@@ -1,8 +1,8 @@
 """Adapts calls to the signatures of Megatron's functions in the installed release.
 
 Releases differ in the keywords, names and modules of the functions that we call. This module
-inspects the functions themselves instead of the version, so it also handles a patched release or
-one that reverts a change. It imports nothing of Megatron before the first use.
+inspects the functions themselves instead of the version, so it also handles a patched release, or a
+release that reverts a change. It imports Megatron only at the first use.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ def parameters(place: str) -> tuple[str, ...]:
 
 
 def megatron_arguments() -> Any:
-    """Return the arguments that Megatron's `get_args` returns; None in programs that parse none."""
+    """Return the result of Megatron's `get_args`, or None in programs that parse no arguments."""
+    # Read the variable: `get_args` raises if nothing was parsed, and importing it loads Megatron.
     variables = sys.modules.get("megatron.training.global_vars")
     return None if variables is None else variables._GLOBAL_ARGS
 
 
 def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
-    """Return Megatron's `backward_step` for one model, for every backward of a step.
+    """Return Megatron's `backward_step`, bound to one model and its configuration.
 
-    It takes the inputs of the stage, `[s, b, h]`, its outputs and their gradients. Only 0.16 also
-    needs the type of the model, which is stored below its wrappers and is looked up only once.
+    The function takes the inputs of the stage, `[s, b, h]`, its outputs and their gradients.
     """
     step = import_module(_SCHEDULES).backward_step
-    # Look this up once per model instead of once per backward: a step has thousands of them.
     if not _takes_model_type():
         return lambda inputs, outputs, gradients: step(
             inputs, outputs, gradients, config
         )
+    # 0.16 also takes the type of the model, which is stored below its wrappers. Look it up once per
+    # model, because a step can have thousands of backwards.
     model_type = import_module("megatron.core.utils").get_model_type(model)
     return lambda inputs, outputs, gradients: step(
         inputs, outputs, gradients, model_type, config
@@ -60,8 +61,8 @@ def needed_of_models() -> tuple[str, ...]:
 
 
 def default_groups() -> Any:
-    """Return the groups that Megatron's schedules use if none are passed."""
-    # Exists since 0.19; before that, each of Megatron's schedules contained the code below.
+    """Return the process groups that Megatron's schedules use if the caller passes none."""
+    # The function exists since 0.19. Before, each of Megatron's schedules contained the code below.
     build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -77,7 +78,7 @@ def default_groups() -> Any:
     groups.dp_cp = state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # The load of experts is summed over this group if their bias is trained.
+    # If the router has a bias per expert, Megatron sums the tokens per expert over this group.
     groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(
         with_context_parallel=True
     )
@@ -92,7 +93,10 @@ def is_multi_module(groups: Any) -> bool:
 
 
 def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
-    """Return whether a chunk of this rank (None: its only one) predicts several tokens."""
+    """Return whether a chunk of this rank contains layers of multi-token prediction.
+
+    `vp_stage` is the index of the chunk; None if the rank has only one.
+    """
     module = "megatron.core.transformer.multi_token_prediction"
     decide = import_module(module).mtp_on_this_rank
     settings = {"config": config}

@@ -1,8 +1,8 @@
-"""The Megatron-LM tree: upstream's scripts, and for 0.16 `megatron.training` too.
+"""Finds, fetches and checks the Megatron-LM tree, which contains upstream's scripts.
 
-The wheel from the package index contains `megatron.core` (since 0.17 `megatron.training` too), but
-no scripts. Scripts come from a source tree of the same release. Only this module finds, fetches and
-checks that tree; it imports nothing of Megatron.
+The wheel from the package index contains `megatron.core`, and since 0.17 also `megatron.training`,
+but no scripts. Scripts come from a source tree of the same release. This module does not import
+Megatron.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def how_to_get() -> str:
 
 
 def cache_dir() -> Path:
-    """Return the folder for `fetch`: inside `XDG_CACHE_HOME`, by default `~/.cache`."""
+    """Return the folder into which `fetch` clones: in `XDG_CACHE_HOME`, by default `~/.cache`."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
@@ -50,7 +50,7 @@ def is_tree(path: Path) -> bool:
 def find_tree() -> Path | None:
     """Return the Megatron-LM tree to use, or None.
 
-    It looks in this order: `MEGATRON_LM_PATH` (a script inside a tree sets it), the entries of
+    The search order is: `MEGATRON_LM_PATH` (which a script inside a tree sets), the entries of
     `sys.path` (which include `PYTHONPATH`), and the destination of `fetch`.
 
     Raises:
@@ -62,7 +62,7 @@ def find_tree() -> Path | None:
         if not is_tree(path):
             raise UserError(
                 f"MEGATRON_LM_PATH={named} is not a Megatron-LM tree (it has no "
-                f"pretrain_gpt.py beside megatron/training); point it at a checkout of "
+                f"pretrain_gpt.py next to megatron/training); point it at a checkout of "
                 f"{releases.reference().tag}, or unset it"
             )
         return path
@@ -73,7 +73,7 @@ def find_tree() -> Path | None:
 def setting_names() -> frozenset[str]:
     """Return the names of Megatron's settings, read from the sources of the tree and the wheel.
 
-    They are the fields of its configuration objects, and the flags of `megatron.training`.
+    These are the fields of its configuration objects, and the flags of `megatron.training`.
     """
     tree = find_tree()
     core = releases.installed_core()
@@ -87,7 +87,7 @@ def setting_names() -> frozenset[str]:
 
 @lru_cache(maxsize=2)
 def _names_below(root: Path) -> frozenset[str]:
-    # Search the sources instead of importing them: this runs on machines without torch.
+    # Search the sources instead of importing them, because this also runs without torch.
     names: set[str] = set()
     for pattern in (
         "core/**/*config.py",
@@ -107,23 +107,23 @@ def require_tree() -> Path:
 
     Raises:
         UserError: No tree was found.
-        UpstreamMismatch: Its version is not supported.
+        UpstreamMismatch: The version of the tree is not supported.
     """
     tree = find_tree()
     if tree is None:
         raise UserError(
-            "no Megatron-LM tree was found (MEGATRON_LM_PATH is not set, PYTHONPATH holds none, "
-            f"and none was fetched). Get it with {how_to_get()}"
+            "no Megatron-LM tree was found (MEGATRON_LM_PATH is not set, PYTHONPATH contains none, "
+            f"and none was fetched). Get one with {how_to_get()}"
         )
     check_tree(tree)
     return tree
 
 
 def check_tree(tree: Path) -> None:
-    """Reject a tree whose release differs from megatron-core's, because its scripts would not fit.
+    """Reject a tree whose scripts do not fit the installed megatron-core.
 
     Raises:
-        UpstreamMismatch: Its release differs, or is not supported.
+        UpstreamMismatch: The release of the tree differs from megatron-core's, or is not supported.
     """
     version = tree_version(tree)
     release = parse_release(version)
@@ -138,7 +138,7 @@ def check_tree(tree: Path) -> None:
     major, minor = installed or max(releases.REFERENCES)
     raise UpstreamMismatch(
         f"Megatron-LM tree {tree}",
-        expected=f"version {major}.{minor}, as of the installed megatron-core",
+        expected=f"version {major}.{minor}, like the installed megatron-core",
         found=f"version {version}",
         installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
@@ -155,14 +155,14 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
     """Compare version, commit and Python files of a tree with the reference.
 
     Returns:
-        The version; the commit, None if the tree is not a git checkout; a sentence for each
-        difference.
+        The version of the tree; its commit, or None if it is not a git checkout; and one sentence
+        for each difference.
     """
     _, tag, expected = releases.reference()
     version = tree_version(tree)
     commit = _git(tree, "rev-parse", "HEAD")
     problems = []
-    # The files of core_v0.19.0 contain 0.19.1 as their version, so compare only the minor release.
+    # The sources of core_v0.19.0 state version 0.19.1, so compare only the minor release.
     minor = releases.parse_release(tag.removeprefix("core_v"))
     if commit is None and releases.parse_release(version) != minor:
         problems.append(f"version is {version}, expected {tag}")
@@ -180,13 +180,13 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
-    """Return git's output for a checkout; None if it is not a checkout, or git fails."""
+    """Return the output of a git command, or None if git fails or the tree is not a checkout."""
     if not (tree / ".git").exists():
         return None
     try:
         done = subprocess.run(
-            # Without this, git rejects trees of another user, as on a shared file system or in an
-            # image.
+            # By default, git rejects a tree that another user owns, which is common on shared file
+            # systems and in container images.
             ["git", "-c", f"safe.directory={tree}", "-C", str(tree), *arguments],
             capture_output=True,
             text=True,
@@ -199,14 +199,20 @@ def _git(tree: Path, *arguments: str) -> str | None:
 
 
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
-    """Clone Megatron-LM at the installed release's tag, shallow and verified; return the path.
+    """Clone Megatron-LM at the installed release's tag without its history, and verify the commit.
 
-    A failed transfer leaves nothing behind. An existing tree at the right tag is kept. The
-    destination is `cache_dir()` by default, and the URL may point to a mirror.
+    A failed transfer leaves nothing behind. An existing tree at the right tag is kept.
+
+    Args:
+        destination: The folder to create. None: `cache_dir()`.
+        url: The repository, which may be a mirror.
+
+    Returns:
+        The path of the tree.
 
     Raises:
         UserError: git is missing or failed, or the destination contains something else.
-        UpstreamMismatch: The tag of that repository is another commit.
+        UpstreamMismatch: The tag points to another commit in that repository.
     """
     target = destination or cache_dir()
     _, tag, expected = releases.reference()
@@ -217,7 +223,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         if problems:
             raise UserError(
                 f"{target} exists but is not Megatron-LM {tag}: "
-                f"{'; '.join(problems)}. Move it away, or give another place with --path"
+                f"{'; '.join(problems)}. Move it away, or choose another folder with --path"
             )
         return target
     if shutil.which("git") is None:
@@ -226,7 +232,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Use the file system of the destination, or the rename at the end would be a copy.
+        # Clone on the file system of the destination, so that the rename below is atomic.
         scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     except OSError as error:
         raise UserError(
@@ -250,7 +256,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             capture_output=True,
             text=True,
             timeout=_FETCH_TIMEOUT_S,
-            # Without this, git would prompt for a password if a mirror needs one, and wait.
+            # Fail instead of waiting for a password if a mirror requires one.
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
         )
         commit = _git(clone, "rev-parse", "HEAD")
@@ -262,20 +268,20 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
                 found=f"commit {commit or 'unknown'}",
                 installed="(none)",
                 supported=tag,
-                remedy="Fetch from the official repository or a faithful mirror of it",
+                remedy="Fetch from the official repository or an exact mirror of it",
             )
         # Rename only a verified clone, so that an interrupted fetch leaves no partial tree.
         clone.rename(target)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"fetching {url} took more than {_FETCH_TIMEOUT_S} s; try again, or give a nearer "
+            f"fetching {url} took more than {_FETCH_TIMEOUT_S} s; try again, or choose a closer "
             f"mirror with --url"
         ) from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
         raise UserError(
-            f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or give a "
-            f"mirror with --url, or set MEGATRON_LM_PATH to a checkout that you have"
+            f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or choose a "
+            f"mirror with --url, or set MEGATRON_LM_PATH to an existing checkout"
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

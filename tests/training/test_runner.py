@@ -61,9 +61,9 @@ def test_a_wheel_without_a_loop_needs_a_tree(monkeypatch: pytest.MonkeyPatch) ->
         runner.choose("pretrain_gpt.py")
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(
-        "megatron-core 0.16.1 has no training loop, Megatron-LM's tree has: `megatron-ext upstream "
-        "fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at core_v0.16.1; or take "
-        "Python 3.12"
+        "megatron-core 0.16.1 has no training loop; get a Megatron-LM tree with `megatron-ext "
+        "upstream fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at core_v0.16.1; "
+        "or use Python 3.12"
     )
 
 

@@ -170,7 +170,7 @@ def test_a_tree_of_another_release(
     assert found.level == "FAIL"
     installed = ".".join(map(str, releases.installed_release() or ()))
     assert (
-        f"expected version {installed}, as of the installed megatron-core"
+        f"expected version {installed}, like the installed megatron-core"
         in found.finding
     )
     assert "found version 0.15.3" in found.finding
