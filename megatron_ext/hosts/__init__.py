@@ -1,7 +1,8 @@
-"""Support for third-party training loops ("hosts") that call Megatron's schedules: Megatron-Bridge.
+"""Support for third-party training loops ("hosts") that call Megatron's schedules.
 
-A host's module has a table `PATCHES` and is imported just before the host, so an unused host costs
-nothing. `own_program.py` is the entrance for programs with their own training loop.
+The only host so far is Megatron-Bridge. The module of a host has a table `PATCHES` and is imported
+just before the host itself, so a host that is not used costs nothing. Programs with their own
+training loop use `own_program.py` instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BRIDGE = "megatron.bridge"
 
 
 def arm() -> None:
-    """Register the patches of a host just before it is imported. Idempotent."""
+    """Arrange that the patches of a host are registered just before its import. Idempotent."""
     if _BRIDGE in sys.modules:
         _begin()
     else:
@@ -33,6 +34,8 @@ def _begin() -> None:
 
     REGISTRY.register(bridge.PATCHES)
     REGISTRY.register(bridge_weights.PATCHES)
+    # A program may import Bridge without using this package's schedules, so check Bridge's
+    # requirements only if a configuration or the environment requests one.
     in_force = active.active()
     awaits_host = in_force is not None and not in_force.is_sized
     if awaits_host or requested_flags():
@@ -43,15 +46,16 @@ def check_some_host() -> None:
     """Check that a host is installed and can run.
 
     Raises:
-        UserError: No host is installed, or it lacks a requirement; names the package to install.
+        UserError: No host is installed, or a requirement of the host is missing. The message names
+            the package to install.
     """
     from megatron_ext.errors import ArgumentsError
     from megatron_ext.hosts.bridge_requirements import SUPPORTED, check_installed
 
     if find_spec(_BRIDGE) is None:
         raise ArgumentsError(
-            "configure was given no sizes, and no training loop that knows them is installed; "
-            "give pipeline_ranks, num_microbatches and num_layers, or pip install "
+            "configure got no sizes, and no training loop that provides them is installed; "
+            "pass pipeline_ranks, num_microbatches and num_layers, or pip install "
             f"'megatron-bridge{SUPPORTED}' and train with its pretrain or finetune"
         )
     check_installed()

@@ -1,12 +1,15 @@
 """Runs Megatron-Bridge's training loop under the schedules and transports of this package.
 
-Bridge calls Megatron's schedule as Megatron's own trainer does, so a step needs no patch here. Two
-things differ. Bridge has no command line: its configuration is an object, which we read and rewrite
-when Bridge validates it. And its loop has separate functions for steps and evaluation, which need
-patches that send the losses of a folded pipeline to the rank that logs.
+Bridge calls Megatron's schedule as Megatron's own trainer does, so the schedule itself needs no
+patch here. Two things differ:
 
-The schedule comes from `megatron_ext.configure(PipelineConfig(...))` or, for recipes started by
-name, from `MEGATRON_EXT_FLAGS`.
+- Bridge has no command line. Its configuration is an object, which this module reads and rewrites
+  when Bridge validates it.
+- Bridge has its own functions for training steps and evaluation. Patches on them send the losses of
+  a folded pipeline to the rank that logs.
+
+The user requests a schedule by `megatron_ext.configure(PipelineConfig(...))` or, for recipes that
+are started by name, by `MEGATRON_EXT_FLAGS`.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
 
 _TRAINING = "megatron.bridge.training"
 
-# Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins.
+# Parts of a `ConfigContainer`, for example `container.model.transformer`. If two parts have a field
+# of the same name, the later part wins.
 _SECTIONS = (
     "rng",
     "optimizer",
@@ -58,7 +62,7 @@ _SECTIONS = (
     "model.transformer",
 )
 
-# Bridge enables these features if any of these parts sets the switch.
+# Bridge enables each of these features if any of these parts sets its switch.
 _SHARED_SWITCHES = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
 _PARTS_WITH_SWITCHES = ("ddp", "optimizer", "dist")
 _PACKING_SWITCHES = ("enable_offline_packing", "enable_in_batch_packing")
@@ -70,16 +74,17 @@ class FieldPlace(NamedTuple):
     """The dataclass field that holds a setting."""
 
     name: str
-    """The dotted name, as users write it."""
+    """The dotted name that users write, such as `train.micro_batch_size`."""
     owner: Any
+    """The dataclass instance that contains the field."""
     field: str
 
 
 class Settings:
-    """Bridge's `ConfigContainer` under upstream's argument names; `write` changes it.
+    """Reads and writes Bridge's `ConfigContainer` under the names of Megatron's arguments.
 
-    These names are used by the checks whether a schedule fits a job, and by the settings that the
-    schedule needs (`megatron_ext/config/entrances.py`). Bridge stores them in fields of several
+    The checks of a schedule, and the settings that a schedule needs, use these names
+    (`megatron_ext/config/entrances.py`). Bridge stores the settings in fields of several
     dataclasses, mostly under the same names.
     """
 
@@ -90,6 +95,7 @@ class Settings:
             owner = container
             for attribute in section.split("."):
                 owner = getattr(owner, attribute, None)
+            # Not every container has all of these parts.
             if not is_dataclass(owner):
                 continue
             for field in fields(owner):
@@ -98,10 +104,11 @@ class Settings:
         for dest, field_name in MEGATRON_FIELDS.items():
             if field_name in self._places:
                 self._places[dest] = self._places[field_name]
+        # (id of the owner, field) -> the place and its original value
         self._saved_values: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
-        """Return the settings under upstream's argument names."""
+        """Return the settings under the names of Megatron's arguments."""
         container = self.container
         args = Namespace()
         for dest, place in self._places.items():
@@ -111,10 +118,11 @@ class Settings:
             setattr(args, switch, any(getattr(part, switch, False) for part in parts))
         layout = layout_text(getattr(args, "pipeline_model_parallel_layout", None))
         args.pipeline_model_parallel_layout = layout
-        if layout is not None:  # the layout sets the stages per rank
+        # The layout sets the stages per rank, and the rules reject a job that sets both.
+        if layout is not None:
             args.num_virtual_stages_per_pipeline_rank = None
         args.data_parallel_size = getattr(container, "data_parallel_size", None)
-        # The rules identify packed sequences by Megatron's flag.
+        # The rules recognise packed sequences by Megatron's flag --sft.
         dataset = getattr(container, "dataset", None)
         args.sft = any(
             getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES
@@ -123,20 +131,20 @@ class Settings:
         return args
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Set values by upstream's argument names; `restore` undoes it."""
+        """Set values by the names of Megatron's arguments; `restore` undoes this."""
         self.keep(values)
         for dest, value in values.items():
             place = self._places[dest]
             setattr(place.owner, place.field, value)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Save settings for `restore`, including those that Bridge itself fills in."""
+        """Save the current values of settings, so that `restore` can set them again."""
         for dest in names:
             place = self._places.get(dest)
             if place is None:
                 continue
             value = getattr(place.owner, place.field)
-            # Save only the first value, which is the user's.
+            # Save only the first value: it is the user's, and later ones are ours.
             self._saved_values.setdefault(
                 (id(place.owner), place.field), (place, value)
             )
@@ -148,18 +156,19 @@ class Settings:
         self._saved_values.clear()
 
     def in_flags(self, flag: str, value: str) -> str:
-        """Return a setting of Megatron's under Bridge's name, and one of ours as a flag."""
+        """Return a setting as users write it: Megatron's as a field of Bridge, ours as a flag."""
         return self._in_bridge(flag, value) or in_flags(flag, value)
 
     def in_fields(self, flag: str, value: str) -> str:
-        """Return a setting of Megatron's under Bridge's name, and one of ours as a field."""
+        """Return a setting as users write it: Megatron's as a field of Bridge, ours as a field."""
         return self._in_bridge(flag, value) or in_fields(flag, value)
 
     def _in_bridge(self, flag: str, value: str) -> str | None:
-        """Return a setting of Megatron's under Bridge's name; None: Bridge has no such setting."""
+        """Return a setting under Bridge's name, or None if Bridge has no such setting."""
         dest = dest_of(flag)
         if dest in self._places:
             return in_python(self._places[dest].name, value)
+        # Megatron's --no-NAME is NAME=False in Bridge.
         negated_dest = dest.removeprefix("no_")
         if negated_dest in self._places:
             return in_python(self._places[negated_dest].name, "False")
@@ -168,13 +177,14 @@ class Settings:
 
 @dataclass
 class _Hosted:
-    """Bridge settings that were changed for one configuration, restored when it closes."""
+    """Bridge's settings while one of our configurations is active; `close` restores them."""
 
     settings: Settings
     arguments: Namespace
+    """The settings under the names of Megatron's arguments; tracing reads them too."""
 
     def close(self) -> None:
-        """Restore the original values and hooks of Bridge's configuration."""
+        """Restore the original values of Bridge's configuration, and remove our hook from it."""
         self.settings.restore()
         _remove_hook(self.settings.container.model)
 
@@ -187,7 +197,9 @@ def _hosted() -> _Hosted | None:
 
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bridge has no command line: the pipeline is checked against, and put into, its settings."""
+    """Bridge has no command line, so the pipeline is checked against its settings, and written into
+    them.
+    """
     in_force = active.active()
     requested = None
     if in_force is not None:
@@ -202,9 +214,12 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     # Check this before Bridge's configuration is changed.
     REGISTRY.raise_mismatches()
     configured_sizes = None
-    # Ignore sizes that this module derived for an earlier run.
+    # Compare only sizes that the user passed to `configure`. With a host, they are sizes that this
+    # module derived for an earlier run.
     if in_force is not None and in_force.is_sized and in_force.host is None:
         configured_sizes = _sizes(in_force)
+    # This also restores the fields that an earlier validation changed, so that the settings below
+    # are the user's.
     active.clear_configuration()
     settings = Settings(instance)
     wording = settings.in_flags if requested is None else settings.in_fields
@@ -213,16 +228,15 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if configured_sizes is not None:
             _check_sizes(configured_sizes, _sizes(active.required()))
         result = call(*args, **kwargs)
-        # Check the values that Bridge has validated against those that were written into it.
+        # Bridge's validation may change settings, so check that the prepared values are still set.
         vars(arguments).update(vars(_arguments(settings)))
         entrances.check(arguments)
     except BaseException as error:
         active.clear_configuration()
-        # Leave Bridge's configuration as the user made it.
+        # Leave Bridge's configuration as the user wrote it.
         settings.restore()
-        if (
-            requested is not None
-        ):  # the program may retry with another Bridge configuration
+        # The program may retry with another Bridge configuration, without calling `configure`.
+        if requested is not None:
             entrances.await_host(requested)
         if not isinstance(error, ArgumentsError | ScheduleError):
             raise
@@ -234,10 +248,11 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 class _Sizes(NamedTuple):
-    """The sizes that both `configure` and Bridge's configuration may set."""
+    """The sizes that both `configure` and Bridge's configuration can set."""
 
     pipeline_ranks: int
     num_microbatches: int
+    """Micro-batches per step; of both pipelines together if two are mirrored."""
 
 
 def _sizes(in_force: active.Active) -> _Sizes | None:
@@ -250,12 +265,13 @@ def _sizes(in_force: active.Active) -> _Sizes | None:
 def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
     if hosted == configured:
         return
-    if hosted is None:  # Megatron's own schedule on one rank
+    # One rank with Megatron's own schedule has neither a pipeline nor a transport.
+    if hosted is None:
         hosted = _Sizes(1, 1)
     raise ArgumentsError(
-        f"configure was given pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
+        f"configure got pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
         f"{configured.num_microbatches}, but Bridge's configuration has {hosted.pipeline_ranks} "
-        f"and {hosted.num_microbatches}; leave all sizes out, and Bridge's are taken"
+        f"and {hosted.num_microbatches}; leave all sizes out to use Bridge's"
     )
 
 
@@ -265,27 +281,31 @@ def _prepare(
     flags: Namespace | None,
     wording: Wording,
 ) -> Namespace:
-    """Activate the configuration and write it into Bridge's; return the settings as arguments."""
+    """Activate our configuration and write its values into Bridge's configuration.
+
+    Returns:
+        Bridge's settings with the prepared values, under the names of Megatron's arguments.
+    """
     model = settings.container.model
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
         raise ArgumentsError(
-            "model.dist_train.use_dist_train gives encoder and language model ranks of their own "
-            "and runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
+            "model.dist_train.use_dist_train gives encoder and language model separate ranks and "
+            "runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
         )
     _suit_device(settings)
     arguments = _arguments(settings)
     if flags is not None:
         if "forward_backward_disaggregating" in flags:
             raise ArgumentsError(
-                "--forward-backward-disaggregating needs a training loop that supports both roles: "
-                f"Megatron's own; leave it out of {FLAGS}, or train with "
+                "--forward-backward-disaggregating needs Megatron's own training loop, which "
+                f"supports both roles; leave it out of {FLAGS}, or train with "
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(flags))
     values = entrances.prepare(arguments, requested, wording=wording)
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
-    # Bridge or this module derives these from other settings.
+    # Save these too: Bridge or this module derives them from other settings.
     settings.keep(
         (
             "pipeline_model_parallel_layout",
@@ -295,17 +315,17 @@ def _prepare(
     )
     pipeline = active.pipeline()
     if pipeline is not None:
-        # Megatron's parser derives these values from the others; Bridge has no parser, so set them
-        # here.
+        # Megatron's parser derives these two values from other flags. Bridge has no parser, so set
+        # them here.
         num_chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
         virtual_size = num_chunks if num_chunks > 1 else None
         values["virtual_pipeline_model_parallel_size"] = virtual_size
         if "overlap_p2p_comm" in values:
             values["batch_p2p_comm"] = False
     settings.write(values)
-    # Update it for the new sizes: two mirrored pipelines have twice as many replicas.
+    # Recompute the data-parallel size: with two mirrored pipelines, it doubles.
     settings.container.set_data_parallel_size()
-    # Add the hook only once, even if a container is prepared again.
+    # Remove the hook first: it must run only once, even if the same container is prepared again.
     _remove_hook(settings.container.model)
     _hooks(settings.container.model).append(_tie)
     return arguments
@@ -318,7 +338,7 @@ def _arguments(settings: Settings) -> Namespace:
 
 
 def _suit_device(settings: Settings) -> None:
-    """Replace Bridge's defaults, which assume NVIDIA GPUs, if the device needs other values."""
+    """Replace defaults of Bridge that assume NVIDIA GPUs, if the device needs other values."""
     arguments = vars(_arguments(settings))
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:
@@ -329,7 +349,7 @@ def _refuse_decentralized(container: Any) -> None:
     """Reject settings that need Megatron's global groups if Bridge does not create them.
 
     Raises:
-        ArgumentsError: Names the setting that needs the groups.
+        ArgumentsError: Such a setting is used; the message names it.
     """
     if not container.dist.use_decentralized_pg:
         return
@@ -360,7 +380,7 @@ def _refuse_decentralized(container: Any) -> None:
 
 
 def _is_requested() -> bool:
-    """Return whether a schedule was requested, by flags or from Python."""
+    """Return whether the user requested a schedule, by flags or from Python."""
     in_force = active.active()
     return bool(requested_flags()) or (
         in_force is not None and in_force.requested is not None
@@ -373,10 +393,10 @@ def _is_requested() -> bool:
     when=_is_requested,
 )
 def _refuse_modules(*_call: Any) -> Any:
-    """Bridge runs several pipelines with its own 1F1B here and would ignore the chosen schedule."""
+    """Bridge would run several pipelines with its own 1F1B and ignore the chosen schedule."""
     raise ArgumentsError(
-        "pretrain_megatron_mimo runs several models as several pipelines with its own 1F1B; leave "
-        f"megatron_ext.configure or {FLAGS} out"
+        "pretrain_megatron_mimo runs each of several models as a pipeline, with its own 1F1B; "
+        f"leave megatron_ext.configure or {FLAGS} out"
     )
 
 
@@ -384,7 +404,7 @@ def _refuse_modules(*_call: Any) -> Any:
 
 
 def _tie(chunks: list[Any]) -> list[Any]:
-    """Hook: give both copies of a tied embedding the same values if one rank holds both."""
+    """Give both copies of a tied embedding on one rank the same values. Bridge calls this hook."""
     from megatron_ext.runtime.folded import tie_embeddings
 
     tie_embeddings(chunks)
@@ -392,7 +412,7 @@ def _tie(chunks: list[Any]) -> list[Any]:
 
 
 def _hooks(model: Any) -> list[Any]:
-    """Return the list of hooks that run after a model is wrapped."""
+    """Return the list of hooks that Bridge runs after it has wrapped a model."""
     name = (
         "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
     )
@@ -409,7 +429,7 @@ def _remove_hook(model: Any) -> None:
 
 
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
+    """Wrap a check of checkpoints so that its errors name Bridge's fields instead of flags."""
 
     def check_in_fields(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
@@ -432,7 +452,9 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
     when=lambda: active.active() is not None,
 )
 def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Schedules need the iteration, and the last rank logs, but the first may have the losses."""
+    """Schedules need the iteration number. Bridge logs on the last rank, but in a folded pipeline
+    the first rank has the losses.
+    """
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     arguments = by_name(call, args, kwargs)
@@ -451,8 +473,8 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @PATCHES.row("bridge.skipped_iterations", f"{_TRAINING}.train:_dummy_train_step")
 def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Bridge reads batches from one iterator, but ranks with several chunks have a list of them:
-    train.iterations_to_skip would end the training.
+    """Bridge reads skipped batches from one iterator, but ranks with several chunks have a list of
+    iterators, so train.iterations_to_skip would end the training.
     """
     arguments = by_name(call, args, kwargs)
     data_iterators = arguments["train_data_iterator"]
@@ -464,14 +486,14 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
     num_batches = get_num_microbatches()
     dataset = arguments["global_state"].cfg.dataset
-    if dataset.dataloader_type == "batch":  # one item holds all micro-batches of a step
+    if dataset.dataloader_type == "batch":  # one item has all micro-batches of a step
         num_batches = 1
     schedules.skip_batches(get_rerun_state_machine(), data_iterators, num_batches)
 
 
 @PATCHES.row("bridge.evaluate", f"{_TRAINING}.eval:evaluate", when=active.is_folded)
 def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The last rank logs, but the first has the losses."""
+    """Bridge logs on the last rank, but the first rank has the losses."""
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
     from megatron_ext.runtime.folded import share_losses
@@ -481,7 +503,7 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return losses, *other_results
     arguments = by_name(call, args, kwargs)
     groups = arguments.get("pg_collection")
-    if groups is None:  # Bridge does the same in this case
+    if groups is None:  # Bridge's own default
         groups = get_pg_collection(arguments["model"])
     return share_losses(losses, groups), *other_results
 
@@ -489,25 +511,25 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 PATCHES.row(
     "bridge.measured",
     f"{_TRAINING}.train:train",
-    "Bridge does not log after training how much of the time was idle or out of the table's order.",
+    "Bridge does not log after training how much time ranks idled or left the table's order.",
     when=schedules.is_chosen,
 )(schedules.log_statistics_of)
 PATCHES.row(
     "bridge.logged",
     f"{_TRAINING}.utils.train_utils:training_log",
-    "Bridge does not check at the first logged line that the table ran and the loss has arrived.",
+    "Bridge does not check that the table has run and that the loss reaches the rank that logs.",
     of=effects.not_logged,
     order=-20,
 )(effects.logged)
 PATCHES.row(
     "bridge.checkpoint_format",
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",
-    "Bridge reads formats that name layers by rank, and would load the wrong layers.",
+    "Bridge reads checkpoint formats that name layers by rank, and would load the wrong layers.",
     when=active.is_folded,
 )(_in_fields(folded_pipelines.check_format))
 PATCHES.row(
     "bridge.optimizer_state",
     f"{_TRAINING}.checkpointing:generate_state_dict",
-    "Bridge compares the parallel sizes only, and would load optimizer state of other stages.",
+    "Bridge compares only the parallel sizes, and would load the optimizer state of other stages.",
     when=active.is_folded,
 )(_in_fields(folded_pipelines.check_optimizer_state))

@@ -1,4 +1,4 @@
-"""Checks that Megatron-Bridge can run here: its version and its unconditional imports."""
+"""Checks that Megatron-Bridge can run in this environment: its version and required packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUPPORTED = ">=0.6,<0.8"
 # Minor release of Bridge -> minor release of megatron-core that it needs and was tested with.
 _CORES = {(0, 6): 19, (0, 7): 20}
 _PYTHON = (3, 12)
-# Imports of `megatron.bridge.training.pretrain`: module to package requirement.
+# Modules that `megatron.bridge.training.pretrain` always imports -> the package to install.
 _IMPORTS = {
     "transformer_engine": "transformer-engine[pytorch]",
     "modelopt": "nvidia-modelopt",
@@ -30,8 +30,9 @@ _IMPORTS = {
 
 
 def problems() -> Iterator[str]:
-    """Yield each problem that keeps Bridge from running: what is installed and what it needs."""
-    version = installed("megatron-bridge")  # a plain source tree has no version
+    """Yield one line for each problem that keeps Bridge from running, with its remedy."""
+    # A plain source tree has no version. Accept it, and hold it to the oldest requirements.
+    version = installed("megatron-bridge")
     release = min(_CORES) if version is None else releases.parse_release(version)
     if release not in _CORES:
         yield (
@@ -51,12 +52,13 @@ def problems() -> Iterator[str]:
     major, minor = sys.version_info[:2]
     if (major, minor) < _PYTHON:
         yield (
-            f"{name} needs Python 3.12, but this is {major}.{minor}; make an environment with "
+            f"{name} needs Python 3.12, but this is {major}.{minor}; create an environment with "
             "Python 3.12"
         )
     missing_modules = []
     for module in _IMPORTS:
-        # Tests, and programs without a GPU, put stand-ins without files into sys.modules.
+        # Tests, and programs without a GPU, put stand-ins without a spec into sys.modules, and
+        # `find_spec` raises for these.
         if module not in sys.modules and find_spec(module) is None:
             missing_modules.append(module)
     if missing_modules:
@@ -69,10 +71,10 @@ def problems() -> Iterator[str]:
 
 
 def check_installed() -> None:
-    """Check Bridge's requirements before an import deep inside it fails.
+    """Check Bridge's requirements, before one of its nested imports fails with a traceback.
 
     Raises:
-        UserError: The first problem, in one line.
+        UserError: A requirement is not met; reports the first problem in one line.
     """
     for problem in problems():
         raise UserError(problem)

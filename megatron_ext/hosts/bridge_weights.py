@@ -1,11 +1,11 @@
 """Moves weights between Hugging Face and folded pipelines through Megatron-Bridge.
 
-Bridge identifies a weight by its name in the whole model, and converts one chunk's weight for each
-name on a rank. In a folded pipeline, the first and the last stage share a rank, which then holds
-two copies of the word embedding; with multi-token prediction, both have the same name.
+Bridge identifies a weight by its name in the whole model, and converts only one weight per name on
+each rank. In a folded pipeline, the first and the last stage share a rank, which then holds two
+copies of the word embedding. With multi-token prediction, both copies have the same name.
 
-One rule applies to all copies on a rank: the first stage's copy is the weight. An import writes to
-it and then copies it to the later chunks, and an export reads it.
+One rule applies to all copies on a rank: the first stage's copy is authoritative. An import writes
+to it and then copies it to the later chunks. An export reads it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ PATCHES = PatchTable(feature="Megatron-Bridge", when=active.is_folded)
 
 @dataclass(frozen=True)
 class _LaterCopy:
-    """A weight in a chunk of which an earlier chunk on the same rank also holds a copy."""
+    """A weight that is a copy of a weight in an earlier chunk on the same rank."""
 
     name: str
     """Name of the parameter in both chunks, without the names of wrappers."""
     chunk_index: int
     weight: torch.nn.Parameter
     first_chunk_index: int
+    """Index of the earlier chunk."""
     first_module: torch.nn.Module
-    """Module of the first chunk that owns the weight."""
+    """Module in the earlier chunk that owns the weight."""
     first_weight: torch.nn.Parameter
 
 
 def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
-    """Yield the weights in later chunks of this rank that are copies of weights in earlier ones."""
+    """Yield the weights on this rank that are copies of weights in earlier chunks."""
     from megatron.core.utils import unwrap_model
 
     models = unwrap_model(list(chunks))
+    # name of a parameter -> index of the first chunk that has it
     first_chunk_of: dict[str, int] = {}
     for chunk_index, model in enumerate(models):
         for name, weight in model.named_parameters():
@@ -76,8 +78,8 @@ def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
 def _convert_first_copies(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> list[Any]:
-    """Bridge converts the last copy of a rank, which is neither the one that it fills others from
-    when it imports nor one that it exports.
+    """Bridge converts the last copy on a rank, but an import must write to the first copy, and an
+    export must read it.
     """
     later_copies = {
         id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))
@@ -104,7 +106,7 @@ def _convert_first_copies(
 def _stream_to_all_copies(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Bridge streams a weight to one chunk of a rank: other copies would keep their values."""
+    """Bridge streams a weight to only one chunk of a rank, so the other copies keep old values."""
     later_copies = list(_later_copies(_chunks(call, args, kwargs)))
     for streamed in call(*args, **kwargs):
         yield streamed
@@ -122,17 +124,17 @@ def _stream_to_all_copies(
     kind="replace",
 )
 def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Bridge fills the copy of a tied embedding from another rank after it has loaded weights of
-    Hugging Face: on one rank it would have what the memory holds.
+    """After loading Hugging Face weights, Bridge fills the copy of a tied embedding from another
+    rank, so a copy on the same rank would remain uninitialised.
     """
     import torch
 
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = _chunks(call, args, kwargs)
-    tie_embeddings(
-        chunks
-    )  # the output layer's copy has another name than the embedding
+    # The copy in the output layer has another name than the embedding, so the loop below does not
+    # reach it.
+    tie_embeddings(chunks)
     with torch.no_grad():
         for copy in _later_copies(chunks):
             copy.weight.copy_(copy.first_weight)

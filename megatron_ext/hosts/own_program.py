@@ -1,4 +1,4 @@
-"""The entrance for programs with their own training loop: `configure`."""
+"""`configure`, the entry point for programs with their own training loop."""
 
 from __future__ import annotations
 
@@ -59,27 +59,30 @@ def configure(
 ) -> ModelBuild | None:
     """Activate a configuration, and return the settings to build the model with.
 
-    For programs that do not parse Megatron's command line. Call it in every process of the job,
-    with the same arguments, before you create process groups and the model. `megatron.core` may
-    already be imported unless `config.device` is set. From then on,
-    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
-    or `deconfigure`, ends this configuration.
+    Use this in programs that do not parse Megatron's command line. Call it in every process of the
+    job, with the same arguments, before you create process groups and the model. If `config.device`
+    is set, call it before `megatron.core` is imported. Afterwards,
+    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. The
+    configuration remains active until the next call, or until `deconfigure`.
 
-    Without any size, it returns None and waits for a host that knows the sizes, which then builds
-    the model accordingly: `pretrain` or `finetune` of Megatron-Bridge.
+    If no size is passed, the function returns None. The configuration then waits for a host that
+    knows the sizes and builds the model: `pretrain` or `finetune` of Megatron-Bridge.
 
     Args:
         config: The settings.
-        pipeline_ranks: Ranks of one pipeline, or of both if a schedule mirrors two.
+        pipeline_ranks: Number of ranks in one pipeline, or in both if the schedule mirrors two.
         num_microbatches: Micro-batches that these ranks run in one step, for both mirrored
             pipelines together.
-        num_layers: Transformer layers of the model, not counting those of multi-token prediction.
+        num_layers: Transformer layers of the model, not counting layers of multi-token prediction.
         mtp_num_layers: Layers of multi-token prediction.
         layout: The layers of each stage, in Megatron's notation. None: the same number in each
             stage.
-        world_size: Ranks of the job. None: one pipeline.
-        seed: Seed of the run; required if random numbers are drawn by micro-batch, as with
+        world_size: Number of ranks in the job. None: one pipeline.
+        seed: Seed of the run. Required if random numbers are drawn by micro-batch, as with
             `dynamic`.
+
+    Returns:
+        The settings to build the model with, or None if no size was passed.
 
     Raises:
         UserError: A size is missing or impossible, the sizes do not fit the configuration, the
@@ -96,18 +99,19 @@ def configure(
         seed=seed,
         layout=layout,
     )
-    # A second call replaces the first one's configuration.
+    # A second call replaces the configuration of the first one.
     clear_configuration()
+    # Select the device before arming the patches: they import Megatron for the selected device.
     if config.device != "auto":
         _take_device(config.device)
     patches.arm()
     hosts.arm()
-    # Fail here, before the program builds a model that the patches would not fit.
+    # Fail before the program builds a model that the patches do not fit.
     REGISTRY.raise_mismatches()
     if config.disaggregation is not None:
         raise ArgumentsError(
             "disaggregation needs a training loop that supports both roles; start Megatron's own "
-            "with --forward-backward-disaggregating"
+            "training loop with --forward-backward-disaggregating"
         )
     if not has_sizes:
         hosts.check_some_host()
@@ -126,7 +130,7 @@ def configure(
     )
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
-            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
+            "{microbatch_rng} and {dynamic} need a seed; pass the same seed on all ranks"
         )
     _check_twins(config, sizes)
     return _put_in_force(config, sizes, seed)
@@ -145,10 +149,10 @@ class _Sizes:
 
 
 def _check_entrance(config: object) -> None:
-    """Check that this process may be configured from Python, and that `config` has the right type.
+    """Check the type of `config`, and that the environment allows a configuration from Python.
 
     Raises:
-        ArgumentsError: One of these does not hold; names the remedy.
+        ArgumentsError: The type is wrong, or an environment variable conflicts with `configure`.
     """
     if not isinstance(config, PipelineConfig):
         raise ArgumentsError(
@@ -157,8 +161,8 @@ def _check_entrance(config: object) -> None:
         )
     if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
         raise ArgumentsError(
-            "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force; unset it, or leave "
-            "configure out for Megatron's own schedule"
+            "MEGATRON_EXT_DISABLE=1 disables everything that configure activates; unset it, or "
+            "leave configure out to use Megatron's own schedule"
         )
     flags = requested_flags()
     if flags:
@@ -183,7 +187,7 @@ def _check_sizes(**arguments: object) -> bool:
                 )
             continue
         minimum = 0 if name in ("mtp_num_layers", "seed") else 1
-        # Python treats True as 1.
+        # Reject bool explicitly, because it is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ArgumentsError(
                 f"{name} {value!r} must be a whole number of at least {minimum}"
@@ -192,22 +196,23 @@ def _check_sizes(**arguments: object) -> bool:
     missing = [name for name in required_sizes if name not in sizes]
     if missing and sizes:
         raise ArgumentsError(
-            f"configure needs all sizes; give {', '.join(missing)} too"
+            f"configure needs all sizes; pass {', '.join(missing)} too"
         )
     return bool(sizes)
 
 
 def _take_device(name: str) -> None:
-    """Arm a device before the patches, which import Megatron for the device selected by then.
+    """Select a device.
 
     Raises:
-        DeviceError: Another device is already armed.
+        DeviceError: Another device has already been selected.
     """
     armed_name = devices.take(name).name
     if armed_name != name:
         raise DeviceError(
-            f"device {name} came after the {armed_name} backend was armed (megatron.core was "
-            f"imported before); call configure first, or set MEGATRON_EXT_DEVICE={name}"
+            f"device {name} was requested after the {armed_name} backend had been selected "
+            f"(megatron.core was imported before); call configure first, or set "
+            f"MEGATRON_EXT_DEVICE={name}"
         )
 
 
@@ -224,10 +229,10 @@ def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
 def _put_in_force(
     config: PipelineConfig, sizes: _Sizes, seed: int | None
 ) -> ModelBuild:
-    """Check a configuration against the sizes, put it in force, and return the model's settings."""
+    """Check a configuration against the sizes, activate it, and return the model's settings."""
     requested = config
     arguments = _megatron_arguments(config, sizes)
-    # One rank under Megatron's own schedule sends nothing, so there is no transport to check.
+    # A single rank under Megatron's own schedule sends no messages, so nothing needs checking.
     preflight = Preflight()
     if config.schedule or config.dynamic or sizes.pipeline_ranks > 1:
         preflight = inspect(arguments, config)
@@ -240,15 +245,18 @@ def _put_in_force(
             pipeline = _stock_pipeline(config, sizes, arguments)
             schedule = pipeline.name
         cut_arguments = preflight.arguments
-        # For Megatron's own schedule, the same rules split the model.
+        # `inspect` splits the model only for our schedules. Split it by the same rules if
+        # Megatron's own schedule runs.
         if preflight.pipeline is None:
             cut = UserCut.of(vars(arguments))
             built = stage_arguments(arguments, cut, pipeline.placement, schedule)
             cut_arguments = built.values
     except (ArgumentsError, ScheduleError) as error:
+        # The rules name flags, but the caller knows the fields of `PipelineConfig`.
         kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
         raise kind(reworded(str(error), in_fields)) from None
     put_in_force(preflight, requested, seed)
+    # Log once per host.
     if required().environment.local_rank == 0:
         lines = preflight.changes + preflight.notices
         log(*(reworded(line, in_fields) for line in lines))
@@ -271,8 +279,8 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
     """Return the sizes under the names of Megatron's arguments, which the rules use."""
     return Namespace(
         world_size=sizes.world_size,
-        # Attribute all other parallelism of the program to tensor parallelism: a global batch here
-        # is one pipeline's.
+        # Attribute all other parallelism of the program to tensor parallelism. Then there is one
+        # replica, whose global batch is the micro-batches of one pipeline.
         tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
         pipeline_model_parallel_size=sizes.pipeline_ranks,
         num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,
@@ -288,7 +296,7 @@ def _stock_pipeline(
     config: PipelineConfig, sizes: _Sizes, arguments: Namespace
 ) -> Pipeline:
     """Return the pipeline that Megatron's own schedule runs."""
-    # A layout may have several stages per rank; a single rank holds all of them as one.
+    # A layout may have several stages per rank, except on a single rank, which holds one stage.
     num_chunks = 1
     if sizes.pipeline_ranks > 1:
         num_chunks = UserCut.of(vars(arguments)).chunks

@@ -112,9 +112,9 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "layout=Et|tL must have E once, t 16 times (num_layers)",
     ),
     ({"schedule": "zb-v"}, {"world_size": 6}, "world size 6 is not a multiple of"),
-    ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
+    ({"dynamic": DynamicOrder()}, {}, "need a seed; pass the same seed"),
     ({"disaggregation": megatron_ext.Disaggregation()}, {}, "both roles"),
-    ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),
+    ({"device": "musa"}, {}, "device musa was requested after the cpu backend"),
 ]
 
 
@@ -152,8 +152,8 @@ USUAL = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16}
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"pipeline_ranks": 4}, "give num_microbatches, num_layers too"),
-        ({"layout": "Et|tL"}, "give pipeline_ranks, num_microbatches, num_layers too"),
+        ({"pipeline_ranks": 4}, "pass num_microbatches, num_layers too"),
+        ({"layout": "Et|tL"}, "pass pipeline_ranks, num_microbatches, num_layers too"),
         (
             {**USUAL, "pipeline_ranks": "4"},
             "pipeline_ranks '4' must be a whole number of at least",

@@ -323,7 +323,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             },
             {"schedule": "zb-h1"},
             "",
-            "model.dist_train.use_dist_train gives encoder and language model ranks",
+            "model.dist_train.use_dist_train gives encoder and language model separate",
         ),
         (
             {"checkpoint.async_save": True, "checkpoint.save": "unused"},
@@ -347,7 +347,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {},
             None,
             "--forward-backward-disaggregating",
-            "needs a training loop that supports both",
+            "needs Megatron's own training loop, which supports both roles",
         ),
     ],
 )

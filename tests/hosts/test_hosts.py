@@ -154,7 +154,7 @@ def test_a_program_that_configures_what_is_switched_off_is_told_so() -> None:
     code = "import megatron_ext; megatron_ext.configure(megatron_ext.PipelineConfig())"
     done = run_python("-c", code, MEGATRON_EXT_DISABLE="1")
     assert (
-        "MEGATRON_EXT_DISABLE=1 switches off what configure puts in force"
+        "MEGATRON_EXT_DISABLE=1 disables everything that configure activates"
         in done.stderr
     )
 
@@ -170,7 +170,7 @@ def test_flags_in_the_environment_that_nobody_reads_are_refused() -> None:
 def test_a_configuration_without_sizes_needs_a_host() -> None:
     [[nobody, too_late]] = run_ranks(1, _await)
     assert (
-        "give pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
+        "pass pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
     )
     assert "no host that knows them came before the first step" in too_late
 
@@ -194,7 +194,7 @@ def test_a_bridge_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
     core, python, imports = bridge_requirements.problems()
     assert core.endswith("0.18.2 is installed; pip install 'megatron-core>=0.19,<0.20'")
     assert python.endswith(
-        "needs Python 3.12, but this is 3.11; make an environment with Python 3.12"
+        "needs Python 3.12, but this is 3.11; create an environment with Python 3.12"
     )
     assert imports.startswith(
         "megatron-bridge 0.6.2 always imports transformer_engine, modelopt"
