@@ -1,8 +1,8 @@
-"""The pipeline of a job, and the configuration in force in this process.
+"""The pipeline of a job, and the active configuration of this process.
 
-A `Pipeline` combines a configuration with the sizes of a job. `Active` is the configuration in
-force: patches and the executor read the user's settings from it. State that a feature keeps between
-steps is a field of `Active`, so it is released together with the configuration.
+A `Pipeline` combines a configuration with the sizes of a job. `Active` is the configuration that is
+in force: patches and the executor read the user's settings from it. State that outlives a step is a
+field of `Active`, so it is released together with the configuration.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class Pipeline:
 
     config: PipelineConfig
     pp: int
-    """Ranks of the whole pipeline world, as on the command line (BitPipe: both twins together)."""
+    """Number of pipeline ranks, as on the command line (BitPipe: of both twins together)."""
     num_microbatches: int
     """Micro-batches in a full batch for one of Megatron's replicas (BitPipe: for one twin)."""
     splits: bool = True
-    """Whether a dynamic order may split full backwards; False if the layers cannot."""
+    """Whether a dynamic order may split full backwards; False if the model's layers cannot."""
     over_torch: bool = False
-    """Whether `auto` selects torch.distributed here."""
+    """Whether transport `auto` selects torch.distributed on this rank."""
     # Caches, keyed by number of micro-batches. They are excluded from `__init__`, so that `replace`
-    # starts with empty ones (another configuration has other tables), and from comparison.
+    # starts with empty caches (another configuration has other tables), and from comparison.
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fills: dict[int, bool] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Whether every W in the table results from splitting a B."""
+    """Number of micro-batches -> whether every W of the table results from splitting a B."""
     _policies: dict[int, Callable[[int], Policy]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Creates a rank's policy."""
+    """Number of micro-batches -> a function that creates the policy of a rank."""
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def costs(self) -> Costs:
-        """Durations that the table is generated for."""
+        """Durations of actions and messages, for which the table is generated."""
         return self.config.costs or UNIT
 
     @property
@@ -86,9 +86,12 @@ class Pipeline:
 
     @property
     def margin_by_length(self) -> int:
-        """As `dynamic.margin`, in longest micro-batches, for tables with slices by length."""
+        """The margin of a dynamic order with slices by length, in longest micro-batches of a step.
+
+        Other dynamic orders use `dynamic.margin`.
+        """
         assert self.dynamic is not None
-        # By default none, because one would be half of a table's memory or more.
+        # The default is 0: one longest micro-batch can be half of a table's memory, or more.
         return self.dynamic.extra_activations or 0
 
     @property
@@ -98,12 +101,12 @@ class Pipeline:
 
     @property
     def timeout_s(self) -> float:
-        """Longest time a rank waits for one message."""
+        """The longest time that a rank waits for one message."""
         return self.config.message_timeout_s
 
     @cached_property
     def placement(self) -> Placement:
-        """The rank of each stage, the same for every number of micro-batches."""
+        """The rank of each stage; it does not depend on the number of micro-batches."""
         return self.schedule(self.num_microbatches).placement
 
     @property
@@ -118,24 +121,24 @@ class Pipeline:
 
     def static(self) -> Pipeline:
         """Return the same pipeline, running in the table's static order."""
-        # Dropping `dynamic` would change the defaults that it implies, so set them explicitly.
+        # Without `dynamic`, schedule and transport would get other defaults, so set both.
         config = replace(
             self.config, schedule=self.name, dynamic=None, transport=self.config.wire
         )
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
-        """Return the same pipeline, with slices cut for this share of attention in a forward."""
+        """Return the same pipeline, with slices for a given share of attention in a forward."""
         costs = replace(self.costs, attention=share)
         return replace(self, config=replace(self.config, costs=costs))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for this many micro-batches per replica, generated and validated once.
+        """Return the table for this many micro-batches per replica. It is generated only once.
 
-        This is the generator's table, except for twins whose activations cross over once
-        (dualpipe). There the last stage would be on the twin of the first stage. Megatron treats
-        the twin as another replica, which reads different samples, so activations would meet the
-        wrong labels. For these tables, activations stay on one twin.
+        This is the generator's table, with one exception: if activations cross over to the twin an
+        odd number of times (dualpipe), they stay on one twin instead. Otherwise the last stage
+        would be on the twin of the first stage. Megatron treats the twin as another replica, which
+        reads different samples, so activations would meet the wrong labels.
 
         Raises:
             ScheduleError: The schedule has no table for that number, or its table is wrong or would
@@ -145,12 +148,12 @@ class Pipeline:
             table = self._generated(
                 num_microbatches, self.costs, slices=self.config.slices
             )
-            # Validate generated tables too: a wrong table from a plug-in would hang the job during
-            # a step.
+            # Validate generated tables too: with a wrong table from a plug-in, the job would hang
+            # in the middle of a step.
             validate(table)
             if self.transport == "torch":
-                # torch.distributed may match messages by order, so prove that the order cannot
-                # deadlock.
+                # torch.distributed may match messages by their order, so check that this order
+                # cannot deadlock.
                 check_queues(table)
             self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
@@ -158,8 +161,11 @@ class Pipeline:
     def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
         """Return the table of one step whose micro-batches have slices of these sizes.
 
-        The caller validates it, and keeps it as long as it needs it: another step has other
-        lengths. `costs` are those of the longest micro-batch.
+        The table is neither validated nor cached, because every step has other lengths.
+
+        Args:
+            slice_sizes: The slices of each micro-batch.
+            costs: Durations for the longest micro-batch.
 
         Raises:
             ScheduleError: The schedule has no table for these slices.
@@ -169,12 +175,13 @@ class Pipeline:
     def _generated(
         self, num_microbatches: int, costs: Costs, **slices: Any
     ) -> Schedule:
-        """Generate a table, with the options of `generate` for its slices."""
+        """Generate a table; `slices` are the keyword arguments of `generate` about slices."""
         config = self.config
         table = generate(
             self.name,
             self.pp,
-            num_microbatches * config.twins,  # here a replica is one twin
+            # For Megatron, a replica is one twin. A table contains both.
+            num_microbatches * config.twins,
             config.chunks,
             costs,
             **in_use(pairs=config.pairs, **slices),
@@ -185,17 +192,20 @@ class Pipeline:
                 f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
                 f"--pipeline-slices {table.num_slices}"
             )
-        if table.pairs and not config.pairs:  # from a file; run its pairs in sequence
+        # A table from a file may have pairs that this job does not use. Run the two actions of such
+        # a pair one after the other.
+        if table.pairs and not config.pairs:
             table = replace(
                 table, pairs=(), options={**table.options, "pairs": "apart"}
             )
+        # Keep activations on one twin; see `schedule`.
         if len(table.placement.twin_hops) % 2:
             table = replace(
                 table, placement=replace(table.placement, twin_hops=frozenset())
             )
         if config.dynamic is not None and self.splits:
-            # W may run anywhere only if it comes from this split: a table that already splits
-            # places its W, and recomputed layers run W at once.
+            # W may fill any idle time only if it comes from this split. A table that already has W
+            # determines their places, and with recomputed layers W runs right after I.
             self._fills[num_microbatches] = not (
                 table.splits_backward or config.weights_at_once
             )
@@ -215,7 +225,7 @@ class Pipeline:
         return self._policies[num_microbatches](rank)
 
     def policies_of(self, table: Schedule, costs: Costs) -> Callable[[int], Policy]:
-        """Return what creates each rank's policy for a table, which was generated for `costs`."""
+        """Return a function that creates a rank's policy, for a table generated for `costs`."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
         extra_activations = (
@@ -237,31 +247,32 @@ def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
     if not config.pairs:
         raise ScheduleError(
             f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
-            "experts on several ranks), and W fills only what pairs leave idle; leave "
+            "experts on several ranks), and W fills only the idle time within pairs; leave "
             "--pipeline-waiting-weights out"
         )
-    # A table of a few micro-batches, as at the start of a ramp-up, may have no pairs. Its W stay.
+    # A table with few micro-batches, such as at the start of a ramp-up, may have no pairs. Then its
+    # W run where the table places them.
     if table.pairs and not table.splits_backward:
         raise ScheduleError(
-            f"{setting}: {table.label} has whole backwards, which leave no weight gradients for "
-            "later; use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
+            f"{setting}: {table.label} does not split backwards, so no weight gradient can wait; "
+            "use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """This process's place among the processes that the launcher started together."""
+    """The place of this process among the processes that the launcher started together."""
 
     local_rank: int = 0
     """Index of this process on its host."""
     local_world_size: int | None = None
-    """Processes on this host; None: all processes of the job."""
+    """Number of processes on this host; None: all processes of the job are here."""
     run: tuple[str, str] = ("", "")
-    """torchrun's run id and restart count; empty without torchrun."""
+    """torchrun's run id and restart count; empty strings without torchrun."""
     rendezvous_host: str = "localhost"
-    """Host on which processes find each other: torchrun's MASTER_ADDR."""
+    """Host of the store through which the processes find each other: torchrun's MASTER_ADDR."""
     host_address: str | None = None
-    """Address at which other hosts reach this one; None: it follows from the rank."""
+    """Address at which other hosts reach this one; None: it is derived from the rank."""
 
     @classmethod
     def read(cls) -> Environment:
@@ -295,19 +306,19 @@ class Closing(Protocol):
     """State that is closed together with the configuration."""
 
     def close(self) -> None:
-        """Restore or release everything it holds."""
+        """Release all resources, and restore everything that was changed."""
 
 
 class Aborting(Closing, Protocol):
-    """State that is closed with the configuration; another thread can interrupt its waits."""
+    """State that is closed with the configuration, and whose waits another thread can end."""
 
     def abort(self, reason: str) -> None:
-        """End the waits for other ranks, here and at the peers."""
+        """End all waits for other ranks, on this rank and on its peers."""
 
 
 @dataclass(eq=False)
 class Active:
-    """A configuration, what it means for this process, and the state that features keep."""
+    """A configuration, its consequences for this process, and state that outlives a step."""
 
     config: PipelineConfig
     pipeline: Pipeline | None = None
@@ -317,26 +328,27 @@ class Active:
     job: Job | None = None
     """The disaggregated job of this process; None: forwards and backwards share ranks."""
     choice: Choice | None = None
-    """What `auto` has chosen; None: the user has named the schedule, or there is none."""
+    """The schedule that `auto` has chosen; None: the schedule was not chosen by `auto`."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators are not
     reseeded."""
     requested: PipelineConfig | None = None
-    """The argument of `configure`, for hosts that know the job's sizes; None: flags are used."""
+    """The argument of `configure`; None: the configuration comes from flags."""
     is_sized: bool = True
     """Whether the sizes of the job are known; False: a host has not given them yet."""
     observers: list[Observer] = field(default_factory=list)
-    """Passed to the runtime when it is created, so append before the first step."""
+    """Observers of the runtime. They are passed to the runtime when it is created, so append to
+    this list before the first step."""
     environment: Environment = field(default_factory=Environment.read)
-    """This process's place among the processes that the launcher started together."""
+    """The place of this process among the processes that the launcher started together."""
     iteration: int | None = None
     """The training step in progress, counted across resumed runs; None: unknown."""
     runtimes: Aborting | None = None
-    """State of the runtime; None before its first step (`runtime.in_force`)."""
+    """State of the runtime (`runtime.in_force`); None before its first step."""
     roles: Closing | None = None
-    """State of a process in a disaggregated job, once it has joined (`worlds.roles_in_force`)."""
+    """State of a process in a disaggregated job (`worlds.roles_in_force`); None before it joins."""
     host: Closing | None = None
-    """State of a foreign training loop (`megatron_ext/hosts/`), once it has given its sizes."""
+    """State of a third-party training loop (`hosts/`); None before the loop provides its sizes."""
     steps: Closing | None = None
     """The file of `megatron-ext compare` that records each step (`tracing/step_records.py`)."""
     checked_steps: int = 0
@@ -347,7 +359,7 @@ class Active:
     """Whether `patches/effects.py` has checked the first line of the log."""
 
     def abort(self, reason: str) -> None:
-        """End this process's waits for messages; called by another thread than the training's."""
+        """End this process's waits for messages. Another thread than the training's calls this."""
         if self.runtimes is not None:
             self.runtimes.abort(reason)
 
@@ -356,7 +368,7 @@ class Active:
         for observer in self.observers:
             observer.close()
         self.observers.clear()
-        # The order matters: each state may use the ones that follow.
+        # The order matters: each of these may use the ones that follow it.
         for state in (self.runtimes, self.roles, self.host, self.steps):
             if state is not None:
                 state.close()
@@ -365,13 +377,13 @@ class Active:
 
 @dataclass
 class _InForce:
-    """The state of this process."""
+    """What this process remembers from one configuration to the next."""
 
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
-    """Number of transports opened so far in this attempt, by label, under any configuration."""
+    """Purpose -> number of transports opened so far in this attempt, under any configuration."""
     attempt: int | None = None
-    """How often the job has restarted within the same processes; None: it cannot."""
+    """How often the job has restarted within the same processes; None: it cannot do so."""
 
 
 # The one active configuration.
@@ -379,7 +391,7 @@ _PROCESS = _InForce()
 
 
 def activate_configuration(configuration: Active | None) -> None:
-    """Activate a configuration; with None, training runs as if this package were not installed."""
+    """Activate a configuration. With None, training runs as if this package were not installed."""
     _PROCESS.configuration = configuration
 
 
@@ -398,10 +410,10 @@ def required() -> Active:
 
 
 def name_transport(purpose: str) -> str:
-    """Return the name under which peers of a new transport find each other in the job's store.
+    """Return the name under which the peers of a new transport find each other in the job's store.
 
     The names are numbered, so all ranks that open transports for a purpose must call this the same
-    number of times. Counting continues from one configuration to the next, and restarts with each
+    number of times. The numbers continue from one configuration to the next, and restart with each
     attempt.
     """
     _PROCESS.num_transports[purpose] += 1
@@ -410,22 +422,23 @@ def name_transport(purpose: str) -> str:
 
 
 def begin_attempt(number: int | None) -> None:
-    """Set the number of the attempt of a job that restarts within the same processes.
+    """Set the number of the attempt, in a job that restarts within the same processes.
 
-    The count of transports restarts too, because a rank that was in reserve has opened none.
+    The count of transports restarts too, because a rank that was in reserve has opened none so far.
     """
     _PROCESS.attempt = number
     _PROCESS.num_transports.clear()
 
 
 def attempt() -> int | None:
-    """Return how often the job has restarted within the same processes; None: it cannot."""
+    """Return how often the job has restarted within the same processes; None: it cannot do so."""
     return _PROCESS.attempt
 
 
 def clear_configuration() -> None:
-    """Deactivate the configuration and close the state that features keep under it."""
-    # Deactivate it first, because state being closed may look up the active configuration.
+    """Deactivate the configuration, and close all state that belongs to it."""
+    # Deactivate it first: code that runs while state is closed may look up the active
+    # configuration, and must not find this one.
     in_force = _PROCESS.configuration
     _PROCESS.configuration = None
     if in_force is not None:
@@ -439,7 +452,7 @@ def pipeline() -> Pipeline | None:
 
 
 def choice() -> Choice | None:
-    """Return what `auto` has chosen; None: the user has named the schedule, or there is none."""
+    """Return the schedule that `auto` has chosen, or None if `auto` has not chosen one."""
     in_force = active()
     return None if in_force is None else in_force.choice
 
@@ -468,10 +481,10 @@ def is_folded() -> bool:
     return running is not None and running.is_folded
 
 
-# Megatron's generators continue from one forward to the next, so a different order draws different
-# dropout masks. With `--microbatch-rng` each forward reseeds every generator from the run's seed,
-# the iteration, the stage and the micro-batch, so all schedules with the same stages draw the same
-# masks, and so does a resumed run. `runtime/compute.py` sets the generators.
+# Megatron's generators continue from one forward to the next, so another order of micro-batches
+# draws other dropout masks. With `--microbatch-rng`, each forward reseeds every generator from the
+# run's seed, the iteration, the stage and the micro-batch. So all schedules with the same stages
+# draw the same masks, and so does a resumed run. `runtime/compute.py` sets the generators.
 
 
 def draws_by_microbatch() -> bool:
@@ -481,9 +494,9 @@ def draws_by_microbatch() -> bool:
 
 
 def begin_iteration(number: int) -> None:
-    """Set the number of the training step that starts, counted across resumed runs.
+    """Set the number of the training step that starts now, counted across resumed runs.
 
-    Random numbers drawn by micro-batch depend on it.
+    Random numbers drawn by micro-batch depend on this number.
     """
     in_force = active()
     if in_force is not None:

@@ -1,4 +1,4 @@
-"""`--pipeline-schedule auto`: describes a job to the planner, which ranks the schedules for it."""
+"""Describes a job to the planner, which ranks the schedules for `--pipeline-schedule auto`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ if TYPE_CHECKING:
 
 
 REFERENCE = choice.REFERENCE
-"""The schedule with the fewest requirements: if any schedule can run, this one can."""
+"""The schedule with the fewest requirements: it can run if any schedule can."""
 
 
 def ranking(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> Ranking:
-    """Return the schedules a job may use, best first; arguments and errors as `question_of`."""
+    """Return the schedules that a job may use, best first.
+
+    The arguments and the errors are the same as for `question_of`.
+    """
     return choice.rank(*question_of(args, config, device))
 
 
 def question_of(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> tuple[Training, Judge]:
-    """Return the planner's description of a job, and the judge that compares schedules for it.
+    """Return a description of the job for the planner, and the judge that compares schedules.
 
     Args:
         args: Megatron's arguments before its validation, or equivalent sizes.
@@ -55,24 +58,25 @@ def question_of(
         device: Description of the devices; None: unknown.
 
     Raises:
-        ArgumentsError: The sizes are inconsistent, or the folder holds a run with other sizes.
+        ArgumentsError: The sizes are inconsistent, or the folder has a run with other sizes.
     """
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
-            f"--pipeline-schedule=auto needs a pipeline, --pipeline-model-parallel-size={pp} makes "
-            "none; use --pipeline-model-parallel-size=2, or leave --pipeline-schedule out"
+            "--pipeline-schedule=auto needs a pipeline of at least 2 ranks, not "
+            f"--pipeline-model-parallel-size={pp}; use --pipeline-model-parallel-size=2, or leave "
+            "--pipeline-schedule out"
         )
     batches = _batches(args)
-    # The sizes imply these settings for every schedule alike, so read them from one.
+    # The settings read below follow from the sizes alone, so they are the same for every schedule.
     reference = completed(vars(args), cut, replace(config, schedule=choice.REFERENCE))
-    # Megatron uses one stage per rank if no flag sets the number, so 1 does not constrain the
-    # choice.
+    # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as a choice of
+    # the user.
     chunks = cut.chunks_if_even
     training = choice.Training(
         ranks=pp,
-        # Without a batch, use any number that fills the pipeline, as other checks do.
+        # If the batch is unknown, use a number that fills the pipeline, as other checks do.
         num_microbatches=2 * pp if batches is None else batches.num_microbatches,
         cut=lambda schedule, placement: _layers_by_stage(
             args, cut, schedule, placement
@@ -169,7 +173,10 @@ def memory_here() -> DeviceKind | None:
 
 
 def device_here() -> DeviceKind | None:
-    """Return the description of this process's device, with its memory; None without a device."""
+    """Return the description of this process's device, with its memory.
+
+    None: the process has no device, or the planner does not know its kind.
+    """
     name, memory_gib = devices.name_and_memory()
     kind = kind_of(name)
     if kind is None or memory_gib is None:
@@ -178,7 +185,7 @@ def device_here() -> DeviceKind | None:
 
 
 def _batches(args: Namespace) -> Batches | None:
-    """Return the batch sizes of one pipeline; None if the arguments do not give them."""
+    """Return the batch sizes for one pipeline, or None if the arguments do not contain them."""
     has_batch = False
     for size in ("global_batch_size", "step_batch_size_schedule"):
         has_batch = has_batch or bool(getattr(args, size, None))
@@ -188,7 +195,7 @@ def _batches(args: Namespace) -> Batches | None:
 
 
 def _has_layers(cut: UserCut) -> bool:
-    """Return whether the arguments give the model's number of layers."""
+    """Return whether the arguments contain the model's number of layers."""
     sizes = cut.sizes
     return bool(cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
 
@@ -227,11 +234,12 @@ def _judge(
         return choice.ByTable(
             training=training,
             measured=measured,
-            reason=f"the times that {folder} has of a run",
+            reason=f"the times of the run in {folder}",
         )
     try:
         return _forecast(args, cut, config, device, batches, training)
     except (ArgumentsError, ScheduleError) as error:
+        # Without a forecast, compare only the simulated tables, and log the reason.
         problem = str(error).partition("; ")[0]
         reason = f"tables alone ({problem})"
         return choice.ByTable(training=training, measured=None, reason=reason)
@@ -254,7 +262,7 @@ def _forecast(
         if rule.refuses(args):
             raise ArgumentsError(f"with {rule.flag} {rule.reason}")
     if config.cuts_sequences:
-        raise ArgumentsError("the planner would count whole micro-batches, not slices")
+        raise ArgumentsError("the planner forecasts whole micro-batches, not slices")
     if batches is None:
         raise ArgumentsError("the batch is not known")
     model = sizes_of_arguments(args)
@@ -267,10 +275,12 @@ def _forecast(
     ep = sizes.expert_model_parallel_size
     if sizes.ranks // pp % ep:
         raise ArgumentsError(
-            f"{ep} expert-parallel ranks do not divide those of a stage"
+            f"{ep} expert-parallel ranks do not divide the ranks of a stage"
         )
     job = Question(
         model=model,
+        # An unknown device still needs speeds, so assume an H100. Its memory is not used then; see
+        # `has_memory`.
         device=device or DEVICES["h100"],
         num_devices=sizes.ranks,
         global_batch=list(batches.counts)[-1],

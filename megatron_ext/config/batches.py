@@ -1,4 +1,4 @@
-"""The batch sizes of a run, and the numbers of micro-batches that follow from them."""
+"""The batch sizes of a run, and the resulting numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Batches:
     replicas: int
     """Megatron's data-parallel size, which counts two mirrored pipelines as two replicas."""
     twins: int
+    """Number of mirrored pipelines: 1 or 2."""
     counts: Mapping[int, int]
-    """Micro-batches per replica, by global batch size; the last entry is the full batch."""
+    """Global batch size -> micro-batches per replica. The last entry is the full batch."""
 
     @property
     def num_microbatches(self) -> int:
@@ -36,7 +37,8 @@ class Batches:
         return count * self.micro_batch * self.replicas
 
     def explained(self, global_batch: int) -> str:
-        """Return the number of micro-batches in a global batch, and explain how it is derived."""
+        """Return text with the number of micro-batches in a global batch, and its derivation."""
+        # To users, two mirrored pipelines are one replica.
         count = self.twins * self.counts[global_batch]
         batch = f"--global-batch-size={global_batch}"
         if count != global_batch:
@@ -46,10 +48,10 @@ class Batches:
 
 
 def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
-    """Return the batch sizes that the flags request, for a pipeline world of `pp` ranks.
+    """Return the batch sizes that the flags request, for pipelines of `pp` ranks.
 
     Raises:
-        ArgumentsError: A size is missing, or the sizes do not divide.
+        ArgumentsError: A size is missing, or one size does not divide another.
     """
     sizes = JobSizes.of(vars(args))
     tp = sizes.tensor_model_parallel_size
@@ -67,6 +69,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         raise ArgumentsError(
             "--micro-batch-size is missing: give it a value of at least 1"
         )
+    # Samples in one micro-batch on every replica.
     step = micro_batch * replicas
     requested = _global_batches(args, sizes, step)
     # With --decrease-batch-size-if-needed, Megatron rounds down.
@@ -78,8 +81,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
                 f"a global batch of {batch} is not a multiple of --micro-batch-size={micro_batch} "
                 f"x {replicas} replicas{mirrored}; use {requested.remedy}"
             )
-    # Without mirrored pipelines, Megatron's check already reports this in terms of the user's
-    # replicas.
+    # Megatron checks this too, but its message would count each mirrored pipeline as a replica.
     if twins == 2:
         _check_evaluation(sizes, requested.sizes[-1], micro_batch, replicas)
     counts = {batch: batch // step for batch in requested.sizes}
@@ -89,10 +91,10 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
 def _check_evaluation(
     sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int
 ) -> None:
-    """Reject an evaluation whose batch does not divide among two mirrored pipelines."""
+    """Reject an evaluation whose batch does not divide among the replicas of mirrored pipelines."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
-    # The training's sizes have already been checked, or Megatron rounds them down.
+    # The batch of the training has already been checked, or Megatron rounds it down.
     is_training_batch = (eval_batch, eval_step) == (
         global_batch,
         micro_batch * replicas,
@@ -114,18 +116,18 @@ _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 class _GlobalBatches(NamedTuple):
-    """The global batch sizes that flags request."""
+    """The global batch sizes that the flags request."""
 
     sizes: list[int]
-    """Every global batch size of the run; the full one is last."""
+    """All global batch sizes of the run; the full batch is the last one."""
     remedy: str
-    """Flags with sizes that divide."""
+    """Flags with sizes that are multiples of a step, for an error message."""
 
 
 def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatches:
-    """Return every global batch size of the run.
+    """Return all global batch sizes of the run.
 
-    A `step` is the number of samples in one micro-batch on every replica.
+    `step` is the number of samples in one micro-batch on every replica.
     """
     # Megatron's default is one micro-batch per replica.
     full = sizes.global_batch_size or step
@@ -147,14 +149,15 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     entries = re.findall(r"([\d.]+)([KMBT]?):(\d+)", schedule.upper())
     if not entries:
         raise ArgumentsError(
-            f"--step-batch-size-schedule {schedule} has no THRESHOLD:SIZE, such as 0:768 or "
+            f"--step-batch-size-schedule {schedule} has no entry THRESHOLD:SIZE, such as 0:768 or "
             "250B:1536; leave it out"
         )
     by_threshold = []
     for number, suffix, size in entries:
         by_threshold.append((float(number) * _SUFFIXES[suffix], int(size)))
     by_threshold.sort()
-    # Smaller sizes belong to an earlier part of the run on fewer processes; Megatron checks that.
+    # Sizes below one step belong to an earlier part of the run, on fewer processes. Megatron checks
+    # this itself.
     batches = [size for _, size in by_threshold if size >= step]
     if not batches:
         _, last = by_threshold[-1]
@@ -191,7 +194,11 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
 
 
 def check_file(name: str, pp: int, batches: Batches) -> None:
-    """Reject a run whose size differs from a file's table (`csv:FILE`), naming flags to change."""
+    """Reject a run whose sizes differ from the table in a file (`csv:FILE`).
+
+    Raises:
+        ScheduleError: The sizes differ; the message names the flags to change.
+    """
     table = load_csv(name.removeprefix(CSV_PREFIX))
     if table.pp != pp:
         raise ScheduleError(

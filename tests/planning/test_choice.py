@@ -278,7 +278,7 @@ def test_on_an_unknown_device_no_rank_keeps_more_than_1f1b() -> None:
     ("more", "reason"),
     [
         ("--use-torch-fsdp2 --no-gradient-accumulation-fusion", None),
-        ("--pipeline-slices 4", "by tables alone (the planner would count whole micro-batches"),
+        ("--pipeline-slices 4", "by tables alone (the planner forecasts whole micro-batches"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
          "by tables alone (with --recompute-method block, or --recompute-num-layers above 1"),
     ],
@@ -439,7 +439,7 @@ def test_a_traced_run_gives_the_costs(tmp_path: Path) -> None:
     )
     assert " s a step, " in line
     assert line.endswith(
-        f"by the times that {tmp_path} has of a run, with at most 1f1b's activations"
+        f"by the times of the run in {tmp_path}, with at most 1f1b's activations"
     )
 
 
