@@ -1,8 +1,8 @@
-"""Reads a training's command line as the training itself does, but without importing torch.
+"""Parses the command line of a training as the training itself does, but without importing torch.
 
 Megatron's flags come from its sources (`megatron_ext/upstream/flag_list.py`), ours from `flags.py`,
-and a script's flags from its file. If Megatron is not installed, its flags are read by their looks:
-a flag without a value is a switch, and a word that looks like a number is a number.
+and a script's flags from the file of the script. If Megatron is not installed, the types of its
+flags are guessed: a flag without a value is a switch, and a word that looks like a number is one.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class CommandLine:
     """The settings in a training's command line."""
 
     settings: dict[str, Any]
-    """Values by the names of Megatron's arguments and ours; flags that are not given are absent."""
+    """Values by the names of Megatron's arguments and ours. Flags that are not given are absent."""
     script: str | None = None
     """The script to start; None: the words are only flags."""
     unknown: dict[str, str | None] = field(default_factory=dict)
-    """Flags known neither to Megatron nor to this package, each with a similar known flag, or
-    None."""
+    """Flags that neither Megatron nor this package defines -> a similar flag that exists, or None.
+    """
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Megatron's defaults, as far as they can be read from its sources."""
+    """Megatron's defaults; None where its sources compute the default."""
 
     @property
     def is_pretraining(self) -> bool:
-        """Whether a Megatron training script is run, for which required flags can be checked."""
+        """Whether one of Megatron's training scripts runs, whose required flags can be checked."""
         return self.script is not None and is_pretraining(self.script)
 
 
@@ -53,13 +53,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     """Return the settings in a training's command line and in the flags of the environment.
 
     Args:
-        words: The flags, optionally preceded by a script. A user's script may have flags that we
-            cannot know.
+        words: The flags, optionally preceded by a script.
 
     Raises:
         ArgumentsError: A flag is unknown, or its value is invalid or missing.
     """
-    words = [word for word in words if word != "--"]  # argparse keeps the separator
+    # `parse_known_args` would return the separator as an unknown word.
+    words = [word for word in words if word != "--"]
     script = None
     if words and words[0].endswith(".py"):
         script, *words = words
@@ -68,13 +68,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     flags = megatron_flags()
     for flag in flags:
         flag.add_to(parser)
-    # A user's script may have flags that do not appear in its file.
+    # A user's script may define flags outside of its own file, so accept unknown flags for it.
     is_user_script = script is not None and not is_megatrons(script)
     if script is not None and is_user_script:
         for flag in script_flags(Path(script)):
             flag.add_to(parser)
     add_arguments(parser)
-    # Set as defaults, as in Megatron's parser, so that the words take precedence.
+    # Set the flags of the environment as defaults, as in a job, so that the words override them.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
@@ -91,7 +91,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | None]:
-    """Return each flag among the words with a similar flag of the parser, or None."""
+    """Return, for each flag among the words, a similar flag of the parser, or None."""
     spellings: list[str] = []
     for action in parser._actions:
         spellings += action.option_strings
@@ -113,7 +113,7 @@ _DESTINATIONS = {
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
 
-# Arguments that are text even if the value looks like a number.
+# Arguments whose values are text, even if a value looks like a number.
 _TEXTS = (
     "hybrid_layer_pattern", "hybrid_override_pattern", "pipeline_model_parallel_layout",
     "step_batch_size_schedule",
@@ -126,10 +126,11 @@ _SEVERAL = ("rampup_batch_size", "recompute_modules")
 def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings of flags whose types are unknown.
 
-    A flag without a value is a switch; `--no-` turns one off.
+    A flag without a value is a switch, and `--no-NAME` turns a switch off.
     """
     texts_by_dest: dict[str, list[str]] = {}
     texts: list[str] = []
+    # Collect the words that follow each flag.
     for word in words:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
@@ -156,7 +157,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _number(word: str) -> int | float | str:
-    # Try `int` first, so that whole numbers stay integers in messages and in counts.
+    # Try `int` first, so that whole numbers stay integers in messages and counts.
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)

@@ -1,4 +1,4 @@
-"""Completes a configuration with the settings that depend on the model and the job's sizes."""
+"""Completes a configuration with the settings that depend on the model and on the job's sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNPAIRED = ("fp4", "sft", "dataloader_inter_document_masking")
 def completed(
     settings: Mapping[str, Any], cut: UserCut, config: PipelineConfig
 ) -> PipelineConfig:
-    """Return a configuration, completed with the settings that depend on the job.
+    """Return a configuration with all settings that depend on the job filled in.
 
     Args:
         settings: Settings of the job, by the names of Megatron's arguments.
@@ -31,11 +31,12 @@ def completed(
     Raises:
         ArgumentsError: The sizes contradict each other about the stages of each rank.
     """
-    # Roles imply their schedule, whose stages Megatron builds from its own flags.
+    # Disaggregation implies a schedule, and Megatron builds its stages from Megatron's flags.
     if config.disaggregation is not None:
-        # Both roles must draw the same random numbers, and flags do not show everything that a
-        # model draws.
+        # Both roles must draw the same random numbers. Always set this, because the flags do not
+        # show all random numbers that a model draws.
         return replace(config, microbatch_rng=True)
+    # A dynamic order without a schedule starts from the table of Megatron's own schedule.
     if config.schedule is None and config.dynamic is not None:
         config = replace(config, schedule=base_table(cut.chunks))
     if config.schedule is None:
@@ -47,7 +48,7 @@ def completed(
 
 
 def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
-    """Return the stages of each rank, if the schedule accepts different numbers."""
+    """Return the number of stages on each rank, if the schedule accepts different numbers."""
     generator = config.generator
     if config.chunks is not None or generator is None or not generator.free_chunks:
         return config.chunks
@@ -81,15 +82,17 @@ class _WholeLayers:
     """The layers that are recomputed as a whole."""
 
     share: float = 0.0
-    """Share of all layers."""
+    """Share of these layers in all layers."""
     at_a_time: int = 1
-    """Number of layers that are recomputed together, from one kept input."""
+    """Number of layers that are recomputed together, from one saved input."""
 
 
 def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return a configuration that counts the memory held between I and W, if not counted yet.
+    """Return a configuration whose `stash_ratio` counts the memory held between I and W.
 
-    The settings are the job's, or the fields of a `TransformerConfig`.
+    Args:
+        config: The configuration. A ratio that it already has is kept.
+        settings: Settings of the job, or the fields of a `TransformerConfig`.
     """
     if config.stash_ratio > 1:
         return config
@@ -109,7 +112,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     ratio = stash_ratio(
         settings.get("tensor_model_parallel_size", 1),
         sequence_parallel=bool(settings.get("sequence_parallel")),
-        # Megatron's own layers keep only their part of a sequence and gather it again.
+        # Megatron's own layers save only their part of the sequence, and gather it again later.
         keeps_gathered=is_te and find_spec("transformer_engine") is not None,
         recomputed=recomputed,
         offloaded=offloaded,
@@ -117,7 +120,8 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
         kept_inputs=1 / recomputed_layers.at_a_time,
         divides_inputs=bool(settings.get("distribute_saved_activations")),
     )
-    # A table from a file keeps the user's order.
+    # If all layers are recomputed, run W right after I, so that a rank holds the operands of only
+    # one W at a time. A table from a file keeps its order.
     at_once = config.weights_at_once or (
         recomputed_layers.share == 1 and config.generator is not None
     )
@@ -127,11 +131,11 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
 def _recomputed_layers(
     config: PipelineConfig, settings: Mapping[str, Any]
 ) -> _WholeLayers:
-    """Return which layers Megatron recomputes as a whole under full granularity."""
+    """Return the layers that Megatron recomputes as a whole under full granularity."""
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "block":
         return _WholeLayers(share=1.0, at_a_time=count)
-    # The block method recomputes `count` layers of each stage, and not the others.
+    # The block method recomputes only the first `count` layers of each stage.
     chunks = config.chunks
     if not chunks:
         generator = config.generator

@@ -1,8 +1,8 @@
 """The user's cut of a model into stages, as Megatron interprets it.
 
-Five mutually exclusive groups of Megatron's flags split a model into stages: the number of virtual
-stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first and
-last ranks.
+Five groups of Megatron's flags cut a model into stages: the number of virtual stages, the number of
+layers per virtual stage, a layout, the segments of a hybrid pattern, and other numbers of layers on
+the first and the last rank. Flags of different groups exclude each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-# Arguments with a file or text that describes each layer.
+# Arguments with a file or a text that describes each layer.
 _HETEROGENEOUS = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
@@ -36,7 +36,7 @@ EVEN_CUT = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
-"""Arguments about the cut that are replaced by a layout."""
+"""Arguments about the cut that a layout replaces."""
 
 
 class CutFlag(NamedTuple):
@@ -47,7 +47,7 @@ class CutFlag(NamedTuple):
 
 
 class EndWeights(NamedTuple):
-    """What the first and the last stage compute besides their layers, in layers."""
+    """Work of the first and the last stage besides their layers, in units of one layer."""
 
     first: float
     last: float
@@ -59,30 +59,32 @@ class UserCut:
 
     sizes: JobSizes
     pattern: str | None
-    """The layers of a hybrid model, one letter per layer, with `|` between stages; None for other
-    models. From 0.17 on the pattern replaces `--num-layers`; in 0.16 `--hybrid-override-pattern` is
-    used together with it."""
+    """The layers of a hybrid model, one letter per layer, with `|` between stages. None for other
+    models, and for hybrid models of 0.16, which count their layers by `--num-layers`."""
     is_hybrid: bool
     counts_embedding: bool
-    """Whether the embedding counts as a layer of the first stage."""
+    """Whether Megatron counts the embedding as a layer of the first stage."""
     counts_loss: bool
-    """Whether the loss counts as a layer of the last stage."""
+    """Whether Megatron counts the loss as a layer of the last stage."""
     layer_description: str | None
-    """The argument that describes each layer individually, if any."""
+    """The argument that describes each layer individually; None: no such argument is set."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> UserCut:
-        """Return the cut that these settings describe, given by the names of Megatron's arguments.
+        """Return the cut that settings describe, under the names of Megatron's arguments.
 
         Raises:
             ArgumentsError: A size has the wrong type or is too small.
         """
+        # From 0.17 on, the pattern replaces --num-layers, and the override pattern is its former
+        # name. Releases without `hybrid_layer_pattern` use --num-layers with the override pattern.
         all_layers = None
         if "hybrid_layer_pattern" in settings:
             all_layers = settings["hybrid_layer_pattern"] or settings.get(
                 "hybrid_override_pattern"
             )
         pattern = None
+        # The layers of multi-token prediction follow the first "/".
         if all_layers:
             pattern, _, _mtp_layers = all_layers.partition("/")
         layer_description = None
@@ -103,10 +105,10 @@ class UserCut:
 
     @property
     def chosen(self) -> CutFlag | None:
-        """The user's flag that sets the stages of each rank, if any.
+        """The user's flag that sets the number of stages on each rank, if any.
 
         Raises:
-            ArgumentsError: The user gave several.
+            ArgumentsError: The user set several such flags.
         """
         sizes = self.sizes
         segments = self.pattern if self.pattern and "|" in self.pattern else None
@@ -132,17 +134,17 @@ class UserCut:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, not counting multi-token prediction.
+        """Number of layers in the model, without multi-token prediction.
 
         Raises:
-            ArgumentsError: The number is not given.
+            ArgumentsError: The number is missing.
         """
         if self.pattern is None:
             count = self.sizes.num_layers
         else:
             count = len(self.pattern.replace("|", ""))
         if count is None:
-            # Megatron's validation, which runs later, uses it if --num-layers is missing.
+            # Megatron's validation, which runs later, uses this value if --num-layers is missing.
             count = self.sizes.encoder_num_layers
         if not count:
             missing = "--num-layers is missing"
@@ -153,15 +155,15 @@ class UserCut:
 
     @property
     def num_split(self) -> int:
-        """Layers that Megatron splits evenly, including embedding and loss if they count."""
+        """Number of layers that Megatron splits evenly, with embedding and loss if they count."""
         return self.num_layers + self.counts_embedding + self.counts_loss
 
     @property
     def chunks(self) -> int:
-        """Stages per rank under Megatron's own schedule, as Megatron counts them.
+        """Number of stages per rank under Megatron's own schedule.
 
         Raises:
-            ArgumentsError: The flags contradict each other, or do not divide.
+            ArgumentsError: The flags contradict each other, or the sizes do not divide.
         """
         chosen = self.chosen
         if chosen is None:
@@ -190,19 +192,20 @@ class UserCut:
 
     @property
     def chunks_if_even(self) -> int | None:
-        """Stages per rank under the user's flag; None if the layers do not divide evenly.
+        """Number of stages per rank by the user's flag; None if the layers do not divide evenly.
 
         Raises:
             ArgumentsError: The flags contradict each other.
         """
-        _ = self.chosen  # contradictory flags must raise, not return None
+        # Contradictory flags raise here, outside of `suppress`.
+        _ = self.chosen
         with suppress(ArgumentsError):
             return self.chunks
         return None
 
     @property
     def end_layers(self) -> tuple[int | None, int | None]:
-        """Layers of the first and the last rank; None: as many as on the ranks between."""
+        """Layers on the first and the last rank; None: as many as on the ranks between them."""
         sizes = self.sizes
         return (
             sizes.decoder_first_pipeline_num_layers,
@@ -210,7 +213,9 @@ class UserCut:
         )
 
     def layers_by_stage(self, placement: Placement) -> list[int] | None:
-        """Return the layers per stage if these flags make Megatron build exactly these stages.
+        """Return the number of layers in each stage if Megatron would build this many stages.
+
+        None: under the user's flags, Megatron would build other stages or fail.
 
         Raises:
             ArgumentsError: The flags contradict each other, or the number of layers is missing.
@@ -218,6 +223,8 @@ class UserCut:
         chosen = self.chosen
         num_layers = self.num_layers
         chunks = placement.num_stages // placement.num_ranks
+        # Without a flag, Megatron builds one stage per rank, and `stage_arguments` may set another
+        # number.
         if (chosen is not None or chunks == 1) and self.chunks_if_even != chunks:
             return None
         if chosen is not None and chosen.flag == LAYOUT:
@@ -233,18 +240,19 @@ class UserCut:
         if num_left_over or (self.pattern and chunks > 1):
             return None
         layers_by_stage = [per_stage] * placement.num_stages
+        # The embedding and the loss take the place of a layer if Megatron counts them.
         layers_by_stage[0] -= self.counts_embedding
         layers_by_stage[-1] -= self.counts_loss
         return layers_by_stage
 
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
-        """Return the layers per stage if the first or last rank has a different number of layers.
+        """Return the layers of each stage if the first or the last rank has another number of them.
 
-        The layers of each rank are spread evenly over its chunks.
+        None: the layers do not divide. The layers of a rank are spread evenly over its chunks.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
-        # Megatron spreads the layers of a rank over its chunks, and asserts that they divide.
+        # Megatron asserts that the layers of a rank divide into its chunks.
         if any(count < 1 or count % chunks for count in end_counts):
             return None
         num_between = placement.num_ranks - len(end_counts)
@@ -265,15 +273,15 @@ class UserCut:
         return [per_stage_of_rank[rank] for rank in placement.rank_of]
 
     def end_weights(self, num_ranks: int) -> EndWeights:
-        """Return what the first and the last stage compute besides their layers."""
+        """Return the work of the first and the last stage besides their layers."""
         if self.layout is not None:
             return ends_of_layout(self.layout)
         end_counts = [count for count in self.end_layers if count]
         if not end_counts:
             last = float(self.counts_loss) + self.sizes.mtp_num_layers
             return EndWeights(float(self.counts_embedding), last)
-        # If an end has fewer layers than the ranks between, assume that its other work makes up the
-        # difference.
+        # If an end has fewer layers than the ranks between, assume that its other work is as long
+        # as the missing layers.
         num_between = num_ranks - len(end_counts)
         layers_between: float = max(end_counts)
         if num_between:
@@ -288,15 +296,15 @@ class UserCut:
 
 
 def ends_of_layout(layout: str) -> EndWeights:
-    """Return what the first and the last stage compute besides their layers.
+    """Return the work of the first and the last stage besides their layers.
 
-    If a layout gives an end fewer layers than the stages between, its other work is assumed to make
-    up the difference.
+    If a layout gives an end fewer layers than the stages between, the function assumes that the
+    other work of the end is as long as the missing layers.
     """
     stages = parse_layout(layout)
     counts = [stage.count("t") for stage in stages]
-    # Multi-token prediction may be in a separate stage before the loss; then both stages form the
-    # end.
+    # Multi-token prediction may have a separate stage before the loss. Then both stages together
+    # are the end.
     tail: list[int] = []
     between: list[int] = []
     for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):

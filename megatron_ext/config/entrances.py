@@ -1,10 +1,10 @@
-"""Entry points for a training's command line, also used by hosts: `prepare` and `check`.
+"""Entry points for a training's command line: `prepare` and `check`. Hosts use them too.
 
-Megatron's training loop offers two places to hook in. `prepare` runs between parsing and Megatron's
-validation: it translates the flags, works out the arguments that Megatron needs to host the
+Megatron's argument handling has two places to hook in. `prepare` runs between parsing and
+Megatron's validation: it translates the flags, computes the arguments with which Megatron hosts the
 pipeline, and activates the configuration. `check` runs after the validation: it compares Megatron's
-results with the prepared ones, and logs the pipeline that runs, with its simulated makespan, bubble
-and memory.
+results with the prepared arguments, and logs the pipeline that runs, with its simulated bubble and
+memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# The attribute in which `prepare` keeps (old, new) for each argument that it changed.
+# The attribute of the arguments in which `prepare` saves (old, new) for each one that it changes.
 _REWRITTEN = "megatron_ext_rewritten"
 
 
@@ -56,22 +56,28 @@ def prepare(
     script_defaults: Mapping[str, Any] | None = None,
     wording: Wording = in_flags,
 ) -> dict[str, Any]:
-    """Activate a configuration; set and return the arguments that let Megatron host it.
+    """Activate a configuration, and set the arguments with which Megatron hosts it.
 
-    `requested` is the argument of `configure`; None: flags among the arguments choose the pipeline.
-    A second call with the same arguments, as upstream's tools may make, changes nothing.
-    `script_defaults` are a training script's values for arguments that were not given; None: the
-    arguments may lack some that Megatron needs. `wording` renders settings for the reader of errors
-    and log lines.
+    A second call with the same arguments, which some of upstream's tools make, changes nothing.
+
+    Args:
+        args: Megatron's arguments before its validation. They are changed in place.
+        requested: The argument of `configure`. None: flags among the arguments choose the pipeline.
+        script_defaults: A training script's values for arguments that were not given. None: the
+            arguments may lack some that Megatron needs.
+        wording: Renders settings for the reader of errors and log lines.
+
+    Returns:
+        The changed arguments by name.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
         ScheduleError: The schedule does not exist, or is impossible for these sizes.
     """
-    # Clear first, so that nothing of an earlier training stays in force if the flags are rejected.
+    # Clear first, so that no earlier configuration stays active if the flags are rejected.
     clear_configuration()
-    # Upstream may validate twice, and both times must start from the user's arguments. Keeping
-    # (old, new) is enough to undo our changes; changes made by others since then stay.
+    # Upstream may validate twice, and both validations must start from the user's arguments. So
+    # undo our earlier changes, but keep values that other code has set since then.
     user_args = Namespace(**vars(args))
     for dest, (before, after) in vars(user_args).pop(_REWRITTEN, {}).items():
         if getattr(user_args, dest, None) == after:
@@ -87,7 +93,8 @@ def prepare(
         setattr(args, dest, value)
     if rewritten:
         setattr(args, _REWRITTEN, rewritten)
-    if getattr(user_args, "rank", 0) == 0:  # the job's first rank, not a role's
+    # Read the user's arguments: `args.rank` is now the rank within a role, so several ranks have 0.
+    if getattr(user_args, "rank", 0) == 0:
         lines = preflight.changes + preflight.notices
         log(*[reworded(line, wording) for line in lines])
     put_in_force(preflight, requested, getattr(user_args, "seed", None))
@@ -117,13 +124,12 @@ def check(args: Namespace) -> None:
     """Compare Megatron's completed arguments with the prepared ones, and log what runs.
 
     Raises:
-        ArgumentsError: They differ.
+        ArgumentsError: The arguments differ.
     """
     in_force = required()
+    # Set it here, because Megatron's validation clears it: it is not one of Megatron's flags.
     if in_force.config.variable_seq_lengths:
-        args.variable_seq_lengths = (
-            True  # not a Megatron flag, and its validation clears it
-        )
+        args.variable_seq_lengths = True
     if in_force.pipeline is not None:
         _check_pipeline(args, in_force.pipeline)
     if getattr(args, "rank", 0) == 0:
@@ -141,8 +147,8 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
         "pipeline ranks": args.pipeline_model_parallel_size,
         "chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
     }
-    # With --step-batch-size-schedule, Megatron fills in one micro-batch per replica as the global
-    # batch size, so there is nothing to compare.
+    # With --step-batch-size-schedule, Megatron sets the global batch size to one micro-batch per
+    # replica, so there is nothing to compare.
     if getattr(args, "step_batch_size_schedule", None) is None:
         samples = args.micro_batch_size * args.data_parallel_size
         prepared["micro-batches"] = pipeline.num_microbatches
@@ -153,12 +159,12 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             clear_configuration()
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {count} {size}, but "
-                f"Megatron made {computed[size]} of the flags; leave out the flag that changes it"
+                f"Megatron computed {computed[size]}; leave out the flag that changes this number"
             )
 
 
 def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
-    """Yield log lines about what runs, and about its limitations."""
+    """Yield log lines about the pipeline or roles that run, and about their limitations."""
     job = in_force.job
     if job is not None:
         if job.rank == 0:
@@ -166,7 +172,7 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
             yield roles_in_words(args, job, count)
         return
     if in_force.config.tracing is not None and getattr(args, "skip_train", False):
-        yield "--trace records training steps; --skip-train leaves none to record"
+        yield "--trace records nothing with --skip-train: it records training steps only"
     if in_force.transport_only is not None:
         wires = _wires_in_words(in_force.transport_only.transport)
         yield f"pipeline schedule: Megatron's own; messages over {wires}"
@@ -181,14 +187,14 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
     num_between = pipeline.placement.num_stages - 2
     if num_between > 0 and _reads_mask(args):
         yield (
-            "--reset-attention-mask: Megatron gives the mask to the first and the last stage only, "
-            f"so layers of the {num_between} stages between attend across documents"
+            "--reset-attention-mask: Megatron passes the mask only to the first and last stage, so "
+            f"the layers of the {num_between} stages between them attend across documents"
         )
 
 
 def _reads_mask(args: Namespace) -> bool:
-    """Return whether layers use an attention mask for documents from the data loader."""
-    # Transformer Engine ignores the mask; Megatron's own attention is causal without one.
+    """Return whether layers use the data loader's attention mask, which separates documents."""
+    # Transformer Engine ignores the mask. Megatron's own attention is causal without a mask.
     if getattr(args, "transformer_impl", None) != "local":
         return False
     settings = ("reset_attention_mask", "create_attention_mask_in_dataloader")
@@ -213,25 +219,23 @@ def running(pipeline: Pipeline) -> str:
     at_once = ""
     if config.slice_tokens is not None:
         at_once = (
-            "; bubble and peak are for whole micro-batches, and each step cuts those of more than "
-            f"{config.slice_tokens} tokens into slices"
+            "; bubble and peak are for whole micro-batches, and each step cuts micro-batches of "
+            f"more than {config.slice_tokens} tokens into slices"
         )
     if config.weights_at_once and schedule.splits_backward:
         at_once += "; W runs right after I"
         if config.stash_ratio > 1:
             at_once += (
-                f": all layers are recomputed, and W needs {config.stash_ratio:g} times what a "
-                "micro-batch keeps before"
+                f": all layers are recomputed, and W needs {config.stash_ratio:g} times the memory "
+                "that a micro-batch keeps before I"
             )
     waiting = ""
     if config.num_waiting and not any(schedule.pairs):
-        waiting = (
-            "; no W waits for idle time, because so few micro-batches run no pairs"
-        )
+        waiting = "; no W waits for idle time, because with so few micro-batches there are no pairs"
     elif config.num_waiting:
         waiting = (
-            f"; up to {config.num_waiting} more W of a rank wait for idle time, at the latest "
-            "until where they are simulated and counted"
+            f"; up to {config.num_waiting} more W of a rank wait for idle time, at most until "
+            "their place in the simulated table"
         )
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
@@ -243,17 +247,19 @@ def running(pipeline: Pipeline) -> str:
 
 
 def _wires_in_words(transport: str) -> str:
-    """Describe what carries messages; `auto` is resolved per pair of ranks when they connect."""
+    """Return the name of what carries messages, for the log."""
+    # `auto` is resolved for each pair of ranks when they connect.
     if transport == "auto":
         return "the fastest wire of each pair of ranks (auto)"
     return transport
 
 
 def order_in_words(pipeline: Pipeline) -> str:
-    """Describe the policy of a pipeline and its bound on memory, for the log."""
+    """Describe the policy of a dynamic pipeline and its bound on memory, for the log."""
     assert pipeline.dynamic is not None
     policy = pipeline.policy(pipeline.num_microbatches, 0)
     schedule = pipeline.full
+    # Convert activations of one stage into activations of the part of the model on one rank.
     share = schedule.pp / schedule.num_stages
     if isinstance(policy, Hint) and pipeline.config.slice_tokens is not None:
         longest = pipeline.margin_by_length
@@ -278,7 +284,7 @@ def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
 
 
 def warning(pipeline: Pipeline) -> str | None:
-    """Return advice if the static order is just as fast when no message is late, else None."""
+    """Return advice if the static order is at least as fast when no message is late, else None."""
     calm = quiet(pipeline.costs)
     static = pipeline.static().full
     ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
@@ -288,23 +294,26 @@ def warning(pipeline: Pipeline) -> str | None:
     if ratio < 1 - NOTABLE:
         comparison = f"takes {100 * (1 - ratio):.1f} % less time than"
     return (
-        f"while no message and no micro-batch is late, the order of {pipeline.name} itself "
+        f"while no message and no micro-batch is late, the static order of {pipeline.name} "
         f"{comparison} --use-dpp (simulated); leave --use-dpp out unless links or micro-batches "
         "vary"
     )
 
 
 def log(*lines: str) -> None:
-    """Log notices as warnings, because scripts that set up no logging hide lower levels."""
+    """Log notices as warnings, because scripts that configure no logging hide lower levels."""
     for line in lines:
         _LOG.warning("%s", line)
 
 
 def count_recomputation(built: Any) -> None:
-    """Update the memory that tables count between I and W, from a program's recomputation settings.
+    """Update the memory that tables count between I and W, from the recomputation settings.
 
-    `configure` runs before the model's settings exist, so it cannot count this; flags give it in
-    advance. `built` is Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
+    `configure` runs before the model's settings exist, so the memory is counted when they are
+    built. With flags, it is known in advance.
+
+    Args:
+        built: Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
     """
     in_force = required()
     is_model = hasattr(built, "recompute_granularity")
@@ -314,7 +323,7 @@ def count_recomputation(built: Any) -> None:
     if config == in_force.pipeline.config:
         return
     pipeline = replace(in_force.pipeline, config=config)
-    # Generate the table now, so that an impossible one fails here and not in the first step.
+    # Generate the table now, so that an impossible table fails here instead of in the first step.
     pipeline.schedule(pipeline.num_microbatches)
     in_force.config, in_force.pipeline = config, pipeline
     if in_force.environment.local_rank == 0:
@@ -322,6 +331,6 @@ def count_recomputation(built: Any) -> None:
 
 
 def await_host(config: PipelineConfig) -> None:
-    """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of the job."""
+    """Keep a configuration until a host (`megatron_ext/hosts/`) provides the sizes of the job."""
     clear_configuration()
     activate_configuration(Active(config, requested=config, is_sized=False))

@@ -63,8 +63,8 @@ REFUSED = {
 def test_the_log_says_that_its_figures_are_for_whole_micro_batches() -> None:
     line = running(make_pipeline("1f1b", 2, 4, slice_tokens=4096))
     assert line.endswith(
-        "; bubble and peak are for whole micro-batches, and each step cuts those of more than 4096 "
-        "tokens into slices"
+        "; bubble and peak are for whole micro-batches, and each step cuts micro-batches of "
+        "more than 4096 tokens into slices"
     )
 
 
@@ -115,14 +115,14 @@ def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
         make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(extra_activations=0))
     )
     assert told is not None
-    assert "the order of zb-v itself is as fast as --use-dpp (simulated)" in told
+    assert "the static order of zb-v is as fast as --use-dpp (simulated)" in told
     assert "leave --use-dpp out unless links or micro-batches vary" in told
     told = warning(
         make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(policy="breadth-first"))
     )
     assert told is not None
     assert re.search(
-        r"the order of zb-v itself takes [\d.]+ % less time than --use-dpp", told
+        r"the static order of zb-v takes [\d.]+ % less time than --use-dpp", told
     )
 
 

@@ -106,7 +106,7 @@ def test_megatron_has_to_agree(args: Namespace) -> None:
     choose(args, "1f1b")
     args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 1, 2
     with pytest.raises(
-        ArgumentsError, match="prepared for 1 chunks, but Megatron made 2"
+        ArgumentsError, match="prepared for 1 chunks, but Megatron computed 2"
     ):
         check(args)
     assert active.pipeline() is None
