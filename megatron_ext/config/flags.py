@@ -42,19 +42,19 @@ FLAGS = "MEGATRON_EXT_FLAGS"
 command line."""
 _DPP = "--use-dpp"
 
-DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
-"""Flags that Megatron-LM has dropped, each with the reason why it is no longer needed. They are
+DROPPED = {"--data-impl": "datasets are always memory-mapped"}
+"""Flags that Megatron-LM has removed, each with the reason why it is no longer needed. They are
 accepted with a notice and have no effect."""
 
 REMOVED = {
     "--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"
 }
-"""Flags of the previous release that are now rejected, each with the remedy; kept for one
-release."""
+"""Flags of the previous release that are now rejected, each with the remedy. Entries are kept for
+one release."""
 
 
 def _option_entries() -> str:
-    """Return the entries for options of schedules, in the notation of `_HELP`."""
+    """Return the help entries for the options of schedules, in the notation of `_HELP`."""
     lines = []
     for generator in registered().values():
         for key, values in generator.options.items():
@@ -69,98 +69,98 @@ _OPTIONS = _option_entries()
 _IGNORED = "\n".join(
     f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items()
 )
-# Help texts by flag. After the flag comes the field that it sets (`part.field` for a field of a
-# part) and the name of its value in the help. The field's type determines the accepted values; a
-# flag without a field is a switch.
+# Help texts by flag. The flag is followed by the field that it sets (`part.field` for a field of a
+# part), and by the name of its value in the help. The type of the field determines the accepted
+# values. A flag without a field is a switch.
 _HELP = f"""
 --device-backend device
-    Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that build
-    their arguments themselves set MEGATRON_EXT_DEVICE instead.
+    Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that do not
+    parse these flags set MEGATRON_EXT_DEVICE instead.
 --ext-list-patches
     Print the table of patches on rank 0 before training.
 --pipeline-schedule schedule NAME
     Pipeline schedule: {", ".join(registered())}, or csv:FILE. `megatron-ext plan` compares them.
-    auto: the fastest by forecast that these flags accept and that fits; auto:DIR by the costs of
-    the traced run in DIR. Without it Megatron's own 1F1B or interleaved schedule runs.
+    auto selects the schedule with the fastest forecast that works with the other flags and fits
+    into memory. auto:DIR selects it by the costs of the traced run in DIR (default: Megatron's own
+    1F1B or interleaved schedule).
 --enable-bitpipe-schedule
-    The same as --pipeline-schedule bitpipe.
+    Same as --pipeline-schedule bitpipe.
 {_OPTIONS}
 --pipeline-transport transport
-    Transport between pipeline ranks, under Megatron's own schedules too: torch.distributed, shared
-    memory of one host, TCP or RDMA; over the last three, GPU tensors go through pinned memory. auto
-    picks the best for each pair of ranks: GPUs of one host exchange tensors directly if they can;
-    other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default: torch; with
+    Transport between pipeline ranks, also under Megatron's own schedules: torch.distributed, shared
+    memory on one host, TCP or RDMA. With the last three, GPU tensors go through pinned memory. auto
+    picks the best transport for each pair of ranks: GPUs on one host exchange tensors directly if
+    they can; other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default: torch; with
     --use-dpp: auto).
 --node-ips node_ips ADDRESS
     Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of ranks,
-    or one for each rank (default: those on the route to MASTER_ADDR).
+    or one for each rank (default: the addresses on the route to MASTER_ADDR).
 --pipeline-device-path device_path
-    How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: staged
-    through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs must support.
-    auto: under --pipeline-transport auto by CUDA IPC where a pair can, otherwise staged (default:
-    auto).
+    How GPU tensors reach ranks on the same host over --pipeline-transport shm or auto: staged
+    through pinned memory, or by CUDA IPC from GPU to GPU, which every pair of GPUs must support.
+    auto: CUDA IPC for pairs that support it under --pipeline-transport auto, otherwise staged
+    (default: auto).
 --pipeline-checksum checksums
     Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so that
-    faulty memory or a faulty network ends the job instead of changing its results. Costs about a
-    copy at both ends. Descriptors of messages always have a checksum.
+    faulty memory or a faulty network ends the job instead of changing its results. This costs about
+    one copy at the sender and one at the receiver. Descriptors of messages always have a checksum.
 --pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]
     Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp of the
     model, of a message, and of launching an action on a device. The schedule is generated and
-    simulated for them (default: {UNIT}).
+    simulated with these durations (default: {UNIT}).
 --pipeline-layout
-    Cut the layers so that the busiest rank works least: embedding, dense layers, experts,
-    multi-token prediction and loss weigh what they cost (default: as many layers to each stage, or
-    Megatron's own flags).
+    Cut the model so that the busiest rank has the least work. This takes into account the costs of
+    embedding, dense layers, experts, multi-token prediction and loss (default: the same number of
+    layers in each stage, or Megatron's own flags).
 --pipeline-slices slices K
     Cut the sequence of each micro-batch into K slices of equal cost, which run through the pipeline
-    one by one: about 1/K of the bubble, and of the activations beyond one micro-batch (default: 1,
-    whole micro-batches).
+    one by one. This leaves about 1/K of the bubble, and about 1/K of the activations beyond those
+    of one micro-batch (default: 1, whole micro-batches).
 --pipeline-slice-tokens slice_tokens T
-    For data of variable or packed lengths: cut each micro-batch of more than T tokens into slices
-    of equal cost, as many as its tokens are multiples of T, rounded up. The table is made for the
-    lengths of each step. `megatron-ext plan` finds T if its flags include --lengths FILE and
-    --slice-tokens auto (default: whole micro-batches).
+    For data of variable or packed lengths: cut each micro-batch of L > T tokens into slices of
+    equal cost, whose number is L / T, rounded up. The table is generated for the lengths of each
+    step. `megatron-ext plan` finds T if its flags include --lengths FILE and --slice-tokens auto
+    (default: whole micro-batches).
 --pipeline-waiting-weights waiting_weights N
-    With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: let N weight
-    gradients of a rank, each of one stage and micro-batch, wait until the rank waits for tokens,
-    and run them then. Each keeps its operands; for experts with unequal numbers of tokens. auto: as
-    many as fit into the memory that the planner's forecast leaves free, at most 8 (default: 0,
-    weight gradients run where the table has them).
+    With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: postpone up to N
+    weight gradients on each rank, each for one stage and micro-batch, and run them while the rank
+    waits for tokens. This helps if experts get unequal numbers of tokens. Each postponed weight
+    gradient keeps its operands in memory. auto: as many as fit into the memory that the planner's
+    forecast leaves free, at most 8 (default: 0, weight gradients run where the table places them).
 --pipeline-balance balance
-    For data of variable or packed lengths. order: let the micro-batches of a step enter the
-    pipeline in an order that follows from their lengths. pack: before that, share out the
-    micro-batches of all data-parallel replicas by cost. The gradient is the same sum in another
-    order (default: off).
+    For data of variable or packed lengths. order: the lengths of the micro-batches determine the
+    order in which they enter the pipeline. pack: in addition, distribute the micro-batches over all
+    data-parallel replicas by cost. The gradient is the same sum in another order (default: off).
 --pipeline-length-costs length_costs A,B
     With --pipeline-balance, --pipeline-slices or --pipeline-slice-tokens: a sample of L tokens
-    costs A*L + B*L^2, in any unit, for example as `megatron-ext plan` measures it if its flags
-    include --lengths FILE and --trace-dir DIR (default: what follows from the shape of the model).
+    costs A*L + B*L^2, in any unit. `megatron-ext plan` measures A and B if its flags include
+    --lengths FILE and --trace-dir DIR (default: derived from the shape of the model).
 {_DPP} dynamic
     Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of waiting
-    for the next one of the table. The table is that of --pipeline-schedule, by default interleaved
-    where the model has virtual stages, else 1f1b.
+    for the next action of the table. --pipeline-schedule sets the table (default: interleaved if
+    the model has virtual stages, else 1f1b).
 --dpp-policy dynamic.policy
     With {_DPP}: which action runs first if several are ready. hint follows the table and its bound
-    on memory, the others may keep the activations of all micro-batches (default:
+    on memory. The other policies may keep the activations of all micro-batches (default:
     {next(iter(POLICIES))}).
 --dpp-extra-activations dynamic.extra_activations N
     With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak (default:
     {DynamicOrder().margin}).
 --variable-seq-lengths variable_seq_lengths
-    Micro-batches may have sequences of different lengths, up to --max-position-embeddings: shapes
-    travel with the tensors, under every schedule.
+    Allow micro-batches to have sequences of different lengths, up to --max-position-embeddings.
+    Messages then contain the shapes of their tensors, under every schedule.
 --microbatch-rng microbatch_rng
-    Draw dropout masks by iteration, stage and micro-batch, so that all schedules, Megatron's own
-    too, draw the same ones. Implied by --use-dpp.
+    Draw dropout masks by iteration, stage and micro-batch, so that all schedules, including
+    Megatron's own, draw the same masks. Implied by --use-dpp.
 {FLAG} disaggregation
-    Run forward passes and backward passes in different processes: 2 x TP x PP processes for each
-    replica, so the data-parallel size is halved and has to be even.
+    Run forward passes and backward passes in different processes. A replica takes 2 x TP x PP
+    processes, so the data-parallel size is halved and must be even.
 --ignore-forward-tensor-parallel disaggregation.merged
     With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a replica
     has (TP + 1) x PP processes.
 --fbd-activations disaggregation.activations
-    With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks send them the
-    input of each layer, which needs full uniform recomputation (default:
+    With {FLAG}. recompute: backward ranks run the forward again. ship: forward ranks send the input
+    of each layer to backward ranks, which needs full uniform recomputation (default:
     {Disaggregation.activations}).
 --trace tracing
     Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and
@@ -174,20 +174,20 @@ _HELP = f"""
     With --trace: output folder of this run (default: in benchmark/, named after the run's sizes).
 --hang-timeout hang_timeout_s SECONDS
     End the job when a training step makes no progress for this long, and name the rank that the
-    others wait for (default: the process groups' time-out applies).
+    other ranks wait for (default: the time-out of the process groups applies).
 {_IGNORED}
 """
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
 
 
 def _choices() -> dict[str, Sequence[Any]]:
-    """Return the values of flags whose type does not list them."""
+    """Return the accepted values of flags whose type does not list them."""
     choices: dict[str, Sequence[Any]] = {
         "--device-backend": DEVICES,
         "--pipeline-layout": ("auto",),
     }
-    # No argparse default: `_options` rejects options of other schedules, so it must know whether an
-    # option was given, even with its default value.
+    # Options get no argparse default. `_options` rejects options of other schedules, so it must
+    # know whether an option was given, even with its default value.
     for generator in registered().values():
         for key, values in generator.options.items():
             choices[generator.flag(key)] = values
@@ -205,16 +205,17 @@ class _Row(NamedTuple):
     """The part of the configuration that contains the field; empty: the configuration itself."""
     field: str
     parse: Callable[[str], object] | None
-    """Parses the value; its errors are reported as errors of the flag."""
+    """Parses the value. Its errors are reported as errors of the flag."""
     options: dict[str, Any]
-    """Keywords for argparse."""
+    """Keyword arguments of `ArgumentParser.add_argument`."""
 
 
 def _row(key: str, text: str) -> _Row:
+    # A key is a flag, optionally followed by its field and by the name of its value.
     flag, path, metavar, *_ = [*key.split(), "", ""]
     part, _, name = path.strip("-").rpartition(".")
     owner = _PARTS.get(part, PipelineConfig)
-    # A flag without a field, such as a former spelling, has no annotation.
+    # A flag without a field has no annotation.
     default_kind = str if metavar else bool
     kind, *more_kinds = kinds_of(get_type_hints(owner).get(name, default_kind))
     # A number, or a word such as `auto`.
@@ -235,7 +236,7 @@ def _row(key: str, text: str) -> _Row:
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
-    # Fields of a part get no defaults here: without the part's switch they must be absent.
+    # Fields of a part get no defaults here: without the part's switch, their values must be absent.
     default = None if part else getattr(PipelineConfig, name, None)
     if "action" not in options and isinstance(default, str | int):
         options["default"] = default
@@ -271,26 +272,26 @@ FLAG_OF = {
     "message_timeout_s": "--distributed-timeout-minutes",
     **{row.field: row.flag for row in _ROWS if row.field},
 }
-"""Flag by the field that it sets, for error messages."""
+"""Field -> the flag that sets it, for error messages."""
 
 FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
-"""Field by the flag that sets it."""
+"""Flag -> the field that it sets."""
 
 
 def in_flags(name: str, value: str) -> str:
-    """Return a field of `PipelineConfig`, or a flag, as written on a command line (`Wording`)."""
+    """Return a field of `PipelineConfig`, or a flag, in the form of a command line (`Wording`)."""
     flag = FLAG_OF.get(name, name)
     return f"{flag} {value}" if value else flag
 
 
 def with_flags(name: str, value: str) -> str:
-    """Return a field of `PipelineConfig` as `--flag=value`, which `errors.reworded` parses."""
+    """Return a field of `PipelineConfig` as `--flag=value`, which `errors.reworded` can parse."""
     flag = FLAG_OF.get(name, name)
     return f"{flag}={value}" if value else flag
 
 
 def in_fields(flag: str, value: str) -> str:
-    """Return a flag as written in a program: our argument, or a field of Megatron's objects."""
+    """Return a flag in the form of a Python program: our argument, or a field of Megatron's."""
     if flag in FIELD_OF:
         return in_python(FIELD_OF[flag], value)
     return in_objects(flag, value)
@@ -301,6 +302,7 @@ def in_objects(flag: str, value: str) -> str:
     dest = dest_of(flag)
     if dest in DESTINATIONS:
         return in_python(FIELD_OF.get(flag, dest), value)
+    # Megatron's --no-NAME is NAME=False in its objects.
     if dest.startswith("no_") and not value:
         return in_python(dest.removeprefix("no_"), "False")
     return in_python(MEGATRON_FIELDS.get(dest, dest), value)
@@ -313,14 +315,14 @@ MEGATRON_FIELDS = {
     "num_experts": "num_moe_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
-"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where the names
-differ. Rules use the arguments' names."""
+"""Argument of Megatron -> field of Megatron's and Megatron-Bridge's configuration objects, where
+the names differ. Rules use the names of the arguments."""
 
 
 class WordParser(ArgumentParser):
-    """A parser that raises exceptions instead of exiting, and accepts no abbreviations.
+    """A parser that raises exceptions instead of exiting, and rejects abbreviations.
 
-    An abbreviation of one of our flags could be a Megatron flag, or become one in its next release.
+    An abbreviation of one of our flags could be a flag of Megatron, now or in its next release.
     """
 
     def __init__(self, prog: str) -> None:
@@ -347,7 +349,11 @@ def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def split_words(text: str, source: str) -> tuple[str, ...]:
-    """Return the words of a line, split as by a shell; `source` names the line in errors.
+    """Return the words of a line, split as by a shell.
+
+    Args:
+        text: The line.
+        source: Name of the line in error messages.
 
     Raises:
         ArgumentsError: A quotation mark is not closed.
@@ -367,15 +373,15 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
         ArgumentsError: A word is not one of our flags, or a value is invalid.
     """
     parser = add_arguments(WordParser(source))
-    # A flag that is absent here must not overrule the command line with its default.
+    # The default of a flag that is absent here must not override the command line.
     for action in parser._actions:
         action.default = SUPPRESS
     try:
         return parser.parse_args(list(words))
     except ArgumentsError as error:
         raise ArgumentsError(
-            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
-            "such as --pipeline-schedule zb-v --pipeline-transport shm"
+            f"{source} is {' '.join(words)!r}: {error}; it takes only flags of megatron_ext, such "
+            "as --pipeline-schedule zb-v --pipeline-transport shm"
         ) from None
 
 
@@ -385,8 +391,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
             group.add_argument(row.flag, **row.options)
-        # Accept it with or without a value, as scripts may have it, so that the user sees the
-        # remedy and not an error of argparse.
+        # Accept removed flags with or without a value, so that users see the remedy instead of an
+        # error of argparse.
         for flag in REMOVED:
             group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
@@ -398,10 +404,10 @@ def _value(args: Namespace, flag: str) -> Any:
 
 
 def pipeline_config(args: Namespace) -> PipelineConfig:
-    """Translate the flags into a configuration; `completed` adds what depends on the sizes.
+    """Translate the flags into a configuration.
 
-    Missing settings get their defaults, because a namespace that upstream built from a YAML file
-    has none of our flags.
+    `completion.completed` adds the settings that depend on the sizes. Missing flags get their
+    defaults, because a namespace that upstream built from a YAML file has none of our flags.
 
     Raises:
         ArgumentsError: The flags contradict each other.
@@ -418,25 +424,26 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
         )
     tracing = fields_by_part["tracing"]
-    if "iterations" in tracing:  # a longer recording needs a longer interval
+    # By default, lengthen the interval if it is shorter than the recording.
+    if "iterations" in tracing:
         tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
     settings = fields_by_part[""]
     for name, part in _PARTS.items():
-        # A part is switched on by the flag for its field.
+        # The flag for the field of a part, such as --trace, switches the part on.
         is_on = settings.get(name)
         settings[name] = part(**fields_by_part[name]) if is_on else None
     settings["schedule"] = schedule
     settings["options"] = _options(args, schedule)
-    # Use Megatron's time-out of collectives.
+    # Use Megatron's time-out for collectives.
     minutes = getattr(args, "distributed_timeout_minutes", None) or 10
     settings["message_timeout_s"] = 60.0 * minutes
     return PipelineConfig(**settings)
 
 
 def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the fields set by flags, grouped by the part of the configuration they belong to.
+    """Return the values of fields that are set by flags, as part -> field -> value.
 
-    Fields of the configuration itself are under `""`.
+    Fields of the configuration itself belong to the part `""`.
     """
     fields_by_part: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
     for row in _ROWS:
@@ -444,7 +451,7 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         if value is None or not row.field:
             continue
         switch = FLAG_OF.get(row.part)
-        # Not `if value`, because 0 is also a given value.
+        # Don't test `if value`: 0 is also a value that the user may give.
         if switch is not None and value is not False and not _value(args, switch):
             raise ArgumentsError(
                 f"{row.flag} is for {switch}; add {switch}, or leave {row.flag} out"
@@ -465,14 +472,18 @@ def _schedule(args: Namespace) -> str | None:
         return name
     if name not in (None, "bitpipe"):
         raise ArgumentsError(
-            f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
+            f"--enable-bitpipe-schedule and --pipeline-schedule {name} choose different schedules; "
             "leave one of them out"
         )
     return "bitpipe"
 
 
 def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
-    """Return the schedule's options that were given; options of other schedules are an error."""
+    """Return the options of the schedule that were given.
+
+    Raises:
+        ArgumentsError: An option of another schedule was given.
+    """
     options: dict[str, Option] = {}
     for generator in registered().values():
         for key in generator.options:

@@ -1,10 +1,10 @@
-"""Checks a configuration: what a pipeline accepts, changes and rejects.
+"""Checks a configuration: which settings a pipeline accepts, changes and rejects.
 
-`preflight` checks any settings, on any machine and without torch. `inspect` is the same check in a
-process of the job, which knows its device and its Transformer Engine. It also returns the pipeline,
-and the arguments with which Megatron hosts it: Megatron treats two mirrored pipelines on D ranks as
-one pipeline of D/2 ranks with twice as many data-parallel replicas, and stages placed as a V or W
-have a layout.
+`preflight` checks any settings, on any machine and without torch. `inspect` runs the same checks in
+a process of the job, whose device and Transformer Engine are known. It also returns the pipeline,
+and the arguments with which Megatron hosts the pipeline. Megatron treats two mirrored pipelines on
+D ranks as one pipeline of D/2 ranks with twice as many data-parallel replicas, and gets a layout
+for stages that are placed as a V or W.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Megatron's defaults for arguments that the checks read, if a missing argument would be read
-# differently.
+# Megatron's defaults for arguments that the checks read. It contains only arguments whose absence
+# would mean something else to a rule.
 _MEGATRON_DEFAULTS = {
     "add_bias_linear": True,
     "attention_dropout": 0.1,
@@ -64,7 +64,7 @@ _MEGATRON_DEFAULTS = {
     "transformer_impl": "transformer_engine",
 }
 
-# Arguments of `megatron.training` that checks read; megatron-core alone does not have them.
+# Arguments of `megatron.training` that the checks read. megatron-core alone does not define them.
 _OF_TRAINING = {
     "decrease_batch_size_if_needed", "dist_ckpt_optim_fully_reshardable",
     "distributed_timeout_minutes", "encoder_num_layers", "global_batch_size", "load",
@@ -82,24 +82,27 @@ def preflight(
     device_kind: DeviceKind | None = None,
     num_candidates: int = 2,
 ) -> Preflight:
-    """Return what a configuration accepts, changes and rejects; imports neither torch nor Megatron.
+    """Check which settings a configuration accepts, changes and rejects.
 
-    The job may run on another machine. If the arguments name no device, the devices are assumed to
-    be GPUs that reach each other, and if Transformer Engine's layers are chosen, it is assumed to
-    be installed.
+    This imports neither torch nor Megatron, and the job may run on another machine. If the
+    arguments name no device, the devices are assumed to be GPUs that reach each other. If
+    Transformer Engine's layers are chosen, it is assumed to be installed.
 
     Args:
         arguments: A command line or its words, parsed arguments, or settings by the names of
-            Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing ones
-            get Megatron's defaults. Checks that need missing sizes of the model or of the batch are
-            skipped.
-        config: The pipeline, as for `configure`; None: flags among the arguments choose it.
-        world_size: Ranks of the job; None: `world_size` of the arguments, or one replica.
-        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`; None: taken from
+            Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing
+            settings get Megatron's defaults. Checks that need missing sizes of the model or of the
+            batch are skipped.
+        config: The pipeline, as for `configure`. None: flags among the arguments choose it.
+        world_size: Number of ranks in the job. None: `world_size` of the arguments, or one replica.
+        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`. None: taken from
             the configuration or the arguments.
-        device_kind: The planner's description of the devices, for `--pipeline-schedule auto`; None:
+        device_kind: The planner's description of the devices, for `--pipeline-schedule auto`. None:
             unknown.
         num_candidates: How many of the best accepted schedules to return under `auto`.
+
+    Returns:
+        The result of all checks. Refusals are listed in it, and not raised.
     """
     line: CommandLine | None = None
     answer = Preflight()
@@ -108,7 +111,7 @@ def preflight(
     elif isinstance(arguments, Mapping):
         user_args = dict(arguments)
     else:
-        # A string is also a sequence, but one of letters, none of which is a flag.
+        # A string is a sequence too, but of characters, so split it into words.
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
         with answer.collecting("flags"):
@@ -161,8 +164,9 @@ _NAMES = _READ | _RENAMED.keys()
 
 
 def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
-    """Return settings that neither Megatron nor we recognise; the caller reports them."""
+    """Return the names of settings that neither Megatron nor this package recognises."""
     megatron_names = setting_names()
+    # Without Megatron's sources, no setting can be called unknown.
     if not megatron_names:
         return []
     known_names = (
@@ -174,7 +178,7 @@ def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
     )
     unknown_names = []
     for name in sorted(user_args.keys() - known_names):
-        # Some switches exist only in their negative form, such as --no-position-embedding.
+        # Some of Megatron's switches exist only in negated form, such as --no-position-embedding.
         if f"no_{name}" not in known_names:
             unknown_names.append(name)
     return unknown_names
@@ -188,14 +192,14 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
             requires one.
     """
     for name, value in user_args.items():
-        # Attributes that this package keeps in a running job's arguments are not settings.
+        # In a running job, this package adds attributes to the arguments, which are not settings.
         if (
             isinstance(value, Mapping)
             and not name.startswith("megatron_ext")
             and _READ & {*value}
         ):
             raise ArgumentsError(
-                f"{name} holds settings, which are not read; give each by its name"
+                f"{name} contains settings, which are not read; pass each one by its own name"
             )
     _check_numbers(user_args)
     settings = dict(_MEGATRON_DEFAULTS)
@@ -206,14 +210,14 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
         settings[_RENAMED.get(name, name)] = value
     layout = layout_text(user_args.get("pipeline_model_parallel_layout"))
     if layout and "virtual_pipeline_model_parallel_size" in user_args:
-        # Configuration objects contain both; Megatron derives this one from the layout.
+        # Configuration objects contain both, although Megatron derives this one from the layout.
         settings["num_virtual_stages_per_pipeline_rank"] = None
     settings["pipeline_model_parallel_layout"] = layout
     return settings
 
 
 def _check_numbers(user_args: Mapping[str, Any]) -> None:
-    """Reject values that are not numbers if the flag with their name takes a single number."""
+    """Reject values that are not numbers although Megatron's flag takes a single number."""
     for flag in megatron_flags():
         kind = flag.keywords.get("type")
         value = user_args.get(flag.dest)
@@ -233,15 +237,15 @@ def inspect(
     device_kind: DeviceKind | None = None,
     num_candidates: int = 2,
 ) -> Preflight:
-    """Check a configuration: what it accepts, changes and rejects, and what follows for Megatron.
+    """Check a configuration, and compute the pipeline and the arguments for Megatron.
 
     Args:
-        args: Megatron's arguments, before Megatron validates them.
-        requested: The pipeline; None: flags among the arguments choose it.
+        args: Megatron's arguments, before Megatron validates them. They are not changed.
+        requested: The pipeline. None: flags among the arguments choose it.
         in_job: Whether this is a process of the job, with the job's device and software.
-        script_defaults: A training script's values for arguments that were not given; None: the
+        script_defaults: A training script's values for arguments that were not given. None: the
             arguments may lack some that Megatron needs.
-        device_kind: As in `preflight`; a process of the job detects its device.
+        device_kind: As in `preflight`. A process of the job detects its device instead.
         num_candidates: As in `preflight`.
     """
     answer = Preflight()
@@ -268,12 +272,13 @@ def inspect(
     if answer.refusals:
         return answer
     roles = config.disaggregation
-    if roles is not None:  # rules refer to its flags
+    # Rules about disaggregation read its flags, which are missing if it comes from `configure`.
+    if roles is not None:
         args = copy(args)
         args.fbd_activations = roles.activations
         args.ignore_forward_tensor_parallel = roles.merged
 
-    # Check the sizes first: the later checks are meaningless if the sizes are wrong.
+    # First check the sizes, which the later checks rely on.
     table = _add_pipeline(answer, args, cut, config, in_job=in_job)
     _add_stages(answer, args, cut, config, in_job=in_job)
 
@@ -282,7 +287,7 @@ def inspect(
     if answer.pipeline is not None:
         with answer.collecting("transformer_impl"):
             incompatible.suit_layers(answer, answer.pipeline, args, in_job=in_job)
-    # A job that is already rejected needs no roles.
+    # In a job that is already rejected, this process needs no role.
     if roles is not None and args.world_size and not (in_job and answer.refusals):
         _give_roles(answer, args, config, roles, in_job=in_job)
     if in_job:
@@ -296,7 +301,7 @@ def inspect(
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:
             answer.changes.append(
-                f"{flag} {value} is ignored: Megatron-LM has dropped it, {reason}"
+                f"{flag} {value} is ignored: Megatron-LM no longer has it, because {reason}"
             )
     return answer
 
@@ -365,10 +370,11 @@ def _choose(
         if len(accepted) == num_candidates:
             break
     if first is None:
-        # A reason that excludes all schedules excludes this one as well, so report its refusals.
+        # The reason that excludes all schedules also excludes this one, so report its refusals.
         config = replace(requested, schedule=automatic.REFERENCE)
         answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
-        # Ranks with other devices may have found a schedule, and all ranks compare their choices.
+        # Ranks with other devices may have found a schedule. All ranks compare their choices later,
+        # so record a choice here too.
         if answer.accepted:
             answer.choice = Choice(
                 f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis
@@ -390,8 +396,9 @@ def _add_pipeline(
 ) -> Schedule | None:
     """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
 
-    Returns its table, or None without a pipeline. For Megatron's own pipeline, the table is never
-    executed: it only announces the messages in advance.
+    Returns:
+        The table of the pipeline, or None without a pipeline. For Megatron's own pipeline, the
+        table is never executed: it only announces the messages in advance.
     """
     if config.disaggregation is not None:
         return None
@@ -419,8 +426,8 @@ def _add_pipeline(
                 "the number of micro-batches is not checked: there is no --micro-batch-size or no "
                 "--global-batch-size"
             )
-        # Placement, splits and pairs do not depend on this number, so any that fills the pipeline
-        # will do.
+        # Without a batch, use a number that fills the pipeline: placement, splits and pairs do not
+        # depend on it.
         num_microbatches = 2 * pp
         if batches is not None:
             num_microbatches = batches.num_microbatches
@@ -428,8 +435,8 @@ def _add_pipeline(
             config,
             pp,
             num_microbatches,
-            # A dynamic order splits backwards only to save time, so if a setting excludes W, they
-            # stay whole.
+            # A dynamic order splits backwards only to save time, so leave them whole if a setting
+            # excludes W.
             splits=not any(rule.refuses(args) for rule in RULES["whole"]),
             over_torch=over_torch,
         )
@@ -445,19 +452,22 @@ def _add_pipeline(
 
 
 def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> bool:
-    """Return whether `auto` selects torch.distributed, as for a static order between devices.
+    """Return whether transport `auto` selects torch.distributed.
 
     torch.distributed offers everything that a schedule with a fixed order needs. Tables use it for
-    every pair of ranks that does not share device memory, on one host or several. Megatron's own
+    every pair of ranks that does not share device memory, on one host or on several. Megatron's own
     schedules use it only on one host, where nothing in them has to be replaced.
     """
+    # Only a fixed order suits torch.distributed, which cannot tell which messages have arrived.
     if config.wire != "auto" or config.dynamic is not None:
         return False
-    if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
+    # torch.distributed offers neither of these.
+    if config.device_path == "ipc" or config.checksums:
         return False
     local_world_size = Environment.read().local_world_size or world_size
     if config.schedule is None and local_world_size < world_size:
         return False
+    # Its advantage is that tensors bypass host memory, which does not matter on CPUs.
     if in_job and devices.current().is_host:
         return False
     scope = ""
@@ -465,7 +475,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> 
         scope = ", for pairs of ranks that do not share device memory"
     _LOG.info(
         "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
-        "the host's memory%s",
+        "a copy in host memory%s",
         scope,
     )
     return True
@@ -476,10 +486,10 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
-            f"--pipeline-transport={config.wire} carries tensors between pipeline ranks, "
-            f"--pipeline-model-parallel-size={pp} has no second rank; leave it out"
+            f"--pipeline-transport={config.wire} carries tensors between pipeline ranks, but "
+            f"--pipeline-model-parallel-size={pp} has only one; leave it out"
         )
-    # Megatron would also run without this package, so use its stage count as is.
+    # The user's flags are valid for Megatron without this package, so keep its number of stages.
     chunks = cut.chunks
     return replace(
         config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None
@@ -487,7 +497,7 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
 
 
 def _has_batch(args: Namespace) -> bool:
-    """Return whether the arguments give the batch sizes, as those of a job do."""
+    """Return whether the arguments contain the batch sizes, which those of a job always do."""
     schedule = getattr(args, "step_batch_size_schedule", None)
     global_batch = getattr(args, "global_batch_size", None) or schedule
     return bool(global_batch and getattr(args, "micro_batch_size", None))
@@ -496,10 +506,10 @@ def _has_batch(args: Namespace) -> bool:
 def _make_tables(
     pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool
 ) -> None:
-    """Generate the table for each batch size of a run, and reject the first one that has none.
+    """Generate the table for each batch size of a run, and reject the first size without a table.
 
-    All tables are generated up front, because a ramp-up's batch size without a table would
-    otherwise fail hours later.
+    All tables are generated up front. Otherwise a batch size of a ramp-up that has no table would
+    end the job hours later.
     """
     pp = pipeline.pp
     if pipeline.name.startswith(CSV_PREFIX):
@@ -514,7 +524,7 @@ def _make_tables(
                 fitting.insert(0, str(batches.global_batch(fewer)))
             raise ArgumentsError(
                 f"{batch}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
-                f"{pp}, so their number must be a multiple of it; use "
+                f"{pp}, so their number must be a multiple of {pp}; use "
                 f"--global-batch-size={' or '.join(fitting)}, or "
                 "--pipeline-schedule=interleaved, which takes any number"
             )
@@ -532,7 +542,7 @@ def _add_stages(
     *,
     in_job: bool,
 ) -> None:
-    """Add the arguments that make Megatron build the stages of the schedule or of both roles."""
+    """Add the arguments with which Megatron builds the stages of the schedule or of both roles."""
     with answer.collecting("num_layers"):
         if config.disaggregation is not None:
             placement = linear(cut.sizes.pipeline_model_parallel_size)
@@ -552,7 +562,7 @@ def _add_stages(
                 answer.changes.append(reworded(change, flags.in_flags))
         elif answer.pipeline is not None:
             answer.notices.append(
-                "the cut into stages is not checked: there is no --num-layers"
+                "the cut into stages is not checked: --num-layers is missing"
             )
 
 
@@ -561,14 +571,15 @@ def _check_settings(
 ) -> Namespace:
     """Reject, drop and set Megatron's settings for a configuration and its table.
 
-    Returns the arguments without the dropped ones.
+    Returns:
+        The arguments without the dropped settings.
     """
     pipeline = answer.pipeline
-    # First reject settings that depend on a dropped one, while the dropped one is still there.
+    # First reject settings that depend on a setting that is dropped below.
     if pipeline is not None and pipeline.full.splits_backward:
         subject = incompatible.flag_of(args, config, "schedule")
         answer.refusals += incompatible.refusals(subject, args, RULES["unfused"])
-    # Drop unused settings before applying the rules, so that no rule rejects them.
+    # Drop unused settings before the rules are applied, so that no rule rejects them.
     unused: tuple[Rule, ...] = ()
     if config.disaggregation is not None:
         unused = incompatible.DROPPED_BY_ROLES
@@ -583,8 +594,8 @@ def _check_settings(
     seq_length = getattr(args, "seq_length", None)
     if table is not None and table.num_slices > 1 and seq_length:
         with answer.collecting("slices"):
-            # If even slices are too short, so is the last slice of an uneven cut, which is shorter
-            # still.
+            # If slices of the same length are too short, so is the last slice of a cut by cost,
+            # which is even shorter.
             even = shares_of_equal_cost(table.num_slices)
             divisor = 1
             if getattr(args, "sequence_parallel", False):
@@ -617,7 +628,7 @@ def _give_roles(
     *,
     in_job: bool,
 ) -> None:
-    """Check that both roles can divide the ranks; in a process of the job, determine its role."""
+    """Check that the ranks divide into both roles, and set the role of a process of the job."""
     with answer.collecting("disaggregation"):
         ranks = rank_map(
             args.world_size,

@@ -1,7 +1,7 @@
 """Training flags that our schedules exclude, each with the reason and a remedy.
 
-Some of Megatron's features reorder computation, or assume where the first and the last stage are. A
-table determines both, so it excludes such features.
+Some of Megatron's features reorder the computation, or assume which ranks have the first and the
+last stage. A table determines both, so it excludes such features.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 
-# Rules grouped by the setting they belong to, in the notation of `megatron_ext/rules.py`. `SUBJECT`
-# in a remedy stands for the feature's flag. Features add their own (`feature_list.RULES`).
+# Rules in the notation of `megatron_ext/rules.py`, grouped by the setting that they belong to. In a
+# remedy, `SUBJECT` is replaced by the flag of the feature. Features add their own rules
+# (`feature_list.RULES`).
 
-# From 0.18 on this is an implementation, before that a scope, which Megatron still accepts under
-# three names.
+# CUDA graphs of a whole step. From 0.18 on, they are a value of --cuda-graph-impl. Before, they
+# were a scope, which Megatron still accepts under three names.
 _WHOLE_STEP = (
     "cuda_graph_scope=full_iteration | cuda_graph_scope_deprecated=full_iteration | "
     "cuda_graph_modules=full_iteration"
 )
 _GRAPHS = (
     "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph: "
-    # The switches are deprecated. Megatron turns them into the setting, but only after this check.
+    # The two switches are deprecated. Megatron translates them, but only after this check.
     f"cuda_graph_impl!=none | enable_cuda_graph | external_cuda_graph | {_WHOLE_STEP}"
 )
 _ENCODER_DECODER = "encoder-decoder models (--decoder-num-layers): decoder_num_layers"
 _TEXTS = {
-    # For every schedule. From 0.19 on, weights may have more shards than tensor-parallel ranks.
+    # For all schedules. From 0.19 on, weights may have more shards than tensor-parallel ranks.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
-            Megatron takes it without a pipeline only; use --recompute-granularity=selective instead
+            Megatron supports it only without a pipeline; use --recompute-granularity=selective
+            instead
         --use-megatron-fsdp or --use-torch-fsdp2: use_megatron_fsdp | use_custom_fsdp |
         use_torch_fsdp2
-            they gather and free weights by the order of Megatron's own schedules; use
+            they gather and free weights in the order of Megatron's own schedules; use
             --use-distributed-optimizer instead
         {_ENCODER_DECODER}
             Megatron has no pipeline for them either; leave SUBJECT and
             --pipeline-model-parallel-size out
         use_legacy_models
-            legacy models do not know their stage
+            legacy models are built without the number of their stage
         ckpt_format=torch_dcp,fsdp_dtensor
-            Megatron takes them with FSDP only; use --ckpt-format=torch_dist
+            Megatron supports them only with FSDP; use --ckpt-format=torch_dist
         --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
         tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
@@ -66,108 +68,109 @@ _TEXTS = {
             Megatron's own schedule
         --moe-flex-dispatcher-backend=ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
         moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
-            it needs --moe-expert-rank-capacity-factor there, and Megatron repeats a step that
-            exceeds it under its own schedules only; use --moe-flex-dispatcher-backend=deepep""",
+            it needs --moe-expert-rank-capacity-factor in these releases, and only under its own
+            schedules does Megatron repeat a step that exceeds it; use
+            --moe-flex-dispatcher-backend=deepep""",
     # Settings that our schedules replace or ignore. They are dropped when flags are read, and
     # rejected when a program has already built its configuration.
     "dropped": f"""
         {_GRAPHS} | inference_cuda_graph_scope!=none
             CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
-            launched by itself
+            launched individually
         rl_persist_cuda_graphs | rl_training_cuda_graphs
             there are no CUDA graphs
         moe_paged_stash | moe_expert_rank_capacity_factor
-            activations are stashed in the order of Megatron's own schedules, so experts have memory
-            for all their tokens, and no step is repeated for want of it
+            activations are stashed in the order of Megatron's own schedules, so experts allocate
+            memory for all their tokens, and no step is repeated for lack of memory
         delay_wgrad_compute
-            weight gradients run where the table says
+            the table places weight gradients
         defer_embedding_wgrad_compute
-            weight gradients run where the table says, that of the output layer too""",
+            the table places weight gradients, including those of the output layer""",
     # Settings that split backwards replace.
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
-            the table postpones the weight gradients of experts already""",
-    # Settings that exclude split backwards; a dynamic order then leaves its backwards whole.
+            the table already postpones the weight gradients of experts""",
+    # Settings that exclude split backwards. With these, a dynamic order leaves its backwards whole.
     "whole": """
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
-            Megatron keeps fused experts outside the module tree, so W would not reach their weight
-            gradients; leave it out""",
-    # For split backwards: settings that depend on a dropped one.
+            Megatron keeps fused experts outside the module tree, so W would not compute their
+            weight gradients; leave it out""",
+    # For split backwards: settings that depend on a setting that is dropped.
     "unfused": """
         --offload-modules=fused_group_mlp, --moe-single-grouped-weight or
         --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
         offload_modules=fused_group_mlp | moe_single_grouped_weight | moe_ncclep_static_shape
             it may need --use-transformer-engine-op-fuser, which is dropped, because W would not
-            reach weight gradients of fused experts; use --pipeline-schedule=1f1b or interleaved""",
+            compute weight gradients of fused experts; use --pipeline-schedule=1f1b or
+            interleaved""",
     # Settings without effect if each rank has one stage.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
-            it gathers the first of several chunks while the others take their step, and each rank
-            has one chunk
+            it gathers the first of several chunks during the optimizer step of the other chunks,
+            but each rank has one chunk
         overlap_p2p_comm_warmup_flush
-            it is for the messages of virtual stages, and each rank has one stage""",
+            it is for the messages of virtual stages, but each rank has one stage""",
     # Settings that disaggregation replaces or ignores.
     # fp4_param is the name of --fp4-param-gather in 0.16.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
-            forwards and backwards are on different ranks
+            forwards and backwards run on different ranks
         ep_overlap_early_attn_memory_release
             there are no pairs
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
-            new weights travel to forward ranks, which cast them, in the precision of the model;
-            leave it out""",
-    # For schedules that put the first and the last stage on one rank.
-    # The first two are for hybrid models in 0.16; from 0.17 on the pattern itself contains the
-    # cuts.
+            forward ranks receive new weights in the precision of the model, and cast them; leave it
+            out""",
+    # For schedules that put the first and the last stage on one rank. The two conditions are for
+    # hybrid models in 0.16. From 0.17 on, the pattern itself contains the cuts.
     "folded": """
         hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
         hybrid_override_pattern & !hybrid_layer_pattern
-            only --hybrid-layer-pattern, from 0.17 on, says which layers a stage has; use
+            only --hybrid-layer-pattern, from 0.17 on, sets the layers of each stage; use
             --pipeline-schedule=1f1b or zb-h1""",
     # For several chunks on each rank.
     "chunks": """
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
         multiple_validation_sets & multiple_validation_sets | !sft
-            Megatron takes the chunks of a rank for sets; use --pipeline-schedule=zb-h1 or 1f1b, or
+            Megatron treats the chunks of a rank as sets; use --pipeline-schedule=zb-h1 or 1f1b, or
             leave them out
         perform_rl_step
-            Megatron's RL knows one chunk on each rank; use --pipeline-schedule=zb-h1 or 1f1b
+            Megatron's RL supports one chunk on each rank; use --pipeline-schedule=zb-h1 or 1f1b
         moe_routing_trace_path | save_tokens_per_expert_interval
-            its records name layers by their place in a chunk; use --pipeline-schedule=zb-h1 or
-            1f1b, or leave it out""",
+            its records identify layers by their position in a chunk; use --pipeline-schedule=zb-h1
+            or 1f1b, or leave it out""",
     # For models that a program builds for such a schedule.
     "placed": """
         decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers |
         account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split
-            the layout that configure returns cuts the model""",
+            the layout that configure returns already cuts the model""",
     # For schedules of two mirrored pipelines.
     "twins": """
         use_mp_args_from_checkpoint_args
-            a checkpoint holds the sizes of one of the two mirrored pipelines""",
-    # For random numbers by micro-batch under Megatron's own schedules; our schedules drop graphs.
+            a checkpoint contains the sizes of one of the two mirrored pipelines""",
+    # For random numbers by micro-batch under Megatron's own schedules. Our schedules drop graphs.
     "microbatch_rng": f"""
         {_GRAPHS}
             they replay the recorded random numbers; leave one of them out
         overlap_moe_expert_parallel_comm
-            it interleaves two micro-batches, and each has its own random numbers; add
+            it interleaves two micro-batches, which need different random numbers; add
             --pipeline-schedule=interleaved, or leave one of them out""",
-    # For ranks that choose their order.
+    # For ranks that choose the order of their actions.
     "chosen": """
         fine_grained_activation_offloading
             activations return from the host in the order of a table; use
             --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
-            scales follow from the micro-batches before, whose order changes, and recomputed layers
-            find those of their forward by that order; use --fp8-recipe=tensorwise
+            scales depend on the earlier micro-batches, whose order changes, and recomputed layers
+            find the scales of their forward by that order; use --fp8-recipe=tensorwise
         moe_router_load_balancing_type=global_aux_loss
-            it counts the tokens of the micro-batches before, over all replicas, and they run in
+            it counts the tokens of earlier micro-batches over all replicas, which run them in
             different orders; use --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         moe_enable_routing_replay & recompute_granularity
             recomputed routers replay their forwards in the order of a table; leave one of them
             out""",
-    # For ranks that choose their order and receive activations from their twin.
+    # For ranks that choose the order of their actions and receive activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
             twins gather parameters for each other, and start their chunks in different orders; use
@@ -175,40 +178,39 @@ _TEXTS = {
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
-            it gathers tokens in buffers of one size; use --moe-token-dispatcher-type=alltoall
+            it gathers tokens in buffers of a fixed size; use --moe-token-dispatcher-type=alltoall
         tp_comm_overlap
-            its buffers have the size of one length; leave one of them out""",
+            its buffers are for one fixed length; leave one of them out""",
     # For micro-batches of different lengths under Megatron's own schedules.
     "stock_lengths": f"""
         {_GRAPHS}
-            they replay tensors of one shape; leave one of them out""",
-    # For forward and backward ranks.
-    # Both roles would take a --freeze-all-layers step, which is forward-only from 0.20 on, for an
-    # evaluation.
+            they replay tensors of a fixed shape; leave one of them out""",
+    # For forward and backward ranks. From 0.20 on, a --freeze-all-layers step is forward-only, so
+    # both roles would mistake it for an evaluation.
     "roles": """
         fine_grained_activation_offloading
-            activations return from the host by the backwards of the same rank; use
+            backwards of the same rank fetch the activations from the host; use
             --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
-            forward ranks run without gradients, and then Transformer Engine leaves scales as they
-            are; use --fp8-recipe=tensorwise
+            forward ranks run without gradients, and then Transformer Engine does not update the
+            scales; use --fp8-recipe=tensorwise
         hybrid_context_parallel | dynamic_context_parallel
-            Megatron has a schedule of its own for it; leave one of them out
+            Megatron has its own schedule for it; leave one of them out
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out
         perform_rl_step
-            each role would train on samples of its own; leave one of them out
+            each role would train on different samples; leave one of them out
         inprocess_restart
             a rank in reserve cannot take over a role; leave one of them out
         log_energy
-            Megatron adds up the energy of backward ranks only; leave one of them out
+            Megatron would add up only the energy of backward ranks; leave one of them out
         moe_use_upcycling | ckpt_convert_format
             forward ranks neither load nor save checkpoints, so another run has to convert them;
             leave one of them out
         ignore_forward_tensor_parallel & num_experts
             shards of experts are not merged; leave --ignore-forward-tensor-parallel out
         fbd_activations=ship & mtp_num_layers
-            forward ranks ship the inputs of a stage's layers, not those of multi-token prediction;
+            forward ranks ship the inputs of a stage's layers, but not of multi-token prediction;
             use --fbd-activations=recompute
         --fbd-activations=ship and hybrid models (--hybrid-override-pattern,
         --hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern |
@@ -216,15 +218,15 @@ _TEXTS = {
             forward ranks ship the inputs of a block of transformer layers; use
             --fbd-activations=recompute
         use_tp_pp_dp_mapping
-            the two roles of a stage are neighbours in the default order of ranks
+            the two roles of a stage must be neighbours, as in the default order of ranks
         use_mp_args_from_checkpoint_args
             the parallel sizes on the command line determine the roles
         rerun_mode=report_stats
             it reruns each step, and forward ranks do not
         error_injection_rate
-            injected errors are found by rerunning steps, and forward ranks do not rerun them
+            injected errors are found by rerunning steps, which forward ranks do not do
         full_validation | multiple_validation_sets
-            backward ranks do not read that data
+            backward ranks do not read the validation data
         --fbd-activations=ship alone: fbd_activations=ship & !recompute_granularity=full |
         !recompute_method=uniform | !recompute_num_layers=1
             backward ranks recompute each layer from its shipped input; add
@@ -232,13 +234,13 @@ _TEXTS = {
             --fbd-activations=recompute
         --recompute-method=block with more than two experts for a token: recompute_method=block &
         recompute_granularity=full & num_experts & moe_router_topk>2
-            forward ranks order experts as layers with gradients do, or as recomputed ones do, not
-            as both; use --recompute-method=uniform
+            layers with gradients and recomputed layers order experts differently, and forward ranks
+            can follow only one of the orders; use --recompute-method=uniform
         fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
-            those recompute layers in another way; use --fbd-activations=recompute
+            these recompute layers in another way; use --fbd-activations=recompute
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
         hidden_dropout | attention_dropout
-            one process draws other masks than the shards of a stage; add --hidden-dropout=0
+            one process draws other masks than the shards of a stage do; add --hidden-dropout=0
             --attention-dropout=0, or leave it out""",
     # For our transports under Megatron's own schedules.
     "transport": f"""
@@ -248,16 +250,16 @@ _TEXTS = {
             Megatron has no pipeline for them either; leave SUBJECT and
             --pipeline-model-parallel-size out
         microbatch_group_size_per_vp_stage
-            Megatron's usual order identifies the messages
+            messages are identified by Megatron's default order
         CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope=full_iteration):
         cuda_graph_impl=full_iteration | {_WHOLE_STEP}
-            a graph cannot record transfers by the host; leave them out, or use
+            a graph cannot record transfers that the host makes; leave them out, or use
             --pipeline-transport=torch""",
 }
 
 
 def _all_texts() -> dict[str, str]:
-    """Return the texts above combined with the texts of features, by group."""
+    """Return the texts above and those of the features, by group."""
     texts = dict(_TEXTS)
     for module in feature_list.RULES:
         texts |= import_module(module).TEXTS
@@ -274,9 +276,9 @@ DROPPED_BY_ROLES = (
 
 
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
-    """Return the settings that exclude a feature.
+    """Return a refusal for each setting that excludes a feature.
 
-    `subject` is the feature as the user chose it, such as `--pipeline-slices=4`.
+    `subject` is the flag with which the user chose the feature, such as `--pipeline-slices=4`.
     """
     refused = []
     for rule in rules:
@@ -287,9 +289,10 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
 
 
 def _remedy(rule: Rule, subject: str) -> str:
-    """Return a rule's remedy, which names the flag that the user chose."""
+    """Return a rule's remedy, with the flag that the user set."""
     remedy = rule.remedy.replace("SUBJECT", subject)
-    if subject.startswith("--pipeline-slice-tokens"):  # under the rules of slices
+    # Slices by length share the rules of equal slices, whose remedies name --pipeline-slices.
+    if subject.startswith("--pipeline-slice-tokens"):
         remedy = remedy.replace("--pipeline-slices", "--pipeline-slice-tokens")
     return remedy
 
@@ -297,13 +300,14 @@ def _remedy(rule: Rule, subject: str) -> str:
 def rules_of(
     config: PipelineConfig, table: Schedule | None, args: Namespace
 ) -> list[tuple[str, tuple[Rule, ...]]]:
-    """Return the rules for a configuration and its table, with the flag behind each group.
+    """Return the rules for a configuration and its table, with the flag that each group concerns.
 
     `table` is the schedule's table, or the table of Megatron's own schedule if our transport
     carries its messages. None: rules about tables do not apply.
     """
     is_stock = config.is_stock
     has_roles = config.disaggregation is not None
+    # (field of the configuration, group of rules, whether the group applies)
     groups = [
         ("microbatch_rng", "microbatch_rng", config.microbatch_rng and is_stock),
         ("balance", "balance", config.balance != "off"),
@@ -325,8 +329,8 @@ def rules_of(
     if table is not None and not is_stock:
         placement = table.placement
         chooses = config.dynamic is not None
-        # Look at the table and not at the schedule's name, because a file may have any of these
-        # properties.
+        # Decide by the table instead of the schedule's name, because a table from a file can have
+        # any of these properties.
         groups += [
             ("schedule", "folded", placement.name in ("v", "w")),
             ("schedule", "chunks", placement.num_stages > placement.num_ranks),
@@ -337,7 +341,7 @@ def rules_of(
     rules_by_flag = []
     for field, group, applies in groups:
         if applies:
-            # A feature whose folder is deleted has no rules.
+            # If the folder of a feature is deleted, its group is missing.
             rules_by_flag.append((flag_of(args, config, field), RULES.get(group, ())))
     return rules_by_flag
 
@@ -363,7 +367,7 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    # Slices exclude pairs in any case, and drop the flags that would ask for them.
+    # Slices always exclude pairs, and drop the flags that request them.
     group = "dropped_by_slices" if pipeline.config.cuts_sequences else "unpaired"
     rules += RULES.get(group, ())
     one_chunk = placement.num_stages == placement.num_ranks
@@ -390,7 +394,7 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
 
 
 def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Make Megatron build its layers for pairs, or without them."""
+    """Make Megatron build its layers for pairs if the table runs pairs, and else without them."""
     if config.pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = True
     elif config.schedule is not None and getattr(
@@ -407,14 +411,14 @@ def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> 
 
 def _imply_slices(answer: Preflight, args: Namespace) -> None:
     """Set what layers need if their gradients arrive slice by slice."""
-    # Megatron-Bridge lacks this setting and creates no masks.
+    # Megatron-Bridge does not have this setting, and creates no masks.
     makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
     if makes_mask and not getattr(args, "reset_attention_mask", None):
-        # Tensor-parallel ranks receive the mask in a buffer with the shape of the whole mask, not
-        # of a slice.
+        # Tensor-parallel ranks receive the mask into a buffer with the shape of the whole mask, so
+        # the mask of a slice would not fit.
         answer.arguments["create_attention_mask_in_dataloader"] = False
-    # With this cache, which only fp8 uses, Transformer Engine's layers with fused gradient
-    # accumulation overwrite the gradients that other slices have added.
+    # With this cache, which only fp8 uses, and with fused gradient accumulation, Transformer
+    # Engine's layers overwrite the gradients that other slices have added.
     answer.arguments["disable_parameter_transpose_cache"] = True
 
 
@@ -422,8 +426,8 @@ def _imply_lengths(answer: Preflight, args: Namespace) -> None:
     """Make Megatron accept micro-batches of different lengths."""
     answer.arguments["variable_seq_lengths"] = True
     if not getattr(args, "num_experts", None):
-        # Megatron rejects different lengths with its default dispatcher, allgather, even without
-        # experts.
+        # Megatron rejects variable lengths with its default dispatcher, allgather, even if the
+        # model has no experts.
         answer.arguments |= {"moe_token_dispatcher_type": "alltoall"}
 
 
@@ -433,7 +437,8 @@ def _imply_optimizer_format(
     """Save the distributed optimizer's state in a format that other schedules can load."""
     has_schedule = config.schedule is not None
     if getattr(args, "ckpt_format", None) == "torch":
-        # A device or the user may have turned it off, and Megatron would then fail an assertion.
+        # The device or the user may have turned off Gloo groups. Megatron would then fail an
+        # assertion when it saves.
         needed = []
         for dest in ("enable_gloo_process_groups", "use_gloo_process_groups"):
             if getattr(args, dest, None) is False:
@@ -441,8 +446,8 @@ def _imply_optimizer_format(
         if needed:
             answer.arguments |= dict.fromkeys(needed, True)
             answer.changes.append(
-                "Gloo process groups are made: over them Megatron collects the state of "
-                "--use-distributed-optimizer for --ckpt-format torch"
+                "Gloo process groups are created: Megatron collects the state of "
+                "--use-distributed-optimizer over them for --ckpt-format torch"
             )
         if has_schedule and getattr(args, "ckpt_convert_format", None) == "torch_dist":
             answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
@@ -454,13 +459,13 @@ def _imply_optimizer_format(
     has_checkpoints = getattr(args, "save", None) or getattr(args, "load", None)
     if has_checkpoints and not getattr(args, "dist_ckpt_optim_fully_reshardable", None):
         answer.changes.append(
-            "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
-            "cannot be loaded under another schedule"
+            "--dist-ckpt-optim-fully-reshardable is set: without it, optimizer state cannot be "
+            "loaded under another schedule"
         )
 
 
 def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
-    """Yield notices about what logs and profiles lack under a configuration."""
+    """Yield notices about figures that logs and profiles lack under a configuration."""
     has_roles = config.disaggregation is not None
     if has_roles and profiles_with_torch(args):
         yield "--use-pytorch-profiler profiles backward ranks only"
@@ -469,14 +474,14 @@ def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
     times_messages = getattr(args, "timing_log_level", None) in (2, "2")
     if times_messages and (has_roles or not config.is_stock):
         yield (
-            "--timing-log-level 2: no time is logged for forward-recv, forward-send and other "
-            "messages, which a schedule of this package does not wait for one by one; --trace "
+            "--timing-log-level 2: no times are logged for forward-recv, forward-send and other "
+            "messages, because a schedule of this package does not wait for each message; --trace "
             "records them"
         )
 
 
 def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
-    """Switch off settings that a table or roles do not need; return the arguments that do so."""
+    """Switch off the settings that match the rules, and return the changed arguments."""
     off: dict[str, Any] = {}
     for rule in rules:
         if rule.refuses(args):
@@ -490,7 +495,11 @@ def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str,
 def suit_layers(
     answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool
 ) -> None:
-    """Put the pipeline into a form that Transformer Engine's layers can run, or reject it."""
+    """Adapt the pipeline to what Transformer Engine's layers can run, or reject it.
+
+    Raises:
+        ArgumentsError: The schedule splits backwards, but the layers cannot.
+    """
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
     subject = f"--pipeline-schedule {pipeline.name}"
@@ -500,11 +509,11 @@ def suit_layers(
             answer.notices.append(f"{subject}: {notice}")
         if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
             answer.notices.append(
-                f"{subject}: --tp-comm-overlap hides no reduce-scatter under weight gradients, "
-                "which run later, and their gathered operands are copied"
+                f"{subject}: --tp-comm-overlap hides no reduce-scatter behind weight gradients, "
+                "which run later, and the gathered operands of weight gradients are copied"
             )
         return
-    # Without our split, a dynamic table may have whole backwards, as in 1f1b and interleaved.
+    # A dynamic order can leave backwards whole if its table does not split them itself.
     unsplit = replace(pipeline, splits=False)
     if pipeline.dynamic is not None and not unsplit.full.splits_backward:
         answer.pipeline = unsplit
@@ -522,12 +531,12 @@ def suit_layers(
 def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None:
     """Reject settings in a configuration object that a model is built from.
 
-    Programs that call `configure` pass their settings to Megatron only through these objects.
+    Programs that call `configure` pass their settings to Megatron only through such objects.
 
     Args:
         built: Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
-        config: The configuration in force.
-        pipeline: The pipeline in force, or Megatron's own schedule if our transport carries its
+        config: The active configuration.
+        pipeline: The active pipeline, or Megatron's own schedule if our transport carries its
             messages.
 
     Raises:
@@ -538,15 +547,15 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     for dest, name in MEGATRON_FIELDS.items():
         if name in fields:
             setattr(args, dest, fields[name])
-    # The pattern is an argument of the model, so the configuration only shows that the model is
-    # hybrid.
+    # The pattern is an argument of the model. The configuration object only contains whether the
+    # model is hybrid.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
-    # A spec chooses the layers, not `transformer_impl`; slices check them at the first step.
+    # A spec, not `transformer_impl`, chooses the layers. Slices check the layers at the first step.
     args.transformer_impl = None
     groups = rules_of(config, pipeline.full, args)
     overlaps = fields.get("overlap_moe_expert_parallel_comm")
     if config.is_stock:
-        # Megatron fills in its default group size; other values are rejected when flags are parsed.
+        # Megatron sets a default group size here. Other values are rejected when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
     elif overlaps not in (None, config.pairs):
         # The table and the layers that Megatron builds must agree on whether there are pairs.
@@ -568,27 +577,27 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
 
 
 def refuse_waiting_weights(config: PipelineConfig) -> None:
-    """Check that this process's device and release of Megatron can run W beside actions.
+    """Check that this device and this release of Megatron can run W in parallel with actions.
 
     Raises:
         ScheduleError: They cannot.
     """
     if not config.num_waiting or devices.current().is_host:
         return
-    # In 0.16, plans compute in the stream that the process chose first, DDP's reductions may wait
-    # for the default stream only, and products of grouped_gemm belong to the actions' stream.
+    # In 0.16, plans compute on the stream that the process chose first, DDP's reductions may wait
+    # only for the default stream, and products of grouped_gemm run on the stream of the actions.
     if "comp_stream" in parameters("megatron.core.pipeline_parallel.utils:set_streams"):
         raise ScheduleError(
             f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
-            "later on a device: 0.16 computes and reduces in streams that do not wait for a W "
-            "beside them; leave --pipeline-waiting-weights out"
+            "later on a device: 0.16 computes and reduces on streams that do not wait for a W on "
+            "another stream; leave --pipeline-waiting-weights out"
         )
 
 
 def why_not_split(config: Any) -> str | None:
     """Return why this `TransformerConfig` cannot split backwards, and the remedy, or None.
 
-    `RULES` apply under every schedule; these apply in addition.
+    These checks apply in addition to `RULES`.
     """
     if config.enable_autocast:
         return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
@@ -596,17 +605,18 @@ def why_not_split(config: Any) -> str | None:
 
 
 def uses_te(config: Any, *, in_job: bool = True) -> bool:
-    """Return whether Transformer Engine's layers are built: in a job, only if it is installed.
+    """Return whether Megatron builds Transformer Engine's layers.
 
-    `config` is a `TransformerConfig`, or arguments with the same names.
+    In a job, Transformer Engine must be installed too. `config` is a `TransformerConfig`, or
+    arguments with the same names.
     """
     chosen = config.transformer_impl == "transformer_engine"
     return chosen and (not in_job or find_spec("transformer_engine") is not None)
 
 
 def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
-    """Return why Transformer Engine's layers cannot be split as configured (`uses_te`), or None."""
-    # On another machine, the version that will be installed is unknown.
+    """Return why the configured layers of Transformer Engine cannot split backwards, or None."""
+    # Outside of the job, the version that the job will use is unknown.
     if not in_job or not uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -620,7 +630,7 @@ def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
 
 
 def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
-    """Yield the Transformer Engine layers whose weight gradients stay in I, and the reason."""
+    """Yield a sentence for each kind of Transformer Engine layer that computes W within I."""
     if not uses_te(config, in_job=in_job):
         return
     settings = vars(config)
@@ -628,8 +638,8 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
     if biased_layers:
         yield (
             f"weight gradients of {' and of '.join(biased_layers)} are "
-            "computed in I, because Transformer Engine computes them together with those of the "
-            "biases; --disable-bias-linear without --add-qkv-bias moves them to W"
+            "computed in I, because Transformer Engine computes them together with the gradients "
+            "of the biases; --disable-bias-linear without --add-qkv-bias moves them to W"
         )
     if (
         settings.get("moe_single_grouped_weight")
@@ -637,7 +647,7 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
     ):
         yield (
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
-            "hands them on before W could fill them; leave --moe-single-grouped-weight or "
+            "returns them before W could compute them; leave --moe-single-grouped-weight or "
             "--no-gradient-accumulation-fusion out"
         )
     if settings.get("use_grouped_gemm_for_shared_expert"):
@@ -659,7 +669,7 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
 
 
 def _layers_that_add_bias(config: Any) -> list[str]:
-    """Return Transformer Engine's layers that add their bias; others leave that to Megatron."""
+    """Return the layers to which Transformer Engine adds a bias. Megatron adds all other biases."""
     settings = vars(config)
     has_bias = config.add_bias_linear
     if not has_bias and not settings.get("add_qkv_bias"):

@@ -1,4 +1,4 @@
-"""The result of `configure`: the settings with which a program builds its model."""
+"""The result of `configure`: the settings with which a program must build its model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ class ModelBuild:
     """Settings with which Megatron hosts a pipeline."""
 
     pipeline_model_parallel_size: int
-    """Pipeline ranks as Megatron sees them: half of the real ones if two pipelines are mirrored."""
+    """Number of pipeline ranks for Megatron: half of the real number if two pipelines are mirrored.
+    """
     virtual_pipeline_model_parallel_size: int | None
-    """Model chunks per rank; None: one."""
+    """Number of model chunks per rank. None: one chunk."""
     pipeline_model_parallel_layout: str | None
-    """The layers of each stage, in Megatron's notation; None: Megatron splits them evenly."""
+    """The layers of each stage, in Megatron's notation. None: Megatron splits them evenly."""
     replicas: int
-    """Data-parallel replicas that Megatron sees on these ranks: 1, or 2 if mirrored."""
+    """Number of Megatron's data-parallel replicas on these ranks: 2 for mirrored pipelines, else 1.
+    """
     num_microbatches: int
-    """Micro-batches per such replica in one step."""
+    """Number of micro-batches per replica in one step, if mirrored pipelines are two replicas."""
     variable_seq_lengths: bool
     """Whether micro-batches may have sequences of different lengths."""
     stages_of: tuple[tuple[int, ...], ...]
-    """By pipeline rank as Megatron numbers them: the stages that the rank's chunks hold."""
+    """[Megatron's pipeline rank][chunk] -> stage."""
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """Number of stages into which the model is cut."""
         return sum(map(len, self.stages_of))
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks on each rank."""
+        """Number of model chunks on each rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def groups(self) -> dict[str, int | None]:
-        """Keywords for `megatron.core.parallel_state.initialize_model_parallel`."""
+        """Keyword arguments for `megatron.core.parallel_state.initialize_model_parallel`."""
         return {
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
             "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
@@ -45,9 +47,9 @@ class ModelBuild:
 
     @property
     def transformer(self) -> dict[str, Any]:
-        """Keywords for `megatron.core.transformer.TransformerConfig`."""
-        # Our messages bypass this overlap, but without it Megatron rejects several chunks on two
-        # ranks.
+        """Keyword arguments for `megatron.core.transformer.TransformerConfig`."""
+        # Our messages bypass this overlap, but without it Megatron rejects several chunks per rank
+        # on two ranks.
         overlaps = self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
         keywords: dict[str, Any] = {
             **self.groups,
@@ -60,7 +62,7 @@ class ModelBuild:
         return keywords
 
     def chunks(self, rank: int) -> list[dict[str, Any]]:
-        """Return the keywords for building each of a rank's model chunks, such as a `GPTModel`.
+        """Return the keyword arguments for each model chunk of a rank, such as a `GPTModel`.
 
         Args:
             rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.

@@ -2,8 +2,9 @@
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-It contains neither sizes of the job nor caches (`active.Pipeline` does), and is cheap to import.
-`flags.py` translates the command line into it; `megatron_ext.configure` accepts it directly.
+The object contains neither sizes of the job nor caches; these belong to `active.Pipeline`. The
+module is cheap to import. `flags.py` translates the command line into this object, and
+`megatron_ext.configure` accepts it directly.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from megatron_ext.schedules.table.length_cost import LengthCost  # noqa: TC001 -
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
-"""torch: torch.distributed, the default. auto: our native core over the best wire of each pair of
-ranks. shm, tcp, rdma: the native core over this wire only."""
+"""torch: torch.distributed, the default. auto: our native core over the best wire for each pair of
+ranks. shm, tcp, rdma: the native core over only this wire."""
 
 DevicePath = Literal["auto", "staged", "ipc"]
-"""How device tensors reach other ranks: through pinned host memory, or directly through CUDA
-IPC."""
+"""How device tensors reach other ranks. staged: through pinned host memory. ipc: directly through
+CUDA IPC."""
 
 AUTO = "auto"
-"""Lets the planner choose the schedule (`automatic.py`); `auto:FOLDER` uses the costs of a traced
-run."""
+"""The schedule with which the planner chooses (`automatic.py`). With `auto:FOLDER`, it uses the
+costs of a traced run."""
 
 Activations = Literal["recompute", "ship"]
+"""How backward ranks get activations: they recompute the forward, or forward ranks send them."""
 
 Balance = Literal["off", "order", "pack"]
 """What the lengths of micro-batches affect: nothing, the order in which micro-batches enter the
@@ -58,7 +60,7 @@ class DynamicOrder:
     policy: PolicyName = "hint"
     """The rule that chooses among ready actions (`schedules/search/policies.py`)."""
     extra_activations: int | None = None
-    """Micro-batches that a rank may keep beyond the table's peak, with `hint`; None: 1."""
+    """With `hint`: micro-batches that a rank may keep beyond the table's peak. None: 1."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -88,8 +90,8 @@ class Disaggregation:
     """Forward passes and backward passes run in different processes."""
 
     activations: Activations = "recompute"
-    """`recompute`: backward ranks run the forward again; `ship`: they receive each layer's input,
-    `[s, b, h]`."""
+    """`recompute`: backward ranks run the forward again. `ship`: they receive the input of each
+    layer, `[s, b, h]`."""
     merged: bool = False
     """Whether one forward process replaces all tensor-parallel ranks of its stage."""
 
@@ -105,10 +107,10 @@ class Tracing:
     interval: int = 100
     """Length of an interval, in iterations."""
     iterations: int | None = None
-    """Iterations to record in each interval; None: 10, or all of them if the interval is
+    """Number of iterations to record in each interval. None: 10, or the whole interval if it is
     shorter."""
     directory: Path | None = None
-    """Output folder of this run; None: a folder in benchmark/, named after the run's sizes."""
+    """Output folder of this run. None: a folder in benchmark/, named after the run's sizes."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -127,7 +129,7 @@ class Tracing:
 
     @property
     def num_iterations(self) -> int:
-        """Recorded iterations of each interval."""
+        """Number of iterations that are recorded in each interval."""
         return min(10, self.interval) if self.iterations is None else self.iterations
 
 
@@ -142,80 +144,82 @@ class PipelineConfig:
 
     schedule: str | None = None
     """A name listed by `megatron-ext plan`, or `csv:FILE`. `auto`: the schedule with the fastest
-    forecast that fits into memory; `auto:FOLDER`: the fastest with the costs of a traced run. None:
-    Megatron's own 1F1B or interleaved schedule; with `dynamic`, the same table in dynamic order."""
+    forecast that fits into memory. `auto:FOLDER`: the fastest one by the costs of a traced run.
+    None: Megatron's own 1F1B or interleaved schedule, or with `dynamic` the table of one of these
+    in dynamic order."""
     chunks: int | None = None
-    """Stages on each rank, if the schedule accepts different numbers; None: the schedule's default,
-    or one under Megatron's own schedules."""
+    """Number of stages on each rank, if the schedule accepts different numbers. None: the default
+    of the schedule, or 1 under Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Options of the schedule by name; missing ones get their defaults."""
+    """Options of the schedule by name. Missing options get their defaults."""
     slices: int = 1
-    """Parts of equal cost that each micro-batch's sequence is cut into (`docs/lengths.md`)."""
+    """Number of slices of equal cost into which each micro-batch is cut (`docs/lengths.md`)."""
     slice_tokens: int | None = None
-    """Cut each micro-batch by its length, into as many parts of equal cost as it has multiples of
-    this number of tokens, rounded up; None: all micro-batches have `slices`."""
+    """Number of tokens T: a micro-batch of L tokens is cut into L / T slices of equal cost, rounded
+    up. None: every micro-batch has `slices` slices."""
     costs: Costs | None = None
-    """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
+    """Durations with which the table is generated and simulated. None: `Costs()`, all equal."""
     pairs: bool = False
-    """Whether a forward and the backward of another micro-batch run as one action, each hiding the
-    expert communication of the other. For models with experts on several ranks; flags set it if
-    Megatron overlaps that communication."""
+    """Whether a forward and the backward of another micro-batch run as one action, so that each
+    hides the expert communication of the other. For models with experts on several ranks. Flags set
+    this if Megatron overlaps that communication."""
     waiting_weights: int | Literal["auto"] = 0
-    """With `pairs`: how many W of a rank may wait, besides those of the table, to run while the
-    rank waits for tokens. Each holds the operands of one stage and micro-batch. `auto`: as many as
-    fit into the memory that the planner's forecast leaves free."""
+    """With `pairs`: how many more W of a rank may wait than in the table, to run while the rank
+    waits for tokens. Each keeps the operands of one stage and micro-batch in memory. `auto`: as many
+    as fit into the memory that the planner's forecast leaves free."""
     dynamic: DynamicOrder | None = None
-    """Settings of the dynamic order; None: every rank runs the order of the table."""
+    """Settings of the dynamic order. None: every rank runs the order of the table."""
     balance: Balance = "off"
-    """`off`: each replica runs its micro-batches in the order of the data; `order`: their lengths
-    determine the order in which they enter the pipeline; `pack`: in addition, all micro-batches are
+    """`off`: each replica runs its micro-batches in the order of the data. `order`: their lengths
+    determine the order in which they enter the pipeline. `pack`: in addition, all micro-batches are
     first distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
-    """Cost as a function of length, for `balance`, `slices` and `slice_tokens`; None: derived from
-    the model's shape."""
+    """Cost as a function of length, for `balance`, `slices` and `slice_tokens`. None: derived from
+    the shape of the model."""
     stash_ratio: float = 1.0
-    """Memory that a micro-batch holds between I and W, divided by the memory it holds between F and
-    I; at least 1. Bounds on memory take it into account. With flags, it follows from recomputation
-    and from Transformer Engine's layers."""
+    """Memory that a micro-batch holds between I and W, divided by the memory that it holds between
+    F and I; at least 1. Bounds on memory take it into account. With flags, it is derived from
+    recomputation and from Transformer Engine's layers."""
     weights_at_once: bool = False
     """Whether W runs right after I, so that a rank holds the operands of one W at a time. With
     flags, this is set if every layer is recomputed."""
     transport: TransportName | None = None
-    """Transport of tensors; None: torch, or auto with `dynamic` or `disaggregation`."""
+    """Transport of tensors. None: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
     """How device tensors reach other ranks if the transport is not torch. auto: with the transport
     `auto`, directly between devices for each pair of ranks that supports it; otherwise staged."""
     node_ips: tuple[str, ...] = ()
-    """Addresses of nodes or ranks, for connections between hosts; empty: detected automatically."""
+    """Addresses of nodes or ranks, for connections between hosts. Empty: detected automatically."""
     checksums: bool = False
     """Whether to checksum the bytes of messages if the transport is not torch."""
     disaggregation: Disaggregation | None = None
-    """Settings of disaggregation; None: forwards and backwards of a stage share a rank."""
+    """Settings of disaggregation. None: forwards and backwards of a stage share a rank."""
     tracing: Tracing | None = None
-    """Settings of traces; None: nothing is recorded."""
+    """Settings of traces. None: nothing is recorded."""
     hang_timeout_s: float | None = None
-    """Longest time a training step may make no progress; None: the process groups' time-out."""
+    """The longest time that a training step may make no progress. None: the time-out of the process
+    groups applies."""
     message_timeout_s: float = 600.0
-    """Longest time a rank waits for one message."""
+    """The longest time that a rank waits for one message."""
     variable_seq_lengths: bool = False
-    """Whether micro-batches may have sequences of different lengths: shapes travel with tensors."""
+    """Whether micro-batches may have sequences of different lengths. Messages then contain the
+    shapes of their tensors."""
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine dropout masks; implied by `dynamic`."""
     device: str = "auto"
-    """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
-    megatron.core is imported."""
+    """Device backend, one of `megatron_ext.devices.CHOICES`. It has an effect only if it is set
+    before megatron.core is imported."""
 
     def __post_init__(self) -> None:
-        """Check each value and their combinations."""
+        """Check all values and their combinations."""
         # argparse and YAML produce lists, but a frozen object should not hold mutable values.
         node_ips: object = self.node_ips
         if isinstance(node_ips, list):
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
-        # Copy, because tables are cached for these options even if the caller changes the
-        # dictionary.
+        # Copy the options: cached tables would be wrong if the caller changed the dictionary.
         object.__setattr__(self, "options", dict(self.options))
-        # Roles imply the schedule and the transport, so there is nothing to check about those.
+        # Disaggregation implies the schedule and the transport, so these need no check.
         has_roles = self.disaggregation is not None
         mistakes = (
             _mistake_of_values(self),
@@ -233,7 +237,7 @@ class PipelineConfig:
 
     @property
     def generator(self) -> Generator | None:
-        """The table's generator; None: the table is in a file, or no schedule is chosen yet."""
+        """The generator of the table. None: a file has the table, or no schedule is chosen yet."""
         name = self.schedule
         if name is None or name.startswith(CSV_PREFIX) or self.is_automatic:
             return None
@@ -246,19 +250,19 @@ class PipelineConfig:
 
     @property
     def trace_folder(self) -> Path | None:
-        """The traced run whose costs the planner uses; None: the planner uses its forecast."""
+        """The folder of the traced run whose costs the planner uses. None: it uses a forecast."""
         if self.schedule is None or not self.schedule.startswith(f"{AUTO}:"):
             return None
         return Path(self.schedule.removeprefix(f"{AUTO}:"))
 
     @property
     def is_stock(self) -> bool:
-        """Whether Megatron's own schedules, or roles, run instead of a table of this package."""
+        """Whether Megatron's own schedules or disaggregated roles run instead of our tables."""
         return self.schedule is None and self.dynamic is None
 
     @property
     def twins(self) -> int:
-        """Number of mirrored pipelines; Megatron treats each as a data-parallel replica."""
+        """Number of mirrored pipelines. Megatron treats each of them as a data-parallel replica."""
         return 1 if self.generator is None else self.generator.twins
 
     @property
@@ -268,7 +272,7 @@ class PipelineConfig:
 
     @property
     def wire(self) -> TransportName:
-        """The transport, with its default filled in."""
+        """The transport, with the default filled in."""
         if self.transport is not None:
             return self.transport
         return (
@@ -291,8 +295,8 @@ class PipelineConfig:
         return self.microbatch_rng or self.dynamic is not None
 
 
-# Each of these functions returns a template for a `ConfigurationError` about the first mistake, or
-# None.
+# Each of these functions returns a template for a `ConfigurationError` about the first mistake that
+# it finds, or None. In a template, {field} and {field:value} are settings.
 
 
 def _mistake_of_values(c: PipelineConfig) -> str | None:
@@ -306,12 +310,12 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
         )
     if not 1 <= c.stash_ratio < inf:
         return (
-            "{stash_ratio:{c.stash_ratio}} must be at least 1, which counts activations until W; "
-            "use 1"
+            "{stash_ratio:{c.stash_ratio}} must be at least 1, with which activations are counted "
+            "until W; use 1"
         )
     if c.node_ips and c.wire in ("torch", "shm"):
         return (
-            "{node_ips} is for wires between hosts, {transport:{c.wire}} has none; use "
+            "{node_ips} is for wires between hosts, but {transport:{c.wire}} does not use any; use "
             "{transport:auto}, or leave {node_ips} out"
         )
     if not 0 < c.message_timeout_s < inf:
@@ -327,7 +331,7 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
     """Return why micro-batches cannot be cut into these slices."""
     if not 1 <= c.slices <= MAX_SLICES:
         return (
-            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES}; "
+            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES} slices; "
             "use {slices:4} or 8"
         )
     if c.slices == 1:
@@ -360,8 +364,8 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
         return "{slice_tokens:{c.slice_tokens}} must be at least 1; use {slice_tokens:4096}"
     if c.slices > 1:
         return (
-            "{slice_tokens:{c.slice_tokens}} cuts by length, {slices:{c.slices}} cuts equal "
-            "lengths; leave one of them out"
+            "{slice_tokens:{c.slice_tokens}} cuts each micro-batch by its length, but "
+            "{slices:{c.slices}} cuts all micro-batches alike; leave one of them out"
         )
     excluded = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
     for field_name, is_set in excluded.items():
@@ -372,13 +376,13 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
             )
     if c.is_stock or c.is_automatic:
         return (
-            "{slice_tokens:{c.slice_tokens}} makes a table for the lengths of each step; add "
+            "{slice_tokens:{c.slice_tokens}} generates a table for the lengths of each step; add "
             "{schedule:NAME}, such as zb-h1"
         )
     if c.schedule is not None and c.schedule not in SLICED_BY_LENGTH:
         return (
             "{slice_tokens:{c.slice_tokens}} needs a table for the lengths of each step, which "
-            "{schedule:{c.schedule}} cannot give; use {schedule:zb-h1}, or one of "
+            "{schedule:{c.schedule}} cannot generate; use {schedule:zb-h1}, or one of "
             f"{', '.join(SLICED_BY_LENGTH)}"
         )
     return None
@@ -389,7 +393,7 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
     if c.num_waiting < 0:
         return (
             "{waiting_weights:{c.waiting_weights}} must be 0 or more; use {waiting_weights:0}, "
-            "with which W runs where the table has it"
+            "with which W runs where the table places it"
         )
     if not c.waiting_weights:
         return None
@@ -420,23 +424,23 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
     """Return which setting excludes separate forward and backward ranks."""
     if not c.is_stock or c.costs is not None:
         return (
-            "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its own "
+            "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it has its own "
             "schedule; leave one of them out"
         )
     if c.pairs:
         return (
-            "{disaggregation} cannot run with {pairs}: forwards and backwards are on different "
+            "{disaggregation} cannot run with {pairs}: forwards and backwards run on different "
             "ranks; leave one of them out"
         )
     if c.balance != "off":
         return (
-            "{disaggregation} cannot run with {balance:{c.balance}}: its processes of two roles "
-            "read the data in the order of the file; leave {balance} out"
+            "{disaggregation} cannot run with {balance:{c.balance}}: its forward and backward "
+            "ranks read the data in the order of the file; leave {balance} out"
         )
     if c.transport == "torch":
         return (
-            "{disaggregation} cannot run with {transport:torch}: to torch.distributed forward and "
-            "backward ranks are two jobs; use {transport:auto}, or leave it out"
+            "{disaggregation} cannot run with {transport:torch}: for torch.distributed, forward "
+            "and backward ranks are two jobs; use {transport:auto}, or leave it out"
         )
     if c.device_path == "ipc":
         return (
@@ -447,7 +451,7 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_schedules(c: PipelineConfig) -> str | None:
-    """Return which setting the schedule excludes, or which needs a schedule of this package."""
+    """Return which setting the schedule excludes, or which setting needs one of our schedules."""
     if c.chunks is not None and c.chunks < 1:
         return "{chunks:{c.chunks}} must be at least 1"
     if c.is_stock and c.balance != "off":
@@ -473,8 +477,8 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
         )
     if c.generator is not None and not c.generator.listed:
         return (
-            "{schedule:{c.schedule}} needs processes of two roles; use {disaggregation} instead, "
-            "which chooses it"
+            "{schedule:{c.schedule}} needs forward and backward ranks; use {disaggregation} "
+            "instead, which selects this schedule"
         )
     return None
 
@@ -482,7 +486,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
 def _mistake_of_auto(c: PipelineConfig) -> str | None:
     """Return which setting cannot be combined with a schedule that the planner chooses."""
     if c.schedule == f"{AUTO}:":
-        return "{schedule:auto:} names no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
+        return "{schedule:auto:} has no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
     if c.chunks is not None or c.options:
         return (
             "{schedule:{c.schedule}} chooses chunks and options with the schedule; leave them out, "
@@ -491,7 +495,7 @@ def _mistake_of_auto(c: PipelineConfig) -> str | None:
     if c.dynamic is not None:
         return (
             "{schedule:{c.schedule}} compares the orders of tables, which {dynamic} changes; use "
-            "{schedule:zb-h1} or another, or leave {dynamic} out"
+            "{schedule:zb-h1} or another schedule, or leave {dynamic} out"
         )
     return None
 
@@ -500,29 +504,29 @@ def _mistake_of_transports(c: PipelineConfig) -> str | None:
     """Return which setting the transport does not support."""
     if c.dynamic is not None and c.wire == "torch":
         return (
-            "{dynamic} chooses by which messages have arrived, which torch.distributed cannot "
-            "tell; leave {transport:torch} out"
+            "{dynamic} needs to know which messages have arrived, which torch.distributed does not "
+            "report; leave {transport:torch} out"
         )
     if c.checksums and c.wire == "torch":
         return (
-            "{checksums} is for messages of this package, {transport} is torch; add "
+            "{checksums} is for the transports of this package, but {transport} is torch; add "
             "{transport:shm}, tcp or rdma, or leave {checksums} out"
         )
     if c.checksums and c.device_path == "ipc":
         return (
-            "{checksums} covers messages through the host, {device_path:ipc} bypasses it; leave "
-            "one of them out"
+            "{checksums} covers messages through host memory, which {device_path:ipc} bypasses; "
+            "leave one of them out"
         )
     if c.device_path == "ipc" and c.wire not in ("shm", "auto"):
         return (
-            "{device_path:ipc} needs shared memory, {transport} is {c.wire}; add {transport:shm}, "
-            "or leave {device_path} out"
+            "{device_path:ipc} needs shared memory, but {transport} is {c.wire}; add "
+            "{transport:shm}, or leave {device_path} out"
         )
     return None
 
 
 def check_types(settings: object) -> None:
-    """Compare each field of a dataclass with its annotation.
+    """Check the value of each field of a dataclass against its annotation.
 
     Raises:
         ConfigurationError: A value has the wrong type, or is not one of the choices.
@@ -564,14 +568,14 @@ _WORDS = {
 
 
 def is_of_type(value: object, hint: Any) -> bool:
-    """Return whether a value fits an annotation; an int fits float, but a bool fits neither."""
+    """Return whether a value fits an annotation. An int fits float, but a bool fits neither."""
     if len(kinds := kinds_of(hint)) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
     origin = get_origin(hint)
     parts = typing.get_args(hint)
     if origin is Literal:
         return value in parts
-    if origin is tuple:  # of any length
+    if origin is tuple:  # annotated as `tuple[X, ...]`
         return isinstance(value, tuple) and all(
             is_of_type(item, parts[0]) for item in value
         )

@@ -1,4 +1,4 @@
-"""The result of `preflight`: what a configuration accepts, changes and rejects."""
+"""The result of `preflight`: which settings a configuration accepts, changes and rejects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason why a configuration cannot run, and the nearest thing that works."""
+    """A reason why a configuration cannot run, and the closest alternative that works."""
 
     rule: str
     """The setting or check that rejects the configuration."""
@@ -40,16 +40,16 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        """Why the configuration cannot run, worded with flags."""
+        """The reason why the configuration cannot run, with settings as flags."""
         return reworded(self.cause, in_flags)
 
     @property
     def remedy(self) -> str:
-        """The nearest thing that works, worded with flags; may be empty."""
+        """The closest alternative that works, with settings as flags; may be empty."""
         return reworded(self.way_out, in_flags)
 
     def worded(self, wording: Wording) -> str:
-        """Return reason and remedy on one line, in the given wording."""
+        """Return reason and remedy on one line, with settings in the given wording."""
         message = f"{self.cause}; {self.way_out}" if self.way_out else self.cause
         return reworded(message, wording)
 
@@ -63,29 +63,30 @@ class Preflight:
 
     refusals: list[Refusal] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    """Changes to the user's settings: the cut of the model, and settings dropped or taken over."""
+    """Sentences about changes to the user's settings: the cut of the model, and settings that are
+    dropped or replaced."""
     notices: list[str] = field(default_factory=list)
-    """Notices about settings that have less effect than they appear to have."""
+    """Sentences about settings that have less effect than they appear to have."""
     ignored: list[str] = field(default_factory=list)
-    """Settings known neither to this package nor to Megatron, if it is installed. For a command
-    line, the flags that only a user's script may have."""
+    """Names of settings that neither this package nor the installed Megatron defines. For a command
+    line, these are flags that only a user's script may define."""
     suggestions: dict[str, str | None] = field(default_factory=dict)
-    """Unknown flags, each with a similar known flag, or None."""
+    """Unknown flag -> a similar flag that exists, or None."""
     config: PipelineConfig | None = None
-    """The pipeline as described by the flags; None: the flags contradict each other."""
+    """The pipeline that the flags describe; None: the flags contradict each other."""
     pipeline: Pipeline | None = None
     """The pipeline that runs; None: Megatron's own schedules run, or the configuration is
     rejected."""
     transport_only: Pipeline | None = None
-    """Megatron's own schedule if our transport carries its messages."""
+    """Megatron's own schedule if our transport carries its messages, else None."""
     candidates: Sequence[Candidate] = ()
-    """The best schedules that `auto` may choose here, as many as requested."""
+    """The best accepted schedules under `auto`, as many as requested."""
     choice: Choice | None = None
-    """What `auto` has chosen."""
+    """The schedule that `auto` has chosen, if any."""
     job: Job | None = None
-    """The disaggregated job, if this process is part of one."""
+    """The disaggregated job, if this process belongs to one."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments, by Megatron's names, with which it can host the pipeline."""
+    """Arguments with which Megatron hosts the pipeline, by Megatron's names."""
     checked_args: Namespace = field(default_factory=Namespace)
     """The arguments that were checked, with Megatron's defaults for missing ones."""
 
@@ -95,12 +96,12 @@ class Preflight:
         return not self.refusals
 
     def unknown_flags(self) -> Iterator[str]:
-        """Yield a line for each flag that only a user's script may have."""
+        """Yield a line for each flag that only a user's script may define."""
         for flag, suggestion in self.suggestions.items():
-            hint = "is it of your script?"
+            hint = "does your script define it?"
             if suggestion:
                 hint = f"did you mean {suggestion}?"
-            yield f"{flag} is unknown to the Megatron that is installed here; {hint}"
+            yield f"{flag} is unknown to the installed Megatron; {hint}"
 
     def raise_refusals(self, wording: Wording = in_flags) -> None:
         """Raise all refusals as one `ArgumentsError` or `ScheduleError`, one line per refusal.
@@ -116,7 +117,7 @@ class Preflight:
 
     @contextmanager
     def collecting(self, rule: str) -> Iterator[None]:
-        """Turn errors inside this context into refusals by a rule; checking continues after it."""
+        """Convert errors inside this context into refusals by `rule`. Checks continue after it."""
         try:
             yield
         except UserError as error:
@@ -127,11 +128,12 @@ class Preflight:
             if isinstance(error, ScheduleError):
                 kind = ScheduleError
             for line in text.splitlines():
+                # Messages end with "; REMEDY".
                 reason, separator, remedy = line.rpartition("; ")
                 refusal = Refusal(rule, reason, remedy, kind)
                 if not separator:
                     refusal = Refusal(rule, line, "", kind)
-                # Two checks read the flags of a cut (the number of stages and their layers), so an
-                # error may come twice.
+                # Two checks read the flags of a cut (the number of stages, and their layers), so an
+                # error may occur twice.
                 if refusal not in self.refusals:
                     self.refusals.append(refusal)

@@ -1,7 +1,7 @@
 """Checks flags that Megatron requires and sizes that it asserts, before torch is imported.
 
 Upstream's scripts check some of them in `validate_args`, without naming the flag. Others fail only
-after the start, such as a division by a missing `--eval-interval`.
+later, for example when Megatron divides by a missing `--eval-interval`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.rules import read_rules
 
-# With these, Megatron takes arguments from elsewhere.
+# With one of these, Megatron reads arguments from a checkpoint or a file.
 _ELSEWHERE = ("use_checkpoint_args", "yaml_cfg")
 
 _NEEDED = read_rules("""
     --num-layers: !num_layers & !encoder_num_layers & !hybrid_layer_pattern &
     !heterogeneous_layers_config_path & !heterogeneous_layers_config_encoded_json
-        Megatron has no model without it; give it a value of at least 1
+        Megatron cannot build a model without it; give it a value of at least 1
     --hidden-size: !hidden_size & !heterogeneous_layers_config_path &
     !heterogeneous_layers_config_encoded_json
-        Megatron has no model without it; give it a value of at least 1
+        Megatron cannot build a model without it; give it a value of at least 1
     --num-attention-heads: !num_attention_heads & !heterogeneous_layers_config_path &
     !heterogeneous_layers_config_encoded_json
-        Megatron has no model without it; give it a value of at least 1
+        Megatron cannot build a model without it; give it a value of at least 1
     --max-position-embeddings: !max_position_embeddings
         Megatron needs it with every kind of position embedding; give it the value of --seq-length
     --seq-length: !seq_length & !encoder_seq_length
@@ -33,9 +33,9 @@ _NEEDED = read_rules("""
     --micro-batch-size: !micro_batch_size
         Megatron has no default for it; give it a value of at least 1
     --train-iters: !train_iters & !train_samples & !skip_train
-        Megatron would not know where to stop; add --train-iters N or --train-samples N
+        Megatron would not know when to stop; add --train-iters N or --train-samples N
     --eval-interval: !eval_interval & !skip_train & !full_validation
-        Megatron divides by it when it counts the samples of evaluations, with --eval-iters 0 too;
+        Megatron divides by it when it counts the samples of evaluations, even with --eval-iters 0;
         add --eval-interval 1000
     --save-interval: save & !save_interval
         Megatron needs it with --save; add --save-interval 1000
@@ -45,21 +45,21 @@ _NEEDED = read_rules("""
 _IMPOSSIBLE = read_rules("""
     --seq-length above --max-position-embeddings: max_position_embeddings &
     seq_length>max_position_embeddings
-        tokens would have positions that the model lacks; give both the same value
+        tokens would have positions that the model does not have; give both the same value
     --expert-model-parallel-size above 1 without --num-experts: expert_model_parallel_size>1 &
     !num_experts
-        there are no experts to spread; add --num-experts N, or leave it out
+        there are no experts to distribute; add --num-experts N, or leave it out
 """)
 
 
 def missing_flags(
     args: Namespace, defaults: Mapping[str, Any] | None
 ) -> Iterator[Refusal]:
-    """Yield a refusal for each missing required flag, and for each size that fails an assertion.
+    """Yield a refusal for each required flag that is missing, and for each impossible size.
 
     Args:
         args: The settings from the flags.
-        defaults: A training script's values for arguments that are not given; None: the arguments
+        defaults: A training script's values for arguments that are not given. None: the arguments
             do not come from a script, so any of them may be missing.
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
@@ -74,6 +74,7 @@ def missing_flags(
         if rule.refuses(settings):
             name = rule.flag.split()[0][2:].replace("-", "_")
             yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
+    # Megatron asserts this if no flag sets the size of a head.
     hidden = user_args.get("hidden_size")
     heads = user_args.get("num_attention_heads")
     if not hidden or not heads or getattr(settings, "kv_channels", None):

@@ -1,4 +1,4 @@
-"""Checks `--inprocess-restart`: its requirements, and state that it cannot restore."""
+"""Checks the requirements of `--inprocess-restart`, and the state that it cannot restore."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NEEDED = (
 
 
 def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
-    """Keep a folded pipeline's local checkpoints apart from those of other placements.
+    """Save the local checkpoints of a folded pipeline in a folder that other placements do not use.
 
-    Megatron names their tensors by rank and chunk, so another placement would load the wrong
-    layers.
+    Megatron names the tensors of local checkpoints by rank and chunk, so a pipeline with another
+    placement would load the wrong layers.
     """
     directory = getattr(args, "non_persistent_local_ckpt_dir", None)
     if getattr(args, "non_persistent_ckpt_type", None) != "local" or directory is None:
@@ -34,13 +34,13 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
         return
     answer.arguments["non_persistent_local_ckpt_dir"] = str(Path(directory) / name)
     answer.changes.append(
-        f"local checkpoints lie in {directory}/{name}: under another placement Megatron would load "
-        "other layers from them"
+        f"local checkpoints are saved in {directory}/{name}, because Megatron would load the wrong "
+        "layers from them under another placement"
     )
 
 
 def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
-    """Add refusals and limits of `--inprocess-restart` under our pipelines and transports.
+    """Add refusals and notices about `--inprocess-restart` under our pipelines and transports.
 
     `in_job` means that this is a process of the job, with the job's software.
     """
@@ -51,7 +51,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
         refusal = Refusal(
             "inprocess_restart",
             "--inprocess-restart: Megatron restarts with NVIDIA's nvidia-resiliency-ext, which is "
-            "not installed, and would end with the first rank that is lost",
+            "not installed, so the job would end with the first lost rank",
             "pip install 'megatron-ext[resilience]', or leave it out",
         )
         answer.refusals.append(refusal)
@@ -59,24 +59,24 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
         refusal = Refusal(
             "inprocess_restart",
             f"--inprocess-restart: the installed nvidia-resiliency-ext has no {missing_name}, "
-            "without which ranks would wait for a lost one",
+            "without which ranks would wait for a lost rank",
             "pip install 'megatron-ext[resilience]', or leave it out",
         )
         answer.refusals.append(refusal)
     if getattr(args, "load", None) is None:
         answer.notices.append(
-            "--inprocess-restart without --load: after the loss of a rank, training begins with "
-            "its first step again; add --save DIR --load DIR"
+            "--inprocess-restart without --load: after the loss of a rank, training starts again "
+            "from the first step; add --save DIR --load DIR"
         )
     if getattr(args, "inprocess_granularity", "node") == "node":
         answer.notices.append(
-            "--inprocess-restart: with a rank all others of its host are given up; add "
-            "--inprocess-granularity rank to keep them"
+            "--inprocess-restart: after the loss of a rank, all ranks of its host are given up; "
+            "add --inprocess-granularity rank to keep them"
         )
 
 
 def _missing_name() -> str:
-    """Return the first class of NVRx that a patch needs and that is missing; empty if none is."""
+    """Return the first class of NVRx that a patch needs and that is missing, or an empty string."""
     for module, name in _NEEDED:
         full_name = f"nvidia_resiliency_ext.inprocess.{module}"
         try:

@@ -1,13 +1,13 @@
-"""Forward and backward roles of a disaggregated job: the ranks and arguments of each role.
+"""Forward and backward roles of a disaggregated job: the ranks and the arguments of each role.
 
-Tensor-parallel ranks are innermost, then the two roles, then context-parallel ranks, data-parallel
-replicas and pipeline stages. For TP 2, PP 2 and one replica:
+In the order of ranks, tensor-parallel ranks are innermost, followed by the two roles,
+context-parallel ranks, data-parallel replicas, and pipeline stages. For TP 2, PP 2 and one replica:
 
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
 
-Megatron gets the arguments of an ordinary job that consists of the processes of one role. From
-these it derives data-parallel size, micro-batches, sampler and groups as usual.
+Megatron gets the arguments of an ordinary job, which consists of the processes of one role. From
+these it derives the data-parallel size, micro-batches, sampler and groups as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Place(NamedTuple):
 
     role: Role
     dp: int
-    """Data-parallel replica; with context parallelism, combined with the part of the sequence."""
+    """Index of the data-parallel replica, combined with the context-parallel rank if there is one.
+    """
     pp: int
     """Pipeline stage."""
     tp: int
@@ -42,14 +43,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMap:
-    """All processes of a job, by global rank; each role also numbers its processes."""
+    """Maps global ranks to roles and positions, and numbers the processes within each role."""
 
     tp: int
     """Tensor-parallel size of the backward ranks."""
     pp: int
+    """Number of pipeline stages."""
     dp: int
-    """Copies of the model held by the ranks of each role: data-parallel replicas times
-    context-parallel ranks, which hold the same weights."""
+    """Number of copies of the model in each role: data-parallel replicas times context-parallel
+    ranks, which hold the same weights."""
     merged: bool = False
     """Whether one forward rank replaces all tensor-parallel ranks of its stage."""
 
@@ -70,9 +72,9 @@ class RankMap:
 
     def place(self, rank: int) -> Place:
         """Return the role and position of a global rank."""
-        # The two roles of one part of the model are neighbours, because they exchange the most. The
-        # last process is a backward rank of the last stage, because Megatron logs there. Within
-        # each role, ranks are in Megatron's order.
+        # The two roles of one part of the model are neighbours, because they exchange the most
+        # data. The last process is a backward rank of the last stage, because Megatron logs there.
+        # Within each role, ranks are in Megatron's order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
         if offset < self.role_tp("forward"):
@@ -93,7 +95,7 @@ class RankMap:
         return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
 
     def twins(self, place: Place) -> list[Place]:
-        """Return the processes of the other role that hold the same weights or shards of them."""
+        """Return the processes of the other role that hold the same weights, or shards of them."""
         if self.merged and place.role == "backward":
             return [Place("forward", place.dp, place.pp, 0)]
         if self.merged:
@@ -108,7 +110,8 @@ def rank_map(
     """Return the rank map of a job with `world_size` processes and these parallel sizes.
 
     Raises:
-        ArgumentsError: The number of processes does not fit; the message suggests numbers that do.
+        ArgumentsError: The processes do not divide into replicas. The message suggests numbers of
+            processes that do.
     """
     ranks_of_stage = 2 * tp
     if merged:
@@ -136,24 +139,25 @@ def rank_map(
 
 @dataclass(frozen=True)
 class Job:
-    """A disaggregated job, as seen from this process."""
+    """A disaggregated job, and the place of this process in it."""
 
     ranks: RankMap
     rank: int
     """Global rank of this process."""
     activations: Activations
     timeout_s: float
-    """Time-out for one process waiting for another."""
+    """The longest time that one process waits for another."""
     sequence_parallel: bool = False
     """Whether activations are split along the sequence over tensor-parallel ranks."""
     message_bytes: int = 1 << 20
     """Size of the largest message between stages."""
     gathers_late: bool = False
-    """Whether each replica updates a shard of the weights and gathers them in the next forward."""
+    """Whether each replica updates a shard of the weights, and gathers the rest in the next
+    forward."""
     ends_by_itself: bool = False
-    """Whether backward ranks may decide at any step to end the training."""
+    """Whether backward ranks may decide after any step to end the training."""
     recomputes_routers: bool = False
-    """Whether tokens are first routed to experts without gradients, and again with gradients."""
+    """Whether the routers of experts run twice: first without and then with gradients."""
 
     @property
     def place(self) -> Place:
@@ -171,7 +175,7 @@ class Job:
         return self.ranks.role_rank(self.place)
 
     def name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank for error messages; None: this process."""
+        """Return the name of a global rank (None: of this process) for error messages."""
         if rank is None:
             rank = self.rank
         role, dp, pp, tp = self.ranks.place(rank)
@@ -179,7 +183,7 @@ class Job:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each replica sends its shard of the weights to all replicas' forward ranks."""
+        """Whether each replica sends its shard of the weights to the forward ranks of all replicas."""
         return self.gathers_late and self.ranks.dp > 1
 
     @property
@@ -194,19 +198,21 @@ class Job:
 
     @property
     def window(self) -> int:
-        """Micro-batches by which a forward rank may be ahead of the backward rank of its stage."""
-        # A backward rank grants another credit with each micro-batch that it starts. That bounds
-        # the messages waiting on any process, because backwards of neighbouring stages are one
-        # micro-batch apart and cannot overtake the forwards. It cannot deadlock, because the credit
-        # for a micro-batch depends only on earlier ones, whose messages wait in memory. With equal
-        # stages, fewer than two credits per stage are enough to lose no time, in either mode and
-        # for any number of tensor-parallel ranks replaced by one forward rank.
+        """Number of micro-batches by which a forward rank may precede its stage's backward rank."""
+        # A backward rank grants one more credit with each micro-batch that it starts.
+        # - This bounds the messages that wait on any process, because backwards of neighbouring
+        #   stages are one micro-batch apart and cannot overtake the forwards.
+        # - It cannot deadlock, because the credit for a micro-batch depends only on earlier
+        #   micro-batches, whose messages wait in memory.
+        # - It loses no time: with equal stages, fewer than two credits per stage are enough, in
+        #   either mode and for any number of tensor-parallel ranks that one forward rank replaces.
         return 2 * self.ranks.pp
 
     @property
     def position(self) -> int:
         """Row of the table that this process runs."""
-        # Down the forward stages, then up the backward stages, in the direction of the data flow.
+        # Rows follow the data: forward stages in ascending order, then backward stages in
+        # descending order.
         stage = self.place.pp
         pp = self.ranks.pp
         if self.role == "forward":
@@ -214,16 +220,16 @@ class Job:
         return 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table of one replica, covering both roles, for a number of micro-batches."""
+        """Return the table of one replica, with both roles, for a number of micro-batches."""
         return generate(
             "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
         )
 
     def peers(self, position: int) -> list[int]:
-        """Return the global ranks at a row of the table that exchange tensors with this process.
+        """Return the global ranks in a row of the table with which this process exchanges tensors.
 
-        That is one rank of this replica, or all tensor-parallel ranks that a merged forward rank
-        replaces.
+        This is one rank of this replica. A merged forward rank exchanges tensors with all
+        tensor-parallel ranks that it replaces.
         """
         pp = self.ranks.pp
         merged = self.ranks.merged
@@ -244,12 +250,13 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     """Return the disaggregated job on these ranks, including this process's role."""
     disaggregation = config.disaggregation
     assert disaggregation is not None
-    # The size of one activation `[s, b, h]` in fp32, or of all activations that a stage ships. A
-    # stage with more layers than the others sends longer messages, in pieces.
+    # One activation `[s, b, h]` in fp32, or all activations that a stage ships. A stage with more
+    # layers than this average sends its messages in pieces.
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
-    # With one of these, Megatron compares times or signals after each step, and may then end.
+    # With one of these settings, Megatron checks the time or signals after each step, and may end
+    # the training.
     exit_settings = []
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         if getattr(args, dest, None):
@@ -271,7 +278,8 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
 
 def _recomputes_routers(args: Namespace) -> bool:
     granularity = getattr(args, "recompute_granularity", None)
-    # Megatron turns the two deprecated flags into recomputation, but only after this check.
+    # These two flags are deprecated. Megatron translates them into recomputation, but only after
+    # this check.
     if getattr(args, "moe_layer_recompute", False):
         return True
     if getattr(args, "recompute_activations", False):
@@ -288,15 +296,16 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "world_size": job.ranks.role_size(job.role),
     }
     if getattr(args, "rerun_mode", None) == "validate_results":
-        # Backward ranks would rerun a step with an unexpected loss and wait for forwards that never
-        # come. With this disabled, such a loss ends the job at once.
+        # Backward ranks would rerun a step with an unexpected loss, and wait for forwards that
+        # never come. With reruns disabled, such a loss ends the job at once.
         arguments["rerun_mode"] = "disabled"
     if job.role == "backward":
         return arguments
-    # A forward rank computes no gradients and writes no files, and recomputation would only cost
-    # time.
+    # A forward rank computes no gradients and writes no files, and it gains nothing from
+    # recomputation.
     settings: dict[str, Any] = {
-        "exit_duration_in_mins": None,  # see `Job.ends_by_itself`
+        # Backward ranks decide when to end; see `Job.ends_by_itself`.
+        "exit_duration_in_mins": None,
         "use_distributed_optimizer": False,
         # Megatron accepts these only with the distributed optimizer.
         "num_distributed_optimizer_instances": 1,
@@ -311,13 +320,16 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
-        "distribute_saved_activations": False,  # Megatron requires full recomputation with it
+        # Megatron accepts this only with full recomputation.
+        "distribute_saved_activations": False,
         "save": None,
         "load": None,
         "pretrained_checkpoint": None,
         "tensorboard_dir": None,
-        "logits_save_dir": None,  # kept until a checkpoint is saved
-        "moe_routing_trace_path": None,  # files by rank, which backward ranks write
+        # Logits are kept in memory until a checkpoint is saved, which forward ranks never do.
+        "logits_save_dir": None,
+        # The files are named by rank, and backward ranks write them.
+        "moe_routing_trace_path": None,
         # torch's profiler writes next to TensorBoard's files, which only backward ranks write.
         "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
         "wandb_project": "",
@@ -326,8 +338,9 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         settings |= {
             "tensor_model_parallel_size": 1,
             "sequence_parallel": False,
-            "tp_comm_overlap": False,  # Megatron requires sequence parallelism with it
-            # Pad the vocabulary to the same size as on the backward ranks, which hold shards.
+            # Megatron accepts this only with sequence parallelism.
+            "tp_comm_overlap": False,
+            # Pad the vocabulary to the same size as on the backward ranks, which hold shards of it.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
             * job.ranks.tp,
         }
@@ -337,7 +350,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
 
 
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
-    """Return a log line about the disaggregated schedule of `count` micro-batches."""
+    """Return a log line about the disaggregated schedule for `count` micro-batches."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
     timeline = evaluate(job.schedule(count), UNIT)
     num_forward = job.ranks.role_size("forward")
@@ -345,31 +358,35 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
         f"{num_forward} forward and {num_backward} backward ranks, {replicas} replica(s), {count} "
-        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
+        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of one stage, bubble "
         f"{100 * timeline.bubble_ratio:.1f} %"
     )
 
 
 def profiles_with_torch(args: Namespace) -> bool:
-    """Return whether torch's profiler is on, which writes next to TensorBoard's files."""
+    """Return whether torch's profiler is enabled, which writes next to TensorBoard's files."""
     return all(
         getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler")
     )
 
 
 def _gathers_late(args: Namespace) -> bool:
-    """Return whether a replica still holds only its updated shard when a step ends."""
+    """Return whether a replica still holds only its updated shard of the weights after a step."""
+    # Replicas form groups, and each group has gathered its weights when the step ends.
     if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
-        return False  # replicas form groups, and each group has gathered by then
+        return False
+    # The gather moves quantised bytes.
     if getattr(args, "fp4_param_gather", False):
-        return False  # the gather moves quantised bytes
+        return False
+    # With other optimizers, replicas own whole weights, and their shards differ in size.
     if getattr(args, "optimizer", "adam") not in ("adam", "sgd"):
-        return False  # replicas own whole weights, and their shards differ in size
+        return False
     if getattr(args, "num_experts", None):
         tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
         spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+        # Experts then have other replicas than the rest of the model.
         if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
-            return False  # experts have fewer, or other, replicas than the rest
+            return False
     return bool(
         args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False)
     )

@@ -1,4 +1,4 @@
-"""The sizes of a job, read and type-checked once, from any description of the job."""
+"""The sizes of a job, which are read once from any description of the job, and type-checked."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizes:
-    """Sizes of a job, by the names of Megatron's arguments; None: not given.
+    """Sizes of a job, by the names of Megatron's arguments. None: the size is not given.
 
-    They are integers of at least 0, or at least 1 for numbers of ranks and stages.
+    Sizes are integers of at least 0. Numbers of ranks and stages are at least 1.
     """
 
     world_size: int | None = None
@@ -37,7 +37,7 @@ class JobSizes:
 
     num_layers: int | None = None
     encoder_num_layers: int | None = None
-    """Megatron uses it if `num_layers` is missing."""
+    """Megatron uses this number if `num_layers` is missing."""
     mtp_num_layers: int = 0
     num_experts: int | None = None
     seq_length: int | None = None
@@ -56,10 +56,11 @@ class JobSizes:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> JobSizes:
-        """Return the sizes found in settings, which use the names of Megatron's arguments.
+        """Return the sizes among settings, which use the names of Megatron's arguments.
 
         Raises:
-            ArgumentsError: Sizes have the wrong type or are too small; one line per size.
+            ArgumentsError: Sizes have the wrong type or are too small. The message has one line per
+                size.
         """
         sizes: dict[str, Any] = {}
         mistakes: list[str] = []
@@ -81,7 +82,7 @@ class JobSizes:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job, or of one replica if the size of the job is unknown."""
+        """Number of ranks in the job, or in one replica if the size of the job is unknown."""
         if self.world_size:
             return self.world_size
         return math.prod(
@@ -98,9 +99,11 @@ class _Rule:
     """The values that a size may have."""
 
     words: str
+    """Description of these values, for an error message."""
     remedy: str
     kind: type
     minimum: int = 0
+    """The smallest value, for integers."""
 
     def accepts(self, value: object) -> bool:
         """Return whether a size may have a value."""
@@ -124,10 +127,12 @@ def _rule_of(name: str, annotation: str) -> _Rule:
 
 
 def layout_text(layout: Any) -> Any:
-    """Return a layout in Megatron's notation; configuration objects may hold a list of names.
+    """Return a layout in Megatron's notation, such as `Et|t|t|tL`.
 
-    Anything that is not a layout is returned unchanged.
+    In configuration objects, a layout may also be a list of layer names per stage. Values of other
+    types are returned unchanged, for the caller to check.
     """
+    # Megatron's layout object keeps its argument in `input_data`.
     stages = getattr(layout, "input_data", layout)
     if not isinstance(stages, list | tuple):
         return stages

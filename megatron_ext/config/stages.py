@@ -1,4 +1,4 @@
-"""Computes the arguments that make Megatron cut its model into a schedule's stages."""
+"""Computes the arguments with which Megatron cuts its model into the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _PLACED = (*_DEALT, "v", "w")
 
 @dataclass
 class StageArguments:
-    """Arguments that make Megatron build the stages of a schedule."""
+    """Arguments with which Megatron builds the stages of a schedule."""
 
     values: dict[str, Any]
     """Values by the names of Megatron's arguments."""
     changes: list[str] = field(default_factory=list)
-    """Lines about the user's settings that these arguments replace."""
+    """Sentences about the user's settings that these arguments replace."""
 
 
 def stage_arguments(
     args: Namespace, cut: UserCut, placement: Placement, subject: str
 ) -> StageArguments:
-    """Return the arguments that make Megatron build the stages of a schedule.
+    """Return the arguments with which Megatron builds the stages of a schedule.
 
-    `subject` is the flag that chose the schedule.
+    `subject` is the flag that chose the schedule, for messages.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
@@ -49,9 +49,9 @@ def stage_arguments(
     built = StageArguments({"pipeline_model_parallel_size": num_ranks})
     if chunks > 1 and num_ranks == 2:
         built.values["overlap_p2p_comm"] = True  # see ModelBuild.transformer
-    # A table fixes the number of stages. If the user's cut gives that number, it is kept. Otherwise
-    # it only tells how much the ends compute besides their layers, and the layers are spread
-    # evenly.
+    # The table determines the number of stages. If the user's cut has that number, keep it.
+    # Otherwise only derive from it how much the ends compute besides their layers, and spread the
+    # layers evenly.
     makes_stages = (
         placement.name in _DEALT and cut.layers_by_stage(placement) is not None
     )
@@ -59,6 +59,7 @@ def stage_arguments(
         if chosen is None and chunks > 1:
             built.values["num_virtual_stages_per_pipeline_rank"] = chunks
         return built
+    # A layout or pattern replaces the user's other flags about the cut.
     replaced = {}
     for dest in EVEN_CUT:
         value = getattr(args, dest, None)
@@ -93,9 +94,9 @@ def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> Non
     # Megatron builds these layers, and computes their offsets, without a chunk number.
     if chunks > 1 and cut.layer_description is not None:
         raise ArgumentsError(
-            f"{subject} has {chunks} stages on each rank, and Megatron builds the layers of "
-            f"--{cut.layer_description.replace('_', '-')} for one; use --pipeline-schedule=zb-h1 "
-            "or 1f1b"
+            f"{subject} has {chunks} stages on each rank, but Megatron builds the layers of "
+            f"--{cut.layer_description.replace('_', '-')} only for one stage; use "
+            "--pipeline-schedule=zb-h1 or 1f1b"
         )
     if is_auto and (cut.layout is not None or cut.is_hybrid):
         user_cut = "the pattern of a hybrid model"
@@ -117,9 +118,10 @@ def _cut_pattern(
     """Cut the pattern of a hybrid model into the stages of a placement."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
+    # In 0.16, a hybrid model has no pattern with cuts, so Megatron spreads its layers evenly.
     if cut.pattern is None:
         if placement.name not in _DEALT:
-            return  # rejected by RULES["folded"]
+            return  # RULES["folded"] rejects this
         fewer = num_layers // num_stages * num_stages
         fitting = [str(count) for count in (fewer, fewer + num_stages) if count]
         raise ScheduleError(
@@ -135,12 +137,13 @@ def _cut_pattern(
     )
     segments = ["".join(islice(letters, count)) for count in counts]
     user_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    # Multi-token prediction follows the first "/", and stays.
+    # Keep the layers of multi-token prediction, which follow the first "/".
     new_pattern = user_pattern.replace(cut.pattern, "|".join(segments), 1)
     built.values["hybrid_layer_pattern"] = new_pattern
     built.values |= dict.fromkeys(replaced)
     if getattr(args, "hybrid_override_pattern", None):
-        built.values["hybrid_override_pattern"] = None  # the other's former name
+        # Former name of the same argument.
+        built.values["hybrid_override_pattern"] = None
     built.changes.append(f"the stages of {subject}: {PATTERN} '{new_pattern}'")
 
 
@@ -154,13 +157,14 @@ def _lay_out(
     *,
     is_auto: bool,
 ) -> None:
-    """Give Megatron a layout in place of the user's cut, and record what it replaces."""
+    """Replace the user's cut by a layout, and record the change."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
+    # Megatron accepts none of these flags together with a layout.
     for dest, value in replaced.items():
         built.values[dest] = False if value is True else None
     built.values["pipeline_model_parallel_layout"] = layout
-    # An even cut needs no notice, unless the user asked for `auto`.
+    # An even cut needs no notice, unless the user chose `auto`.
     is_even = not replaced and cut.layout is None and num_layers % num_stages == 0
     if layout != cut.layout and (is_auto or not is_even):
         former = [f"--{dest.replace('_', '-')}" for dest in replaced]
@@ -172,8 +176,8 @@ def _lay_out(
         built.changes.append(change)
     if num_layers < num_stages:
         built.changes.append(
-            f"{num_stages - num_layers} of the {num_stages} stages of {subject} have no layer, so "
-            f"their ranks wait; use --num-layers={num_stages} or more, or fewer ranks"
+            f"{num_stages - num_layers} of the {num_stages} stages of {subject} have no layers, so "
+            f"their ranks idle; use --num-layers={num_stages} or more, or fewer ranks"
         )
 
 
@@ -188,8 +192,15 @@ def layout_string(
 ) -> str:
     """Return the layout for a model on a placement, in Megatron's notation.
 
-    The user's layout is returned unchanged if it has these stages. `first` and `last` are the work
-    of the ends besides their layers, in layers; None: the layers of multi-token prediction.
+    The user's layout is returned unchanged if it has the stages of the placement.
+
+    Args:
+        num_layers: Number of layers, without multi-token prediction.
+        placement: The rank of each stage.
+        mtp_num_layers: Number of layers of multi-token prediction.
+        layout: The user's layout, if any.
+        first: Work of the first stage besides its layers, in units of one layer.
+        last: Work of the last stage besides its layers. None: the layers of multi-token prediction.
 
     Raises:
         ScheduleError: The layout does not fit this model, or no model can be built on the
@@ -197,15 +208,16 @@ def layout_string(
     """
     if placement.name not in _PLACED:
         raise ScheduleError(
-            f"no model can have its stages on ranks {placement.rank_of}; place the stages of the "
-            f"table as {', '.join(_PLACED)} (see megatron-ext plan)"
+            f"no model can be built with its stages on ranks {placement.rank_of}; place the stages "
+            f"of the table as {', '.join(_PLACED)} (see megatron-ext plan)"
         )
     mtp = mtp_num_layers or 0
     num_stages = placement.num_stages
     if layout is not None:
         _check_letters(layout, num_layers, mtp)
         stages = parse_layout(layout)
-        # MTP before the last stage sends tensors of another shape, which a fold does not announce.
+        # A stage with multi-token prediction before the last stage sends tensors of another shape,
+        # which folded pipelines do not announce.
         has_early_mtp = any("m" in stage for stage in stages[:-1])
         if len(stages) == num_stages and (
             placement.name in _DEALT or not has_early_mtp
@@ -215,7 +227,7 @@ def layout_string(
         last = mtp
     counts = spread(num_layers, num_stages, first, last, placement.rank_of)
     per_stage, num_left_over = divmod(num_layers, num_stages)
-    # Prefer even stages if the longest one then takes no longer.
+    # Prefer even stages if the longest stage takes no more time then.
     longest = max(*counts, counts[0] + first, counts[-1] + last)
     if not num_left_over and per_stage + max(first, last) <= longest:
         counts = [per_stage] * num_stages
@@ -231,7 +243,7 @@ def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
 
 
 def chooser(args: Namespace, config: PipelineConfig) -> str:
-    """Return the flag that chose the schedule, with any value, for `errors.reworded`."""
+    """Return the flag that chose the schedule, with its value, in the form of `errors.reworded`."""
     if getattr(args, "pipeline_schedule", None) is None:
         if getattr(args, "enable_bitpipe_schedule", None):
             return "--enable-bitpipe-schedule"
@@ -241,7 +253,11 @@ def chooser(args: Namespace, config: PipelineConfig) -> str:
 
 
 def check_ranks(args: Namespace, config: PipelineConfig) -> None:
-    """Reject numbers of ranks on which Megatron cannot host the schedule; name one that works."""
+    """Reject a number of ranks on which Megatron cannot host the schedule.
+
+    Raises:
+        ConfigurationError: There are too few ranks, or an odd number for mirrored pipelines.
+    """
     pp = args.pipeline_model_parallel_size
     schedule, switch = "{schedule:{c.schedule}}", "{schedule}"
     flag, _, name = chooser(args, config).partition("=")
@@ -249,7 +265,7 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
         schedule = switch = flag
     if pp < 2:
         raise ConfigurationError(
-            f"{schedule} needs a pipeline, {{pipeline_ranks:{pp}}} makes none; use "
+            f"{schedule} needs a pipeline of at least 2 ranks, not {{pipeline_ranks:{pp}}}; use "
             f"{{pipeline_ranks:{2 * config.twins}}}, or leave {switch} out",
             c=config,
         )

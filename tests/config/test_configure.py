@@ -89,7 +89,7 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"schedule": "zb-v"},
         {"pipeline_ranks": 1},
-        "needs a pipeline, pipeline_ranks=1 makes none",
+        "needs a pipeline of at least 2 ranks, not pipeline_ranks=1",
     ),
     (
         {"schedule": "bitpipe"},
@@ -104,7 +104,7 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"transport": "shm", "chunks": 2},
         {"num_microbatches": 6, "world_size": 8},
-        "groups of pp = 4, so their number must be a multiple of it; use num_microbatches=4 or 8",
+        "groups of pp = 4, so their number must be a multiple of 4; use num_microbatches=4 or 8",
     ),
     (
         {"schedule": "zb-v"},

@@ -32,12 +32,12 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
          "data-parallel size, which it halves); start 4 or 8 processes")),
         (MERGED + PP2 + TP2, 8, ("(TP + 1) x PP = (2 + 1) x 2 = 6 for each replica of the model; "
          "start 6 or 12 processes")),
-        (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it brings its own schedule"),
+        (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it has its own schedule"),
         (FBD + PP2 + "--pipeline-device-path ipc", 4, "go through the host; leave it out"),
-        (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
+        (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it has its own schedule"),
         (MERGED + TP2 + MOE, 3, "shards of experts are not merged"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
-        (FBD + PP2 + SHIP + MTP, 4, "not those of multi-token prediction"),
+        (FBD + PP2 + SHIP + MTP, 4, "but not of multi-token prediction"),
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "-disaggregating; add --forward-backward"),
         ("--fbd-activations ship", 1, "-disaggregating; add --forward-backward"),
@@ -113,7 +113,7 @@ def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> 
         (
             "full_validation",
             True,
-            "backward ranks do not read that data; leave them out",
+            "backward ranks do not read the validation data; leave them out",
         ),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer instead"),
     ],
@@ -185,7 +185,7 @@ def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
     parse("gpt", (GPT + FBD + PP2).split(), {"WORLD_SIZE": "4"})
     assert (
         "pipeline schedule: fbd activations=recompute on 4 processes: 2 forward and 2 backward "
-        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of a stage"
+        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of one stage"
         in caplog.text
     )
 
@@ -224,4 +224,4 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
 def test_both_names_of_hybrid_context_parallelism_are_refused(name: str) -> None:
     """Megatron's dev branch has the second."""
     [refusal] = refusals(FBD.strip(), Namespace(**{name: True}), RULES["roles"])
-    assert refusal.reason.endswith("Megatron has a schedule of its own for it")
+    assert refusal.reason.endswith("Megatron has its own schedule for it")

@@ -44,7 +44,7 @@ REFUSED = {
     ),
     "transport": (
         PP4 + "--use-dpp --pipeline-transport torch", 4,
-        ["--use-dpp chooses by which messages have arrived, which torch.distributed"],
+        ["--use-dpp needs to know which messages have arrived, which torch.distributed"],
     ),
     "one stage": ("--use-dpp", 1, ["--use-dpp needs a pipeline", "or leave --use-dpp out"]),
     "loss over replicas in a layer": (

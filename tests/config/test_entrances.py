@@ -354,7 +354,7 @@ MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": T
         (
             {"timing_log_level": 2},
             4,
-            "--timing-log-level 2: no time is logged for forward-recv",
+            "--timing-log-level 2: no times are logged for forward-recv",
         ),
         ({"timing_log_level": 1}, 4, None),
     ],

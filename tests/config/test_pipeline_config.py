@@ -31,7 +31,7 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     ("settings", "message"),
     [
         ({"schedule": "zb_v"}, "no schedule 'zb_v'"),
-        ({"schedule": "fbd"}, "schedule=fbd needs processes of two roles"),
+        ({"schedule": "fbd"}, "schedule=fbd needs forward and backward ranks"),
         (
             {"schedule": "zb-v", "options": {"order": "zb"}},
             "zb-v has no option 'order'",
@@ -69,7 +69,7 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ({"node_ips": ("10.0.0.1",)}, "transport=torch has none; use transport=auto"),
         (
             {"device_path": "ipc"},
-            "device_path=ipc needs shared memory, transport is torch",
+            "device_path=ipc needs shared memory, but transport is torch",
         ),
         ({"device": "tpu"}, "device=tpu must be one of auto"),
         (
@@ -101,7 +101,7 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ({"stash_ratio": "1"}, "stash_ratio '1' must be a number"),
         (
             {"disaggregation": Disaggregation(), "schedule": "1f1b"},
-            "brings its own schedule",
+            "it has its own schedule",
         ),
         (
             {"disaggregation": Disaggregation(), "transport": "torch"},

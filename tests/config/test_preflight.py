@@ -202,7 +202,7 @@ def test_settings_within_settings_are_refused() -> None:
     ).refusals
     assert (
         str(refusal)
-        == "model holds settings, which are not read; give each by its name"
+        == "model contains settings, which are not read; pass each one by its own name"
     )
     assert preflight({**SIZES, "tp_comm_overlap_cfg": {"qkv_fprop": {}}}, ZB_V).accepted
 
@@ -384,7 +384,7 @@ def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
     assert [
         line
         for line in found.changes
-        if line.startswith("Gloo process groups are made")
+        if line.startswith("Gloo process groups are created")
     ]
     settings["enable_gloo_process_groups"] = True
     assert not any("Gloo" in line for line in preflight(settings, ZB_V).changes)
@@ -396,12 +396,12 @@ def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
         (
             PipelineConfig(disaggregation=Disaggregation()),
             {"num_experts": 8, "overlap_moe_expert_parallel_comm": True},
-            "forwards and backwards are on different ranks",
+            "forwards and backwards run on different ranks",
         ),
         (
             PipelineConfig(disaggregation=Disaggregation()),
             {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-            "new weights travel to forward ranks, which cast them",
+            "forward ranks receive new weights in the precision of the model, and cast them",
         ),
     ],
 )

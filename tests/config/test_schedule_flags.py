@@ -286,7 +286,7 @@ REFUSED = {
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
     "transport without a pipeline": (
-        "--pipeline-transport shm", 1, ["1 has no second rank; leave it out"],
+        "--pipeline-transport shm", 1, ["-size 1 has only one; leave it out"],
     ),
     "transport for other groups": (
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
@@ -354,7 +354,7 @@ REFUSED = {
     ),
     "slices by length of mirrored pipelines": (
         PP4 + "--pipeline-schedule bitpipe --pipeline-slice-tokens 8", 4,
-        ["which --pipeline-schedule bitpipe cannot give; use --pipeline-schedule zb-h1, or one of"],
+        ["--pipeline-schedule bitpipe cannot generate; use --pipeline-schedule zb-h1, or one of"],
     ),
     "slices by length that ranks cannot divide": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 1 --sequence-parallel "

@@ -252,9 +252,7 @@ def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
         ArgumentsError, match="No closing quotation; close the quotation"
     ):
         requested_flags({"MEGATRON_EXT_FLAGS": "--trace-dir 'x"})
-    with pytest.raises(
-        ArgumentsError, match="it takes the flags of megatron_ext alone"
-    ):
+    with pytest.raises(ArgumentsError, match="it takes only flags of megatron_ext"):
         parse_words(["--num-layers", "8"], "here")
 
 
@@ -287,7 +285,7 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     )
     args.moe_token_dispatcher_type = "allgather"
     [refusal] = refusals("variable_seq_lengths", args, RULES["lengths"])
-    assert refusal.reason.endswith("it gathers tokens in buffers of one size")
+    assert refusal.reason.endswith("it gathers tokens in buffers of a fixed size")
     settings.write({"num_experts": 4})
     assert settings.container.model.num_moe_experts == 4
     settings.restore()

@@ -346,7 +346,7 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
         ({"options": {"order": "zb"}}, "chooses chunks and options"),
         ({"dynamic": DynamicOrder()}, "compares the orders of tables"),
         ({"disaggregation": Disaggregation()}, "brings its own schedule"),
-        ({"schedule": "auto:"}, "names no folder"),
+        ({"schedule": "auto:"}, "has no folder"),
     ],
 )
 def test_a_configuration_refuses_what_flags_do(

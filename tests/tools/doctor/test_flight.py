@@ -205,10 +205,10 @@ def test_flags_of_another_script_may_be_its_own(tmp_path: Path) -> None:
     found = [
         str(finding) for finding in check_training(words, *parse_devices("8xh100"))
     ]
-    unknown = "is unknown to the Megatron that is installed here"
+    unknown = "is unknown to the installed Megatron"
     assert found[:2] == [
         f"WARN unknown flag: --num-layrs {unknown}; did you mean --num-layers?",
-        f"WARN unknown flag: --zzz {unknown}; is it of your script?",
+        f"WARN unknown flag: --zzz {unknown}; does your script define it?",
     ]
     [wrong] = check_training([*words, "--own", "x"], *parse_devices("8xh100"))
     assert str(wrong) == "FAIL training: --own is 'x'; it must be a whole number"
