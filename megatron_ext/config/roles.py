@@ -183,7 +183,7 @@ class Job:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each replica sends its shard of the weights to the forward ranks of all replicas."""
+        """Whether each replica sends its shard of weights to the forward ranks of all replicas."""
         return self.gathers_late and self.ranks.dp > 1
 
     @property
