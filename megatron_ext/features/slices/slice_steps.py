@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def kept_state() -> KeptState:
-    """Return the state that layers keep from slice to slice; patched layers read it."""
+    """Return the state that layers keep from slice to slice. Patched layers read it too."""
     kept: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
     return kept
 
@@ -32,23 +32,24 @@ class SliceSteps(Feature):
 
     @staticmethod
     def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:
-        """Return the pipeline with slices of equal cost in this model."""
+        """Return the pipeline, with slices that have equal costs in this model."""
         if pipeline.config.slices == 1:
             return pipeline
         cost = pipeline.config.length_costs or cost_of_model(config)
         return pipeline.with_attention(cost.attention_share(seq_length))
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Let shapes travel with the tensors, because slices differ in length."""
+        """Return shapes of None for all messages, so that each message contains its own shape."""
         if not self._has_slices:
             return shapes
+        # Slices of equal cost differ in length.
         return {kind: [None] * len(of_kind) for kind, of_kind in shapes.items()}
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a step with slices; see `Feature.compute`."""
         table, call = step.table, step.call
-        # A step of short micro-batches has bounds too: what may train, and how an empty micro-batch
-        # runs, must not depend on the lengths of the step.
+        # A step of short micro-batches has bounds too, although nothing is cut. So the checks of
+        # the model, and the way in which empty micro-batches run, do not depend on the lengths.
         if table.schedule.num_slices == 1 and not call.slice_bounds:
             return None
         shapes = self.shapes_on_wires(step.shapes)
@@ -60,5 +61,5 @@ class SliceSteps(Feature):
         )
 
     def step_failed(self) -> None:
-        """Drop the state that layers keep."""
+        """Drop the state that layers keep, which is incomplete after a failure."""
         kept_state().clear()

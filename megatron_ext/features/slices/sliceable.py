@@ -1,8 +1,8 @@
-"""Checks that a model may run in slices: only attention, which keeps state, may mix tokens.
+"""Checks that a model can run in slices: only attention, which keeps state, may mix tokens.
 
 Megatron's own layers are known to be safe. Hooks and third-party modules may average over the
-tokens they get, keep an output for the next call, or count calls; in slices, that would train a
-different model. So they are rejected unless they declare `runs_in_slices = True`.
+tokens that they get, keep an output for the next call, or count calls. In slices, this would train
+a different model, so they are rejected unless they declare `runs_in_slices = True`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
 
-# Packages whose modules and hooks are known to treat each token separately, except in attention.
+# Packages whose modules and hooks are known to process each token separately, except in attention.
 _KNOWN = frozenset({"apex", "megatron", "megatron_ext", "transformer_engine"})
-# Modules of torch that do so, by the last part of their Python module's name.
+# Files in torch.nn.modules whose modules process each token separately, except for `_CONNECTING`.
 _TORCHS = frozenset(
     {
         "activation",
@@ -46,7 +46,7 @@ def declares_slices(chunk: torch.nn.Module) -> bool:
 
 
 def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
-    """Return the layers of a chunk's GPTModel, including multi-token prediction."""
+    """Return the layers of a chunk's GPTModel, including those of multi-token prediction."""
     model = unwrap_model(chunk)
     predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
     return [
@@ -56,10 +56,12 @@ def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
 
 
 def check_model(chunk: torch.nn.Module) -> None:
-    """Check a chunk's model at the first slice of a step, because hooks may change between steps.
+    """Check that the model of a chunk can run in slices.
+
+    Call this in every step, because hooks may change between steps.
 
     Raises:
-        ScheduleError: Its results in slices may differ from those in whole micro-batches.
+        ScheduleError: The model's results in slices may differ from those in whole micro-batches.
     """
     if declares_slices(chunk):
         return
@@ -73,17 +75,17 @@ def check_model(chunk: torch.nn.Module) -> None:
     for name, stranger in _strangers(unwrap_model(chunk)):
         raise ScheduleError(
             f"{name} runs once for each slice, and may connect the tokens of a micro-batch; if it "
-            f"treats each token by itself and keeps nothing, set runs_in_slices = True on "
+            f"processes each token separately and keeps no state, set runs_in_slices = True on "
             f"{stranger}, or leave the slices out"
         )
 
 
 def _wrong_layer(chunk: torch.nn.Module) -> str | None:
-    from megatron.core.models.gpt import (
-        GPTModel,  # imported only for models that need it
-    )
+    # Imported here, because models that declare `runs_in_slices` do not need it.
+    from megatron.core.models.gpt import GPTModel
 
     model = unwrap_model(chunk)
+    # A subclass may change the forward, so accept exactly this class.
     if type(model) is not GPTModel:
         return f"a {type(model).__name__}"
     for layer in sliced_layers(chunk):
@@ -92,7 +94,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
         )
         if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             return f"a layer with {type(core).__name__}"
-        # Megatron uses an enum for the kinds of masks, Transformer Engine their names.
+        # Megatron uses an enumeration for the kinds of masks, and Transformer Engine uses names.
         if getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
             return "attention to later tokens"
         softmax = getattr(core, "scale_mask_softmax", None)
@@ -102,19 +104,23 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
             and softmax.input_in_float16
         ):
             return (
-                "the fused softmax in 16 bits, which takes as many queries as keys "
+                "the fused softmax in 16 bits, which requires as many queries as keys "
                 "(masked_softmax_fusion=False)"
             )
     return None
 
 
 def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield hooks and modules that may mix tokens: a description, and what should declare it."""
+    """Yield hooks and modules that may mix tokens.
+
+    Each pair has a description, and the object on which the user can set `runs_in_slices`.
+    """
     for hook in _hooks_of_all_modules():
         yield "a hook on all modules", f"the hook ({_name_of(hook)})"
     for path, module in model.named_modules():
+        # Parametrizations compute weights, which do not depend on tokens.
         if ".parametrizations." in f".{path}.":
-            continue  # they compute weights, which do not depend on tokens
+            continue
         kind = type(module).__name__
         if not _is_known(module):
             yield f"{path} ({kind})", "the module"
@@ -128,7 +134,7 @@ def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 def _is_known(module: torch.nn.Module) -> bool:
     if getattr(module, "runs_in_slices", False):
         return True
-    # Look at the forward, not at the class: a subclass may inherit its forward.
+    # Decide by the forward instead of the class: a subclass may inherit its forward.
     place = _module_of(module.forward)
     if place.partition(".")[0] == "torch":
         return place.rpartition(".")[2] in _TORCHS and not isinstance(
@@ -138,7 +144,7 @@ def _is_known(module: torch.nn.Module) -> bool:
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the hooks around a module's forward and backward that do not declare slices."""
+    """Yield the hooks on a module's forward and backward that do not declare `runs_in_slices`."""
     hooks = chain(
         module._forward_pre_hooks.values(),
         module._forward_hooks.values(),
@@ -149,7 +155,7 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
-    """Yield the hooks that torch runs around every module and that do not declare slices."""
+    """Yield the hooks that torch runs on every module and that do not declare `runs_in_slices`."""
     hooks = chain(
         torch_module._global_forward_pre_hooks.values(),
         torch_module._global_forward_hooks.values(),

@@ -1,9 +1,9 @@
 """Runs micro-batches in slices: cuts batches, and keeps keys and values.
 
-The forwards of a micro-batch's slices run in order, the backwards in reverse. A slice's attention
-reads the keys and values of all slices before it, so each layer keeps them. Their gradients are
-complete by the time the backward of the slice that produced them starts. The idea is from SlimPipe
-(arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
+The forwards of a micro-batch's slices run in order, and the backwards run in reverse order. The
+attention of a slice reads the keys and values of all earlier slices, so each layer keeps them. The
+gradients of a slice's keys and values are complete when the backward of this slice starts. The idea
+is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
 
 A slice may be empty, because all replicas have the same number of slices, so that the collectives
 inside their layers match. Megatron's layers fail without tokens, so an empty slice runs a few
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 
 
 class _LayerBuffer:
-    """The keys, or values, of one layer for one micro-batch, and the gradients of earlier ones."""
+    """The keys (or values) of one layer for one micro-batch, and the sum of their gradients."""
 
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
-        """All tokens of the micro-batch, `[s, b, heads, width]`; each forward writes its slice."""
+        """All tokens of the micro-batch, `[s, b, heads, width]`. Each forward writes its slice."""
         self.gradient: torch.Tensor | None = None
-        """Sum of the gradients from later slices, `[s, b, heads, width]`, for the tokens before
-        the last slice that reads earlier ones."""
+        """Sum of the gradients from later slices, `[s, b, heads, width]`, for all tokens that later
+        slices read."""
         self._last_read: torch.Tensor | None = None
-        """What the layer read last; its version counts the changes in place."""
+        """The tensor that the layer read last. Its version counts changes in place."""
 
     def write(self, tensor: torch.Tensor, begin: int, num_tokens: int) -> None:
         """Write a slice, `[s, ...]`, to its place in a sequence of `num_tokens`.
 
         Raises:
-            ScheduleError: The layer has changed what it read.
+            ScheduleError: The layer has changed the tensor that it read last.
         """
         if self.tokens is None:
             self.tokens = tensor.new_empty((num_tokens, *tensor.shape[1:]))
@@ -79,24 +79,23 @@ class _LayerBuffer:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return these tokens without copying them."""
         assert self.tokens is not None
-        # A backward reads its tokens after later slices were written behind them. Autograd would
-        # reject a view as modified, because it shares the buffer's version counter; `data` is an
-        # alias with a counter that starts at 0.
+        # Later slices are written to the buffer before this slice's backward reads its tokens.
+        # Autograd would reject a view as modified, because a view shares the version counter of the
+        # buffer. `data` is an alias whose counter starts at 0.
         alias = self.tokens[begin:end].data
-        # Not the alias itself, which will hold the graph of its slice.
+        # Keep a detached tensor: the alias itself will hold the autograd graph of its slice.
         self._last_read = alias.detach()
         return alias
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> None:
         """Add the gradient of tokens from `begin` on, `[s, ...]`."""
         end = begin + len(gradient)
-        if (
-            self.gradient is None
-        ):  # backwards start with the last slice, which reads most tokens
+        # The first backward is the last slice's, which reads the most tokens, so later gradients
+        # fit into this tensor.
+        if self.gradient is None:
             self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
-        self.gradient[begin:end].add_(
-            gradient
-        )  # `+=` would also copy the sum onto itself
+        # `+=` on an indexed tensor would also copy the sum onto itself.
+        self.gradient[begin:end].add_(gradient)
 
     def release(self) -> None:
         """Free the memory."""
@@ -104,10 +103,10 @@ class _LayerBuffer:
 
 
 class _Joined(torch.autograd.Function):
-    """Returns the keys, or values, of a slice behind those of earlier slices.
+    """Appends the keys (or values) of a slice to those of the earlier slices.
 
-    Earlier slices are not autograd inputs: each has a separate graph, whose backward runs later and
-    picks up the gradients stored by this one.
+    Earlier slices are not autograd inputs. Each of them has a separate graph, whose backward runs
+    later and adds the gradients that the backward of this slice stores in the buffer.
     """
 
     @staticmethod
@@ -119,14 +118,13 @@ class _Joined(torch.autograd.Function):
         first: int,
     ) -> torch.Tensor:
         """Return the tokens from `first` to the end of the slice."""
-        ctx.buffer, ctx.first, ctx.begin, ctx.end = (
-            buffer,
-            first,
-            running.begin,
-            running.end,
-        )
+        ctx.buffer = buffer
+        ctx.first = first
+        ctx.begin = running.begin
+        ctx.end = running.end
         ctx.is_first_slice = running.number == 0
-        if not running.is_backward:  # a recomputation has the same result
+        # A recomputation would write the values that the buffer already has.
+        if not running.is_backward:
             buffer.write(tensor, running.begin, running.num_tokens)
         return buffer.read(first, running.end)
 
@@ -137,12 +135,13 @@ class _Joined(torch.autograd.Function):
         buffer, first, begin = ctx.buffer, ctx.first, ctx.begin
         num_earlier = begin - first
         slice_gradient = gradients[0][num_earlier:]
-        # Later slices, which attend to this one, have run their backwards; earlier ones never
-        # attend to it.
+        # All later slices, which attend to this one, have run their backwards. Earlier slices do
+        # not attend to it, so its gradient is complete.
         if buffer.gradient is not None and begin < len(buffer.gradient):
             slice_gradient = slice_gradient + buffer.gradient[begin : ctx.end]
         if num_earlier > 0:
             buffer.add_gradient(gradients[0][:num_earlier], first)
+        # The first slice runs its backward last.
         if ctx.is_first_slice:
             buffer.release()
         return slice_gradient, None, None, None
@@ -150,19 +149,20 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class _Balanced:
-    """Sums over the slices so far, in one router, `[experts]` each."""
+    """Sums of one router over the slices so far, `[experts]` each."""
 
     counts: torch.Tensor | float = 0.0
-    """Number of tokens sent to each expert."""
+    """Number of tokens that were sent to each expert."""
     probabilities: torch.Tensor | float = 0.0
+    """Sum of the router's probabilities for each expert."""
 
 
 class _Balance(torch.autograd.Function):
     """The balancing loss of a slice: `factor` times its probabilities times all slices' counts.
 
-    The value is the slice's increment to the loss of the slices so far, so that the values add up
-    to the micro-batch's loss; it is 0 in a recomputation. The gradient needs the counts of later
-    slices, which are known by the time of a backward.
+    The value of a slice is the amount by which it increases the loss of the slices so far. So the
+    values add up to the loss of the micro-batch. In a recomputation, the value is 0. The gradient
+    also depends on the counts of later slices, which are known when a backward runs.
     """
 
     @staticmethod
@@ -179,10 +179,8 @@ class _Balance(torch.autograd.Function):
         if recomputes:
             return probabilities.new_zeros(())
         before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
-        sums.probabilities, sums.counts = (
-            sums.probabilities + probabilities,
-            sums.counts + counts,
-        )
+        sums.probabilities = sums.probabilities + probabilities
+        sums.counts = sums.counts + counts
         return (torch.sum(sums.probabilities * sums.counts) - before) * factor
 
     @staticmethod
@@ -197,31 +195,31 @@ class _Microbatch:
     attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(
         default_factory=dict
     )
-    """Keys and values, by id of the layer."""
+    """Id of a layer -> its keys and its values."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
     )
-    """By id of the router, and index among its balancing losses."""
+    """(id of a router, index among its balancing losses) -> sums over the slices so far."""
     packed: Any = None
     """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence per row."""
     documents_read: Callable[[], tuple[int, ...]] = tuple
     """Returns `documents` if this rank has read the micro-batch on the host, else an empty
     tuple."""
     documents: tuple[int, ...] = ()
-    """The first token of each packed sequence, followed by the total number of tokens, which may
-    be repeated."""
+    """The first token of each packed sequence, followed by the number of tokens, which may be
+    repeated."""
     ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
-    """For multi-token prediction, by name: the whole tensor `[b, s]` shifted by 0, 1, ... tokens,
-    each with the sum of its entries."""
+    """For multi-token prediction: name of a tensor -> the whole tensor `[b, s]` shifted by 0, 1,
+    ... tokens, each with the sum of its entries."""
 
 
 @dataclass
 class RunningSlice:
-    """The slice whose forward or backward is running, and computations for it in Megatron's layers.
+    """The slice whose forward or backward is running, and what Megatron's layers compute for it.
 
-    `sliced_layers.py` calls its methods in place of Megatron's functions.
+    The patches in `sliced_layers.py` call these methods instead of Megatron's functions.
     """
 
     kept: _Microbatch
@@ -232,16 +230,16 @@ class RunningSlice:
     end: int
     """The token after its last token."""
     num_tokens: int
-    """Tokens of the whole micro-batch."""
+    """Number of tokens in the whole micro-batch."""
     is_backward: bool
-    """Whether this is a backward, so that layers which run are recomputed."""
+    """Whether this is a backward. A layer that runs its forward then is being recomputed."""
     num_padding: int
-    """Tokens that run if the slice is empty."""
+    """Number of padding tokens that run if the slice is empty."""
     _mask: torch.Tensor | None = None
-    """True where a token must not attend, `[1, 1, s, tokens up to the end of the slice]`; shared by
-    all layers."""
+    """True where a token must not attend, `[1, 1, s, tokens up to the end of the slice]`. All
+    layers share it."""
     _packed: Any = None
-    """Megatron's `PackedSeqParams` for attention in this slice; shared by all layers."""
+    """Megatron's `PackedSeqParams` for attention in this slice. All layers share it."""
     _first_packed: int = 0
     """First token of the first packed sequence with tokens in the slice."""
     _router: Any = None
@@ -251,17 +249,17 @@ class RunningSlice:
     _counts_only: bool = False
     """Whether the router runs only to count tokens for its balancing losses."""
     _rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
-    """By id of a tensor of the slice: its name, how many tokens it is shifted by, and the
+    """Id of a tensor of the slice -> its name, the number of tokens by which it is shifted, and the
     tensor."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether its tokens are padding."""
+        """Whether the slice has no tokens, so that only padding runs."""
         return self.begin == self.end
 
     @property
     def share(self) -> float:
-        """Share of the micro-batch's tokens, of which there are some."""
+        """Share of the slice in the tokens of the micro-batch, which must not be empty."""
         return (self.end - self.begin) / self.num_tokens
 
     def with_earlier(
@@ -273,7 +271,7 @@ class RunningSlice:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the tokens from `first` to the end of the slice.
 
-        `key` and `value` are those of the slice, `[s, ...]` each.
+        `key` and `value` belong to the slice, `[s, ...]` each.
 
         Raises:
             ScheduleError: They have more or fewer tokens than the slice.
@@ -287,7 +285,7 @@ class RunningSlice:
         if len(key) != num_tokens or len(value) != num_tokens:
             raise ScheduleError(
                 f"{type(layer).__name__} has keys of {len(key)} and values of {len(value)} tokens "
-                f"in a slice of {num_tokens}; pass those of all tokens of the slice, "
+                f"in a slice of {num_tokens}; pass keys and values of all tokens of the slice, "
                 "[s, ...] each, or leave the slices out"
             )
         key = _Joined.apply(key, keys, self, first)
@@ -306,9 +304,10 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
-        This runs `forward` of Megatron's `DotProductAttention` or `TEDotProductAttention`, whose
-        queries are `[s, b, heads, width]`, or `[s, heads, width]` if packed. The mask is `[b, 1, s,
-        tokens up to the end of the slice]`, True where a token must not attend; None: causal.
+        This runs the forward of Megatron's `DotProductAttention` or `TEDotProductAttention`. The
+        queries are `[s, b, heads, width]`, or `[s, heads, width]` if sequences are packed. The mask
+        is `[b, 1, s, tokens up to the end of the slice]`, and True where a token must not attend.
+        None: causal.
         """
         packed = arguments.get("packed_seq_params")
         first = 0
@@ -317,19 +316,23 @@ class RunningSlice:
         key, value = self.with_earlier(layer, key, value, first)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
-            # Its kernels get only addresses. It copies parts of one projection, but assumes that
-            # queries are contiguous if keys and values have separate memory.
+            # Transformer Engine passes only addresses to its kernels. It makes queries, keys and
+            # values contiguous if they are parts of one projection. But here keys and values have
+            # separate memory, and then it assumes that the queries are contiguous.
             query = query.contiguous()
             if first > 0:
-                # It rejects keys that do not start where their memory does.
+                # It rejects keys that do not start at the start of their memory.
                 key, value = key.clone(), value.clone()
+        # A slice has fewer queries than keys, and its last query may attend to the last key. So the
+        # causal mask must be aligned at the bottom right.
         if packed is not None:
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
-                # Otherwise its unfused attention uses the lengths of queries for keys as well.
+                # As self-attention, its unfused attention would use the lengths of the queries for
+                # the keys too.
                 unfused: Any = layer.unfused_attention
                 unfused.attention_type = "cross"
-        elif has_own_masks:  # it ignores masks for causal attention
+        elif has_own_masks:  # it ignores mask tensors for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key), query.device)
@@ -338,25 +341,28 @@ class RunningSlice:
         return result
 
     def _packed_in_slice(self, packed: Any) -> tuple[Any, int]:
-        """Return what attention needs in a slice of packed sequences.
+        """Return the bounds of the packed sequences for attention in this slice.
 
         Returns:
             Megatron's `PackedSeqParams` for queries of the slice and keys up to its end, and the
-            first token of the first sequence with tokens in the slice.
+            first token of the first sequence that has tokens in the slice.
         """
-        if self._packed is None:  # the same for all layers
+        if self._packed is None:  # all layers share it
             documents = self.kept.documents
-            # From the sequence of the first token to that of the last one; sequences without tokens
-            # may be between them.
+            # Find the sequences of the slice's first and last token. Sequences without tokens may
+            # be between them.
             end_index = min(bisect_left(documents, self.end), len(documents) - 1)
             first_index = min(bisect_right(documents, self.begin), end_index) - 1
             first = documents[first_index]
             starts = documents[first_index : end_index + 1]
             query_bounds = [min(max(start, self.begin), self.end) for start in starts]
-            if starts[-1] <= self.begin:  # padding behind all sequences reads no keys
+            if (
+                starts[-1] <= self.begin
+            ):  # padding after the last sequence reads no keys
                 first = self.begin
             key_bounds = [min(max(start, first), self.end) for start in starts]
-            # Cut on the device: a copy from the host would make the host wait for the device.
+            # Compute the bounds on the device: with a copy from the host, the host would wait for
+            # the device.
             whole_bounds = self.kept.packed.cu_seqlens_q[first_index : end_index + 1]
             self._packed = replace(
                 packed,
@@ -371,15 +377,15 @@ class RunningSlice:
     def _causal_mask(
         self, num_queries: int, num_keys: int, device: torch.device
     ) -> torch.Tensor:
-        if self._mask is None:  # the same for all layers
+        if self._mask is None:  # all layers share it
             ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
             self._mask = ones.triu_(num_keys - num_queries + 1)[None, None]
         return self._mask
 
     def begin_forward(self, arguments: dict[str, Any]) -> None:
-        """Change the arguments of `GPTModel.forward` from a micro-batch's to a slice's.
+        """Convert the arguments of `GPTModel.forward` from a micro-batch to this slice.
 
-        The arguments are given by name, and changed in place.
+        `arguments` has the arguments by name, and is changed in place.
 
         Raises:
             ScheduleError: There is padding between packed sequences, or a padding mask.
@@ -395,12 +401,13 @@ class RunningSlice:
                 self._keep_packed(packed)
             arguments["packed_seq_params"] = self._packed_as_one_sequence()
         if state.ahead:
-            # Megatron only shifts the mask, which `roll` does. From 0.17 on it also weights the
-            # losses of later tokens by the mask's sum, which must cover the whole micro-batch.
+            # Megatron shifts the mask, which `roll` does for slices. From 0.17 on, it also weights
+            # the losses of later tokens by the sum of the mask. So pass the mask of the whole
+            # micro-batch.
             arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
 
     def _keep_packed(self, packed: Any) -> None:
-        """Keep the starts of the micro-batch's packed sequences, for all its slices."""
+        """Save the bounds of the micro-batch's packed sequences, for all its slices."""
         bounds, padded_bounds = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
         is_padded = False
         if padded_bounds is not None and padded_bounds is not bounds:
@@ -413,16 +420,17 @@ class RunningSlice:
         self.kept.packed = packed
         documents = self.kept.documents_read()
         if len(documents) != len(bounds):
-            # This rank read no data. Do this once per micro-batch: it waits for the device.
+            # This rank did not read the data. The copy waits for the device, so do this only once
+            # per micro-batch.
             documents = tuple(bounds.tolist())
         self.kept.documents = documents
 
     def _packed_as_one_sequence(self) -> Any:
         """Return Megatron's `PackedSeqParams` for the slice as if it were one sequence.
 
-        Then the rotary positions of its tokens (`positions`) are read in order; otherwise fused
-        kernels would start each sequence with the first position. Attention still gets the separate
-        sequences.
+        Then fused kernels apply the rotary positions of its tokens (`positions`) in order. With
+        several sequences, they would start each sequence at the first position of the table.
+        Attention still gets the separate sequences (`attend`).
         """
         whole_packed, num_tokens = self.kept.packed, self.end - self.begin
         changes: dict[str, Any] = {
@@ -432,12 +440,13 @@ class RunningSlice:
         if self.is_empty:
             num_tokens = self.num_padding
             changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
-        # Not a tensor of a list: the copy from the host would make the host wait for the device.
+        # Don't create the tensor from a list: the host would wait for the device until it is
+        # copied.
         bounds = torch.zeros_like(whole_packed.cu_seqlens_q[:2])
         bounds[1:] = num_tokens
         if hasattr(whole_packed, "tokens_per_sample"):
-            # Lengths of samples matter only if several rows are packed into one, and slices support
-            # only one row.
+            # The lengths of samples matter only if several rows are packed into one, which slices
+            # do not support.
             changes["tokens_per_sample"] = None
         return replace(
             whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes
@@ -459,9 +468,9 @@ class RunningSlice:
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
         """Return the rows of a position table for the tokens of a packed slice."""
         places = torch.arange(self.num_tokens, device=table.device)
-        if (
-            len(table) != self.num_tokens
-        ):  # otherwise positions count across all sequences
+        # A table with a row for each token counts positions across all sequences. For any other
+        # table, count them within each sequence.
+        if len(table) != self.num_tokens:
             starts = self.kept.packed.cu_seqlens_q.to(places.dtype)
             document_of = torch.bucketize(places, starts, right=True) - 1
             places = places - starts[document_of]
@@ -470,37 +479,38 @@ class RunningSlice:
         return table[places[self.begin : self.end]]
 
     def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Record which tensors of the slice multi-token prediction will shift, `[b, s]` each."""
+        """Record the names of the tensors that multi-token prediction will shift, `[b, s]` each."""
         for name, tensor in (("tokens", input_ids), ("position_ids", position_ids)):
             self._rolled.setdefault(id(tensor), (name, 0, tensor))
 
     def roll(
         self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run Megatron's `roll_tensor`: shift a tensor left, filling in from the next slice.
+        """Run Megatron's `roll_tensor`: shift a tensor left, and fill in from the next slice.
 
-        Returns the shifted tensor, `[b, s]`, and its sum over the whole micro-batch, which for a
-        mask is the divisor of the loss.
+        Returns:
+            The shifted tensor, `[b, s]`, and its sum over the whole micro-batch. For a mask, this
+            sum is the divisor of the loss.
         """
         # Megatron copies labels before it shifts them, so their id is unknown here.
         default = "labels"
         if tensor.is_floating_point():
             default = "loss_mask"
-        if (
-            self.num_tokens == 0
-        ):  # Megatron cannot shift what is empty, and divides by the sum
+        # Megatron cannot shift an empty tensor. It divides by the sum, so return 1.
+        if self.num_tokens == 0:
             return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
         shifted = self.kept.ahead[name]
         if "packed_seq_params" in kwargs:
             kwargs["packed_seq_params"] = self.kept.packed
-        while len(shifted) < shift + 2:  # only in the first slice; later ones find it
+        # The first slice shifts the whole tensors, and later slices reuse them.
+        while len(shifted) < shift + 2:
             shifted.append(call(shifted[-1][0], *args, **kwargs))
         shifted_whole, total = shifted[shift + 1]
         part = shifted_whole[:, self.begin : self.end]
         if self.is_empty:
             part = torch.zeros_like(tensor)
-        # Keep the tensor as well, because the id of a freed tensor may be reused.
+        # Keep a reference to the tensor, because the id of a freed tensor may be reused.
         self._rolled[id(part)] = name, shift + 1, part
         return part, total
 
@@ -518,12 +528,12 @@ class RunningSlice:
             with _without_counts(router):
                 return call(logits, *args, **kwargs)
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
-            # Megatron computes these losses only in a layer's recomputation, which is too late: by
-            # then, a slice needs the counts of all slices. So run the router for its counts here,
-            # without adding to the token counts for the experts' bias, which the recomputation will
-            # add.
+            # The layer will be recomputed, and Megatron computes these losses only in the
+            # recomputation. But the backward of a slice needs the counts of all slices, so run the
+            # router here for its counts. Do not add to the token counts for the experts' bias,
+            # because the recomputation will add to them.
             self._counts_only = True
-            # Without grad, Megatron computes no losses.
+            # Megatron computes no losses without gradients.
             with _without_counts(router), torch.enable_grad():
                 call(logits, *args, **kwargs)
             self._counts_only, self._num_losses = False, 0
@@ -541,15 +551,15 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return a slice's share of its micro-batch's balancing loss, a scalar.
 
-        This replaces Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes
-        the same.
+        This replaces Megatron's `switch_load_balancing_loss_func`. The `fused` kernel of that
+        function computes the same loss.
         """
         if self.is_empty:
             return probs.new_zeros(())
         sums = self.kept.balanced[id(self._router), self._num_losses]
         self._num_losses += 1
-        # Counts and probabilities add up over slices, so only this factor needs the whole
-        # micro-batch.
+        # Counts and probabilities are sums over slices, so only this factor depends on the number
+        # of tokens in the micro-batch.
         all_tokens = total_num_tokens / self.share
         factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
         loss: torch.Tensor = _Balance.apply(
@@ -563,8 +573,9 @@ class RunningSlice:
         return loss
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
-        """Return a slice's share of its micro-batch's z-loss, from the z-loss of the slice."""
-        if self._counts_only or self.is_empty:  # the recomputation adds it
+        """Return a slice's share of its micro-batch's z-loss, from the average over the slice."""
+        # If only counts are wanted, the recomputation adds this loss.
+        if self._counts_only or self.is_empty:
             return average * 0
         loss, weight = average * self.share, self._weight()
         if loss.requires_grad:
@@ -572,7 +583,9 @@ class RunningSlice:
         return loss
 
     def _weight(self) -> float:
-        """Return the weight of a router's losses; a per-token loss multiplies them by tokens."""
+        """Return the weight of the gradients of the running router's losses."""
+        # With a per-token loss, Megatron multiplies the gradient by the tokens of the slice. It
+        # must be multiplied by the tokens of the whole micro-batch.
         if self._router.calculate_per_token_loss:
             return 1 / self.share
         return 1.0
@@ -588,7 +601,7 @@ class KeptState:
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(
             _Microbatch
         )
-        """By stage and micro-batch."""
+        """(stage, micro-batch) -> state of the layers."""
 
     @contextmanager
     def of(
@@ -601,9 +614,10 @@ class KeptState:
         backward: bool,
         num_padding: int = 1,
     ) -> Iterator[None]:
-        """Make layers in this context compute slice `number`; slices start and end at `bounds`.
+        """Make layers compute slice `number` inside this context.
 
-        An empty one has `num_padding` tokens.
+        `bounds` has the first token of each slice, followed by the number of tokens. An empty slice
+        runs `num_padding` tokens.
         """
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
@@ -633,7 +647,7 @@ def _without_counts(router: Any) -> Iterator[None]:
     bias_counts.copy_(before)
 
 
-# Megatron passes a mask's name on, but `AttnMaskType` lacks this kind of Transformer Engine's.
+# Megatron passes the name of a mask to Transformer Engine, but its `AttnMaskType` lacks this kind.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
@@ -646,9 +660,10 @@ def with_earlier_slices(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Join keys and values with those of the running micro-batch's earlier slices.
 
-    Custom models with causal attention that declare `runs_in_slices = True` call this once in each
-    forward of the layer, with the keys and values of its tokens, `[s, ...]` each. Outside slices it
-    returns its arguments. All slices read the same memory, so do not change the results in place.
+    A custom model with causal attention that declares `runs_in_slices = True` calls this once in
+    each forward of a layer, with the keys and values of its tokens, `[s, ...]` each. Outside of
+    slices, it returns its arguments. All slices read the same memory, so do not change the results
+    in place.
 
     Returns:
         The keys and values of all tokens of the micro-batch up to the last token of `key`, and the
@@ -665,19 +680,22 @@ def with_earlier_slices(
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
+# Prefixes of the names of fields that describe packed sequences.
 _OF_PACKED = ("cu_seqlens", "max_seqlen")
-"""Beginnings of names."""
+# Fields whose later tokens multi-token prediction reads.
 _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
-    """The items of a chunk's data, each read once and cut into slices. `view` takes slice numbers.
+    """The items of a chunk's data, which are read once and cut into slices.
+
+    `view` and `take` take the number of a slice instead of a micro-batch.
 
     Args:
         data: The whole items.
-        bounds: By micro-batch: the first token of each slice, followed by all its tokens.
+        bounds: [micro-batch] -> the first token of each slice, followed by the number of tokens.
         num_slices: Slice `s` of micro-batch `m` has the number `m * num_slices + s`.
-        num_padding: Padding tokens of an empty slice.
+        num_padding: Number of padding tokens in an empty slice.
     """
 
     def __init__(
@@ -688,21 +706,21 @@ class SlicedData(MicrobatchData):
         num_padding: int = 1,
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
-        self._bounds, self._num_slices, self._num_padding = (
-            bounds,
-            num_slices,
-            num_padding,
-        )
-        # Parts for later slices, because an iterator yields each item only once.
+        self._bounds = bounds
+        self._num_slices = num_slices
+        self._num_padding = num_padding
+        # Number of a slice -> its fields. They are kept for later slices, because an iterator
+        # yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
+        # Micro-batch -> bounds of its packed sequences.
         self._documents: dict[int, tuple[int, ...]] = {}
 
     def view(self, number: int) -> Iterator[Any] | None:
-        """Return an iterator that yields one slice; None without data."""
+        """Return an iterator that yields one slice, or None without data."""
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
             raise ScheduleError(
-                f"slices are cut from what an iterator gives, but the data comes from a "
-                f"{type(self.iterator).__name__}; give iter(data), or leave the slices out"
+                f"slices are cut from the items of an iterator, but the data comes from a "
+                f"{type(self.iterator).__name__}; pass iter(data), or leave the slices out"
             )
         return super().view(number)
 
@@ -713,7 +731,7 @@ class SlicedData(MicrobatchData):
         return self._parts.pop(number)
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
-        """Return a whole micro-batch before its slices are read; None without data."""
+        """Read a micro-batch, cut it into slices, and return it whole; None without data."""
         if self.iterator is None:
             return None
         item: Mapping[str, Any] = super().take(microbatch)
@@ -723,12 +741,12 @@ class SlicedData(MicrobatchData):
         return item
 
     def documents(self, microbatch: int) -> tuple[int, ...]:
-        """Return the bounds of packed sequences, if this rank has read them on the host."""
+        """Return the bounds of packed sequences if this rank has read them on the host, else ()."""
         return self._documents.get(microbatch, ())
 
 
 def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
-    # Megatron's script gives the model the padded bounds if there are any.
+    # Megatron's script passes the padded bounds to the model if there are any.
     bounds = item.get("cu_seqlens_padded")
     if bounds is None:
         bounds = item.get("cu_seqlens")
@@ -740,14 +758,18 @@ def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
 def _cut(
     item: Any, bounds: Sequence[int], num_padding: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the slices of a micro-batch; empty ones have `num_padding` tokens, all 0."""
-    # The data iterator yields tensors `[b, s]` by name, the attention mask `[b, 1, s, s]`, True
-    # where a token must not attend, and fields that each slice gets whole: bounds of packed
-    # sequences, `[1, sequences + 1]`, and per-sample values, `[b]`.
+    """Return the slices of a micro-batch. Empty slices have `num_padding` tokens, which are all 0.
+
+    A micro-batch has, by name:
+    - tensors along the sequence, `[b, s]`;
+    - the attention mask, `[b, 1, s, s]`, True where a token must not attend;
+    - fields that each slice gets whole: bounds of packed sequences, `[1, sequences + 1]`, and
+      values per sample, `[b]`.
+    """
     if not isinstance(item, Mapping):
         raise ScheduleError(
             f"slices are cut from a dict with tokens, labels, loss_mask and position_ids, but the "
-            f"data iterator gives a {type(item).__name__}; leave the slices out"
+            f"data iterator yields a {type(item).__name__}; leave the slices out"
         )
     num_tokens = bounds[-1]
     slices: list[dict[str, Any]] = []
@@ -764,6 +786,7 @@ def _cut(
                 num_tokens,
                 num_tokens,
             ):
+                # Rows are the slice's tokens; columns are all tokens up to its end.
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
                 if begin == end:
                     mask = tensor.new_ones(
@@ -781,7 +804,7 @@ def _cut(
 
 
 def _is_whole_in_slices(name: str, tensor: Any) -> bool:
-    """Return whether each slice gets the whole of a micro-batch's field."""
+    """Return whether each slice gets a field of the micro-batch unchanged."""
     if tensor is None:
         return True
     if name in _ALONG_SEQUENCE:
@@ -789,7 +812,7 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
     num_dims = getattr(tensor, "ndim", 0)
     if num_dims == 2 and name.startswith(_OF_PACKED):
         return len(tensor) == 1
-    # Per-sample values, such as the data set of each sample, have no token dimension.
+    # Values per sample, such as the index of its data set, have no token dimension.
     return num_dims < 2
 
 
@@ -797,23 +820,23 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
 class SlicedCompute(StageCompute):
     """Runs the actions of a table of slices.
 
-    `StageCompute` treats each slice as a micro-batch, numbered across the step. A micro-batch of
-    one slice runs as a whole one.
+    `StageCompute` treats each slice as a micro-batch, numbered across the step. A micro-batch with
+    a single slice runs like a micro-batch without slices.
     """
 
     kept: KeptState = field(default_factory=KeptState, kw_only=True)
     """State that layers keep from slice to slice."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    """By slice number: the tokens counted by the loss function, on the rank of the last stage."""
+    """Number of a slice -> tokens counted by the loss function, on the rank of the last stage."""
     _number: int = field(default=0, init=False)
     """Number of the slice whose forward is running."""
 
     def __post_init__(self) -> None:
-        """Cut the step's data into slices, and wrap the forward step to divide losses later."""
+        """Cut the step's data into slices, and postpone the division of losses."""
         call, schedule = self.call, self.table.schedule
         self._num_slices = schedule.num_slices
         self._bounds = call.slice_bounds
-        # Tensor-parallel ranks must hold equal parts of a slice.
+        # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.
         self._multiple = 1
         if call.config.sequence_parallel:
             self._multiple = call.config.tensor_model_parallel_size
@@ -834,21 +857,21 @@ class SlicedCompute(StageCompute):
         """Run one action; see `StageCompute.run`.
 
         Raises:
-            ScheduleError: The model, its data or its loss function are not made for slices.
+            ScheduleError: The model, its data or its loss function do not support slices.
         """
         stage, kind, microbatch, slice_index = action
         number = self._numbered(action)
         numbered = action._replace(microbatch=number, slice=0)
-        if kind == "W":  # needs no state that layers keep
+        if kind == "W":  # reads no keys or values
             return super().run(numbered, inputs)
         if kind == "F" and not self._forwards[stage]:
-            # Once per step, because hooks may change between steps, and a large model takes
-            # milliseconds.
+            # Check once per step: hooks may change between steps, but the check of a large model
+            # takes milliseconds.
             check_model(self._stage(stage).model)
         is_cut = not self._is_whole(microbatch)
         if kind == "F" and slice_index == 0 and is_cut:
             self._begin_microbatch(stage, microbatch, inputs)
-        # For the loss function, which Megatron calls inside without naming the slice.
+        # Megatron calls the loss function inside the forward, without the number of the slice.
         self._number = number
         with self._layers_in_slice(action):
             outputs = super().run(numbered, inputs)
@@ -881,7 +904,7 @@ class SlicedCompute(StageCompute):
         )
 
     def _begin_microbatch(self, stage: int, microbatch: int, inputs: Tensors) -> None:
-        """Prepare what the slices of a micro-batch share."""
+        """Prepare the state that the slices of a micro-batch share."""
         data = self._stage(stage).data
         assert isinstance(data, SlicedData)
         state = self.kept.microbatches[stage, microbatch]
@@ -890,7 +913,7 @@ class SlicedCompute(StageCompute):
             self._look_ahead(stage, microbatch, inputs)
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
-        """Check that all layers of a stage kept keys and values: a patch may not be in effect."""
+        """Check that all layers of a stage have kept keys and values, so that the patch works."""
         model = self._stage(stage).model
         if declares_slices(model):
             return
@@ -907,7 +930,7 @@ class SlicedCompute(StageCompute):
         return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
 
     def end_step(self) -> None:
-        """Key the reports by micro-batch."""
+        """Convert the keys of reports from slices to micro-batches."""
         self.reports = {
             number // self._num_slices: report
             for number, report in self.reports.items()
@@ -933,7 +956,10 @@ class SlicedCompute(StageCompute):
         return microbatch, begin, end
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Run the user's forward step, dividing its loss by the micro-batch's tokens later."""
+        """Run the user's forward step, without dividing its loss by the tokens of the slice.
+
+        `_complete_loss` divides it by the tokens of the micro-batch.
+        """
         number = self._number
         microbatch, begin, end = self._place_of(number)
         with _sequence_length(end - begin or self._multiple):
@@ -943,11 +969,13 @@ class SlicedCompute(StageCompute):
             results = loss_of(tensor, *args, **kwargs)
             if len(results) != 3:
                 raise ScheduleError(
-                    "the loss function returns an average over a slice, which says nothing about "
-                    "the micro-batch; return (sum of losses, number of tokens, report)"
+                    "the loss function returns an average over a slice, from which the average "
+                    "over the micro-batch cannot be computed; return (sum of losses, number of "
+                    "tokens, report)"
                 )
             total, num_tokens, report = results
-            if begin == end:  # the loss function may not use a mask
+            # Padding must not count, even if the loss function uses no mask.
+            if begin == end:
                 total, num_tokens = total * 0, torch.zeros_like(num_tokens)
                 report = {
                     name: torch.zeros_like(torch.as_tensor(value))
@@ -956,16 +984,16 @@ class SlicedCompute(StageCompute):
             self._num_tokens_of[number] = num_tokens
             if self.call.config.calculate_per_token_loss or self._is_whole(microbatch):
                 return total, num_tokens, report
-            return (
-                total,
-                torch.ones_like(num_tokens),
-                report,
-            )  # divided once all are counted
+            # Megatron divides by this number of tokens, so return 1.
+            return total, torch.ones_like(num_tokens), report
 
         return output, loss
 
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
-        """Keep what multi-token prediction reads of later slices, sent by the rank with data."""
+        """Keep the whole tensors that multi-token prediction reads.
+
+        The tensor-parallel rank with data sends them to the others.
+        """
         place = self._stage(stage)
         if not (
             place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)
@@ -995,13 +1023,14 @@ class SlicedCompute(StageCompute):
     def _complete_loss(self, stage: int, microbatch: int) -> None:
         """Divide a micro-batch's losses by its tokens, and add up the reports of its slices.
 
-        None of its backwards has run yet: the first one waits for the forward of the last slice.
+        No backward of the micro-batch has run yet, because the first backward waits for the forward
+        of the last slice.
         """
         first = microbatch * self._num_slices
         numbers = range(first, first + len(self._bounds[microbatch]) - 1)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # With a per-token loss, Megatron itself divides gradients by the tokens of the step, and it
-        # has divided the loss of a whole micro-batch.
+        # With a per-token loss, Megatron itself divides gradients by the tokens of the step. It has
+        # also divided the loss of a micro-batch with a single slice.
         if not (
             self.call.config.calculate_per_token_loss or self._is_whole(microbatch)
         ):
@@ -1016,9 +1045,9 @@ class SlicedCompute(StageCompute):
 
 @contextmanager
 def _sequence_length(num_tokens: int) -> Iterator[None]:
-    """Let Megatron's scripts read batches of this length instead of whole sequences.
+    """Make Megatron's scripts read batches of this length instead of whole sequences.
 
-    On tensor-parallel ranks, they allocate buffers of the length in the arguments.
+    On tensor-parallel ranks, the scripts allocate buffers of the length in the arguments.
     """
     arguments = megatron_arguments()
     if arguments is None:
@@ -1036,7 +1065,8 @@ def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tens
     values = [torch.as_tensor(report[name]) for report in reports]
     if any(value.numel() != 2 for value in values):
         raise ScheduleError(
-            f"the loss function reports {name} of a slice as one number, which says nothing about "
-            "the micro-batch; report a tensor of the sum of losses and the number of tokens"
+            f"the loss function reports {name} of a slice as one number, from which the value of "
+            "the micro-batch cannot be computed; report a tensor of the sum of losses and the "
+            "number of tokens"
         )
     return torch.stack(values).sum(dim=0)

@@ -1,6 +1,6 @@
 """Patches with which Megatron's layers compute a slice of a sequence.
 
-They act only inside `KeptState.of`, which `SlicedCompute` opens for the actions of sliced tables.
+They act only inside `KeptState.of`, which `SlicedCompute` enters for actions of tables with slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def running_slice() -> Any:
-    """Return the running slice; None outside slices."""
+    """Return the running slice, or None outside of slices."""
     configuration = active.active()
     if configuration is None:
         return None
@@ -34,7 +34,7 @@ PATCHES = PatchTable(feature="schedules", of=running_slice)
 @PATCHES.row(
     "slices.attention",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    order=-10,  # the patch for packed sequences must see the slice's
+    order=-10,  # outside of the patch for packed sequences, which must see the slice's bounds
 )
 @PATCHES.row(
     "slices.te_attention",
@@ -42,8 +42,8 @@ PATCHES = PatchTable(feature="schedules", of=running_slice)
     required=False,  # Transformer Engine may be missing; the first step checks the effect
 )
 def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron attends only to the tokens that it gets, but those of a slice need all earlier
-    ones.
+    """Megatron attends only to the tokens that it gets, but the tokens of a slice must also attend
+    to earlier slices.
     """
     return running.attend(call, instance, *args, **kwargs)
 
@@ -80,12 +80,11 @@ def _positions(
 def _cached_positions(
     _slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron keeps the positions of the first tokens for fused kernels, but a slice has
-    others.
+    """Megatron caches the positions of the first tokens for fused kernels, but a slice has other
+    positions.
     """
-    instance.max_seq_len_cached = (
-        0  # drop positions of another slice, or of a whole sequence
-    )
+    # Drop the cached positions, which may belong to another slice or to a whole sequence.
+    instance.max_seq_len_cached = 0
     call(*args, **kwargs)
     instance.max_seq_len_cached = 0
     # Return all positions: Megatron returns only as many as the longest packed sequence has, but a
@@ -99,8 +98,8 @@ def _cached_positions(
 def _look_ahead(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron shifts tokens and positions without saying which is which, and both look the
-    same.
+    """Megatron shifts tokens and positions in the same way, so a shifted tensor does not show which
+    of both it is.
     """
     arguments = by_name(call, args, kwargs)
     running.look_ahead(arguments["input_ids"], arguments["position_ids"])
@@ -115,7 +114,7 @@ def _look_ahead(
 def _keep_bounds(
     _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> dict[str, Any]:
-    """Megatron treats a bound at the end of a slice as the last one, and drops those after it."""
+    """Megatron treats a bound at the end of a slice as the last one, and drops all later bounds."""
     batch = by_name(call, args, kwargs)["batch"]
     bounds = {
         name: batch[name]
@@ -133,22 +132,24 @@ def _keep_bounds(
 def _count_once(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron's script counts the floating-point operations of a micro-batch in each slice."""
+    """Megatron's script would count the operations of the whole micro-batch once for each slice."""
     if running.number == 0:
         call(*args, **kwargs)
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
 def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron stops at the end of the slice, but its last token predicts tokens of the next
-    one.
+    """Megatron stops shifting at the end of a slice, but the last token of a slice predicts tokens
+    of the next slice.
     """
     return running.roll(call, *args, **kwargs)
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
 def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron leaves balancing losses to recomputation, which lacks the counts of other slices."""
+    """Megatron computes balancing losses only in a recomputation, but the backwards of slices need
+    the counts of all slices.
+    """
     return running.route(call, instance, *args, **kwargs)
 
 
@@ -156,7 +157,7 @@ def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) 
 def _balance(
     running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron balances the tokens of a slice as if the micro-batch had no others."""
+    """Megatron would balance the tokens of each slice separately, as if it were a micro-batch."""
     return running.balance(*args, **kwargs)
 
 
@@ -164,5 +165,5 @@ def _balance(
 def _z_loss(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron averages over the tokens that it gets, which are those of one slice."""
+    """Megatron averages over the tokens that it gets, which belong to one slice only."""
     return running.z_loss(call(*args, **kwargs))

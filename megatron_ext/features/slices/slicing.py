@@ -1,16 +1,15 @@
-"""Slices: tables whose micro-batches run through the pipeline in parts of their sequence.
+"""Tables whose micro-batches run through the pipeline in slices of their sequence.
 
-A pipeline fills with slices as it does with micro-batches, but in 1/k of the time, and keeps the
-activations of as many slices, each 1/k of a micro-batch. So a table with k times as many
-micro-batches is almost the table of slices. Only the order of backwards differs: the backwards of a
-micro-batch's slices run in reverse, and start only after its last forward, k - 1 forwards later.
+A pipeline fills with slices as it does with micro-batches. But with k slices per micro-batch, this
+takes 1/k of the time, and each activation that is kept has 1/k of the size. So a table with k times
+as many micro-batches is almost a table of slices. Only the order of backwards differs: the
+backwards of a micro-batch's slices run in reverse order, and start only after its last forward,
+k - 1 forwards later. To compensate, all forwards move ahead by k - 1 places.
 
-    1f1b, last rank, m 4            the same, m 2 in 2 slices
+    1f1b, last rank, m 4            1f1b, last rank, m 2 in 2 slices
     F0 B0 F1 B1 F2 B2 F3 B3         F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1
 
-To make up for that, all forwards move ahead by k - 1.
-
-The idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), without split
+The idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), which do not split
 backwards.
 """
 
@@ -37,19 +36,19 @@ if TYPE_CHECKING:
 
 
 class SliceChange(TableChange):
-    """Implements the option `slices` of `generate`: each micro-batch runs in that many slices."""
+    """Implements the option `slices` of `generate`: the number of slices of each micro-batch."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._num_slices = int(options.get("slices", 1))
         self._has_pairs = bool(options.get("pairs", False))
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table of a file, with slices of equal cost; the file fixes their number.
+        """Return the table of a file, with slices of equal cost. The file determines their number.
 
         Raises:
             ScheduleError: The file has a different number of slices.
         """
-        # 1 is the default, which means that the caller requested no number.
+        # 1 is the default, with which the caller has requested no number.
         if self._num_slices not in (1, schedule.num_slices):
             raise ScheduleError(
                 f"{schedule.name}: the file fixes the number of slices, which is "
@@ -59,14 +58,14 @@ class SliceChange(TableChange):
         return replace(schedule, slices=shares)
 
     def check(self, name: str) -> None:
-        """Reject an impossible number before it multiplies the size of the table.
+        """Reject an impossible number of slices, before it multiplies the size of the table.
 
         Raises:
             ScheduleError: Pairs are requested as well, or there are too many slices.
         """
         if self._has_pairs and self._num_slices > 1:
             raise ScheduleError(
-                f"{name}: slices cannot run as pairs yet; leave one of the two out"
+                f"{name}: slices cannot run as pairs yet; leave one of them out"
             )
         shares_of_equal_cost(self._num_slices)
 
@@ -84,7 +83,7 @@ class SliceChange(TableChange):
 
 
 class LengthChange(TableChange):
-    """Implements the option `slice_sizes` of `generate`: micro-batches differ in their slices."""
+    """Implements the option `slice_sizes` of `generate`: the slices of each single micro-batch."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._slice_sizes: SliceSizes = options.get("slice_sizes", ())
@@ -108,8 +107,8 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     """Return the table of micro-batches in slices of equal cost.
 
     `schedule` is a table with as many micro-batches as there are slices in a step. The result is
-    the candidate order with the shortest step for `costs` without jitter and, among equals, the
-    lowest memory.
+    the candidate with the shortest step for `costs` without jitter. Among equal candidates, the one
+    with the lowest memory wins.
 
     Raises:
         ScheduleError: Forwards and backwards are on different ranks, or no order was found.
@@ -122,14 +121,14 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         slices=shares_of_equal_cost(num_slices),
         options={**schedule.options, "slices": num_slices},
     )
-    # In tables without chunks, and in interleaved ones, this costs only k - 1 slices of memory.
+    # In tables without chunks, and in interleaved tables, this costs only k - 1 slices of memory.
     moved_table = _moved_ahead(table)
     candidates: list[Sequence[Row]] = []
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
-    # If the step takes longer, beyond rounding, than 1/k of a step with as many whole micro-batches
-    # as there are slices, also place the actions anew under the same memory cap: in folded tables
-    # the chunks need different leads.
+    # In folded tables, chunks need different leads. So if the step takes longer (beyond rounding)
+    # than 1/k of a step with as many whole micro-batches as there are slices, also search for
+    # another order under the same memory cap.
     even_costs = replace(costs, attention=0.0)
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices
@@ -139,6 +138,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     ):
         try:
             problem = _problem(schedule, replace(table, slices=shares), costs)
+            # Later variants limit the number of slices in flight, by increasing bounds.
             variants = [Variant()]
             for limit in spread(num_slices, num_slices + schedule.pp):
                 variants.append(Variant(limit))
@@ -155,8 +155,8 @@ def sliced_by_length(
 ) -> Schedule:
     """Return the table of micro-batches that differ in their number of slices.
 
-    `schedule` is a table with as many micro-batches as there are slices in the step, which should
-    all cost about the same.
+    `schedule` is a table with as many micro-batches as there are slices in the step. All slices
+    should have about the same cost.
 
     Raises:
         ScheduleError: Forwards and backwards are on different ranks, or no order was found.
@@ -168,14 +168,15 @@ def sliced_by_length(
         slice_sizes=slice_sizes,
     )
     moved_table = _moved_ahead(table)
-    # Each step has a table of its lengths, so search only in folded tables, whose chunks need
-    # different leads, and there for one order.
+    # Every step has another table, so this must be fast. Search only for folded tables, whose
+    # chunks need different leads, and only for one order.
     if schedule.placement.name not in ("v", "w") and not stuck(moved_table):
         return moved_table
     problem = _problem(schedule, table, costs)
     largest = max(map(max, slice_sizes))
-    # A slice starts below the cap, so it may exceed the cap by as much as it is larger than the
-    # mean one. The last cap has room for as many of the largest slices, which always suffices.
+    # The search starts a slice while memory is below the cap, so a slice may exceed the cap by as
+    # much as it is larger than the mean slice. The last cap has room for the same number of largest
+    # slices, which is always enough.
     excess = largest - 1 / table.num_slices
     for cap in (problem.cap - excess, problem.cap):
         with suppress(ScheduleError):
@@ -185,7 +186,7 @@ def sliced_by_length(
 
 
 def _moved_ahead(table: Schedule) -> Schedule:
-    """Return a table of slices with its forwards far enough ahead of its backwards."""
+    """Return a table of slices whose forwards are moved far enough ahead of its backwards."""
     lead = max(map(_lead, table.rows))
     moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
     check_actions(moved_table)
@@ -193,9 +194,9 @@ def _moved_ahead(table: Schedule) -> Schedule:
 
 
 def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
-    """Return the problem of a search that may use as much memory as the moved table.
+    """Return the problem for a search that may use as much memory as the moved table.
 
-    `schedule` has a micro-batch for each slice of `table`.
+    `schedule` has one micro-batch for each slice of `table`.
     """
     num_slices = table.num_slices
     chunks = max(map(len, schedule.placement.stages_of))
@@ -215,17 +216,17 @@ def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
 
 
 def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row, ...]:
-    """Return the rows with each micro-batch replaced by a slice.
+    """Return the rows of a table, in which each micro-batch is replaced by a slice.
 
-    `nums_slices` has the number of slices of each micro-batch of the result.
+    `nums_slices` has the number of slices of each micro-batch in the result.
     """
-    # By micro-batch of `schedule`: the micro-batch and slice that take its place.
+    # [micro-batch of `schedule`] -> (micro-batch, slice) that replaces it.
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     for microbatch, num_slices in enumerate(nums_slices):
         slices = [(microbatch, slice_index) for slice_index in range(num_slices)]
         forwards += slices
-        # Backwards of a micro-batch start with its last slice, which attended to all keys and
+        # The backwards of a micro-batch start with its last slice, which attends to all keys and
         # values.
         backwards += reversed(slices)
     rows: list[Row] = []
@@ -240,8 +241,8 @@ def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row
 
 
 def _lead(row: Row) -> int:
-    """Return by how many places a row's forwards come too late for its backwards."""
-    # By stage and micro-batch: the number of forwards in the row up to the one of its last slice.
+    """Return the number of places by which a row's forwards are too late for its backwards."""
+    # (stage, micro-batch) -> number of forwards in the row up to the forward of its last slice.
     forwards_needed: dict[tuple[int, int], int] = {}
     num_forwards = 0
     for action in row:

@@ -966,7 +966,7 @@ def cut_batches() -> None:
             r"tokens \[2, 7\] of a micro-batch cannot be cut",
         ),
         ({"images": torch.zeros(2, SEQUENCE)}, "images"),
-        ([1], "the data iterator gives a list"),
+        ([1], "the data iterator yields a list"),
     ]:
         items = SlicedData(MicrobatchData(iter([wrong])), [BOUNDS], 3).view(0)
         assert items is not None
@@ -1039,7 +1039,7 @@ def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> 
     [(fused, later, padded)] = run_ranks(1, wrong_layers)
     assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
     assert (
-        "not for the fused softmax in 16 bits, which takes as many queries as keys"
+        "not for the fused softmax in 16 bits, which requires as many queries as keys"
         in fused
     )
     assert "not for attention to later tokens; leave the slices out" in later
