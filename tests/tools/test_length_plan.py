@@ -183,7 +183,7 @@ def test_mistakes_are_one_line(
 
 def test_a_sample_longer_than_a_micro_batch_is_refused() -> None:
     with pytest.raises(
-        ScheduleError, match="a sample has 101 tokens, a micro-batch holds at most"
+        ScheduleError, match="a sample has 101 tokens, but a micro-batch has at most"
     ):
         predict_lengths(
             [101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs()

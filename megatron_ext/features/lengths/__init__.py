@@ -1,1 +1,1 @@
-"""Micro-batches of unequal lengths: ordered by cost, and distributed over replicas."""
+"""Orders micro-batches of unequal lengths by cost, and distributes them over replicas."""

@@ -1,8 +1,8 @@
 """Runs the micro-batches of a step in an order that depends on their lengths.
 
-`--pipeline-balance` reads all micro-batches of a step in advance. `order` runs them in the order
-that is fastest in a simulation of the table. `pack` first distributes them over the data-parallel
-replicas so that all have about the same work.
+With `--pipeline-balance`, a rank reads all micro-batches of a step in advance. `order` runs them in
+the order that is fastest in a simulation of the table. `pack` first distributes them over the
+data-parallel replicas, so that all replicas have about the same work.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FLAG = "--pipeline-balance"
 
 
 def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
-    """Return the cost of a micro-batch from the data iterator's item, which `item_size` reads.
+    """Return the cost of a micro-batch, from an item of the data iterator.
 
-    `flag` is the one that needs the cost.
+    `flag` is the flag that needs the cost, for the error message.
 
     Raises:
         ScheduleError: The item does not contain the lengths of its samples.
@@ -45,8 +45,8 @@ def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
     if isinstance(item, Mapping) and item:
         contents = ", ".join(str(name) for name in item)
     raise ScheduleError(
-        f"{flag} needs the lengths of micro-batches, from tokens or cu_seqlens of what the data "
-        f"iterator gives, which is {contents}; leave {flag} out"
+        f"{flag} needs the lengths of micro-batches, from tokens or cu_seqlens in the items of the "
+        f"data iterator, but it yields {contents}; leave {flag} out"
     )
 
 
@@ -54,12 +54,12 @@ def check_iterator(items: Any, flag: str = _FLAG) -> None:
     """Check that the data of a chunk can be read ahead.
 
     Raises:
-        ScheduleError: It comes from something other than an iterator.
+        ScheduleError: The data comes from something other than an iterator.
     """
     if not hasattr(items, "__next__"):
         raise ScheduleError(
-            f"{flag} reads the micro-batches of a step ahead, which a {type(items).__name__} does "
-            f"not allow; leave {flag} out"
+            f"{flag} reads the micro-batches of a step in advance, which a {type(items).__name__} "
+            f"does not allow; leave {flag} out"
         )
 
 
@@ -69,7 +69,11 @@ def fetched(
     replicas: ReplicaExchange | None,
     flag: str = _FLAG,
 ) -> dict[int, Any]:
-    """Fetch the micro-batches of a step, by number in the data, counted over all `replicas`.
+    """Fetch the micro-batches of a step.
+
+    Returns:
+        Number of a micro-batch in the data -> its item. With `replicas`, micro-batches are numbered
+        over all of them.
 
     Raises:
         ScheduleError: The data is not an iterator, or ends too early.
@@ -81,9 +85,8 @@ def fetched(
         first, step = replicas.group.rank(), replicas.group.size()
     try:
         for place in range(num_microbatches):
-            held[first + step * place] = next(
-                items
-            )  # RerunDataIterator has no __iter__
+            # Use `next`, because Megatron's RerunDataIterator has no `__iter__`.
+            held[first + step * place] = next(items)
     except StopIteration:
         raise ScheduleError(
             f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
@@ -94,7 +97,7 @@ def fetched(
 
 @dataclass
 class BalancedStep:
-    """The order of one training step on this rank.
+    """The order of the micro-batches in one training step on this rank.
 
     Micro-batch `order[i]` of the data runs as micro-batch i of the table.
     """
@@ -103,17 +106,18 @@ class BalancedStep:
     costs: Costs
     length_cost: LengthCost
     replicas: ReplicaExchange | None = None
-    """Replicas that redistribute their micro-batches; None: this replica runs the ones it reads."""
+    """Replicas that redistribute micro-batches. None: this replica runs those that it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """By micro-batch of the table: its number in the data, counted over all `replicas`; None: no
-    data has been read yet."""
+    """[micro-batch of the table] -> its number in the data, over all `replicas`. None: no data has
+    been read yet."""
     _received: dict[int, Any] | None = field(default=None, init=False)
-    """With `replicas`: the items that this replica runs, by number."""
+    """With `replicas`: number in the data -> item, for the micro-batches that this replica runs."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first `next` fetches all items from `items`, Megatron's data iterator. None: no data.
+        The first `next` fetches all items from `items`, Megatron's data iterator. If `items` is
+        None, the result is None.
 
         Raises:
             ScheduleError: The data comes from something other than an iterator.
@@ -124,34 +128,38 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # All chunks of a rank read the same data; the first one decides the order.
-        held = self._decided(items) if self.order is None else self._fetched(items)
+        # All chunks of a rank read the same data. The first chunk that reads decides the order.
+        if self.order is None:
+            held = self._decided(items)
+        else:
+            held = self._fetched(items)
         if self._received is not None:
-            # Copy, because forward steps write into the items they read, and the next chunk reads
-            # them too.
+            # Copy the items: forward steps write into them, and the next chunk reads them too.
             held = {number: copy(item) for number, item in self._received.items()}
         assert self.order is not None
         for number in self.order:
             yield held.pop(number)
 
     def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Choose the micro-batches to run and their order; return the items by number."""
-        # All ranks that read data see the same lengths, so they choose the same order without a
-        # message; ranks that read none keep the table's order. The gradient is the same sum, taken
-        # in this order.
+        """Choose the micro-batches that this replica runs, and their order.
+
+        Returns:
+            Number of a micro-batch in the data -> its item.
+        """
+        # All ranks of a replica that read data see the same lengths, so they choose the same order
+        # without a message. Ranks that read no data only know the table's micro-batches.
         replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)
             costs = [item_cost(item, self.length_cost) for item in held.values()]
         except Exception:
+            # The other replicas wait for the costs, so send NaN instead.
             if replicas is not None:
-                replicas.costs(
-                    [nan] * num_microbatches
-                )  # the other replicas wait for this
+                replicas.costs([nan] * num_microbatches)
             raise
         if replicas is not None:
-            # A rank gets here when it first reads data in a step. This cannot deadlock: in each
-            # replica, a stage's first read depends only on earlier stages.
+            # A rank gets here when it first reads data in a step. This collective cannot deadlock:
+            # in each replica, the first read of a stage depends only on earlier stages.
             costs = replicas.costs(costs)
             held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
             self._received = held
@@ -172,10 +180,10 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Convert reports keyed by the table's micro-batches to keys in the order of the data.
+        """Return reports by micro-batch of the data instead of micro-batch of the table.
 
-        Collective over the tensor-parallel group on stages with reports, because only the first
-        rank of the group reads data. It communicates on the device of the model's `chunks`.
+        This is collective over the tensor-parallel group of stages with reports, because only the
+        first rank of the group reads data. It communicates on the device of the model's `chunks`.
         """
         if not reports:
             return {}

@@ -1,13 +1,13 @@
 """Distributes a global batch by the cost of its samples, so that all pipelines end together.
 
-Attention is quadratic in the length L of a sample, and everything else is linear, so a sample costs
-a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and a pipeline waits for
-its costliest micro-batch in every stage. Only the place where a sample runs changes: the global
-batch and the terms of its gradient stay the same. `deal_out` distributes micro-batches, whose
-samples stay together. `best_order` chooses the order in which a pipeline runs its unequal
-micro-batches.
+Attention is quadratic in the length L of a sample, and all other computation is linear, so a sample
+costs a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and in every stage
+a pipeline waits for its costliest micro-batch. `deal_out` distributes the micro-batches over
+replicas, and keeps the samples of a micro-batch together. `best_order` chooses the order in which a
+pipeline runs its micro-batches. Only the place where a sample runs changes: the global batch and
+the terms of its gradient stay the same.
 
-Everything here is deterministic and depends only on the lengths, so ranks that know them agree
+All results are deterministic and depend only on the lengths, so ranks that know the lengths agree
 without a message. This module uses only the standard library.
 """
 
@@ -30,29 +30,31 @@ if TYPE_CHECKING:
 
 
 def fills_of(placement: Placement) -> float:
-    """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
+    """Return the time to fill and drain a pipeline, in whole micro-batches: (pp - 1) / chunks."""
     return (placement.num_ranks - 1) * placement.num_ranks / placement.num_stages
 
 
 def deal_out(
     costs: Sequence[float], num_replicas: int, fills: float = 0.0
 ) -> list[list[int]]:
-    """Return which micro-batches of a step each replica runs; all replicas get equally many.
+    """Distribute the micro-batches of a step over replicas, the same number to each.
 
-    The costliest replica never costs more than in the order of the data. The cost of a replica is
-    the sum over its micro-batches, plus `fills` times its costliest one: the makespan, in any
-    order, of a flow shop whose jobs take equally long on all machines (Pinedo, Scheduling, 2016,
-    section 6.1). Micro-batches are dealt out costliest first (Graham 1969), each to the cheapest
-    share that has room. Each replica then takes a share of which it has already read a large part.
+    The cost of a replica is the sum over its micro-batches, plus `fills` times its costliest
+    micro-batch. This is the makespan, in any order, of a flow shop whose jobs take equally long on
+    all machines (Pinedo, Scheduling, 2016, section 6.1). The costliest replica never costs more
+    than in the order of the data.
+
+    Micro-batches are dealt out in descending order of cost (Graham 1969), each to the cheapest
+    share that has room. Then each replica takes a share of which it has already read a large part.
 
     Args:
         costs: Cost of each micro-batch, in the order of the data. Replica r reads the micro-batches
             whose number is r modulo `num_replicas`.
-        num_replicas: Data-parallel replicas.
-        fills: How many micro-batches the pipeline takes to fill and drain; see `fills_of`.
+        num_replicas: Number of data-parallel replicas.
+        fills: Time to fill and drain the pipeline, in micro-batches; see `fills_of`.
 
     Returns:
-        By replica: the numbers of its micro-batches, ascending.
+        [replica] -> the numbers of its micro-batches, in ascending order.
 
     Raises:
         ScheduleError: The micro-batches cannot be divided equally.
@@ -60,12 +62,12 @@ def deal_out(
     share_size, remainder = divmod(len(costs), num_replicas)
     if remainder:
         raise ScheduleError(
-            f"{len(costs)} micro-batches cannot be shared equally by {num_replicas} replicas; give "
-            "each replica the same number"
+            f"{len(costs)} micro-batches cannot be divided equally among {num_replicas} replicas; "
+            "give each replica the same number"
         )
 
     def costliest(shares: list[list[int]]) -> float:
-        """Return the cost of the costliest replica."""
+        """Return the cost of the costliest share."""
         replica_costs = []
         for share in shares:
             share_costs = [costs[number] for number in share]
@@ -77,7 +79,7 @@ def deal_out(
         list(range(first, len(costs), num_replicas)) for first in range(num_replicas)
     ]
     dealt = _dealt(costs, num_replicas, share_size)
-    # If both are equal, keep the order of the data, which moves nothing.
+    # If both cost the same, `min` returns the order of the data, with which nothing is sent.
     shares = min(in_file_order, dealt, key=costliest)
     return _assigned(shares)
 
@@ -85,7 +87,7 @@ def deal_out(
 def _dealt(
     costs: Sequence[float], num_replicas: int, share_size: int
 ) -> list[list[int]]:
-    """Deal out micro-batches, costliest first, each to the cheapest share that has room."""
+    """Deal out micro-batches in descending order of cost, each to the cheapest share with room."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     # Heap of (cost, share), without full shares.
     cheapest = [(0.0, share) for share in range(num_replicas)]
@@ -100,19 +102,25 @@ def _dealt(
 
 
 def _assigned(shares: list[list[int]]) -> list[list[int]]:
-    """Return the shares by replica; each share goes to the replica that has read most of it."""
+    """Assign the shares to replicas, so that few micro-batches have to be sent.
+
+    Returns:
+        [replica] -> the numbers of its micro-batches, in ascending order.
+    """
     num_replicas = len(shares)
+    # (replica, share) -> number of micro-batches of the share that the replica has read
     has_read: Counter[tuple[int, int]] = Counter()
     for index, share in enumerate(shares):
         for number in share:
             has_read[number % num_replicas, index] += 1
+    # Match the largest overlaps first. This is greedy, and not always the best assignment.
     share_of: dict[int, int] = {}
     free_shares = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
         if replica not in share_of and index in free_shares:
             share_of[replica] = index
             del free_shares[index]
-    # Replicas that got no share this way take the remaining ones, in order.
+    # Replicas that have not got a share take the remaining shares, in order.
     remaining = iter(free_shares)
     assigned = []
     for replica in range(num_replicas):
@@ -122,9 +130,9 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
 
 
 def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the lengths in each micro-batch of a sampler that reads samples in order.
+    """Yield the lengths of the samples in each micro-batch, for a sampler that reads in order.
 
-    Each sample goes into the open pack; the first sample that does not fit starts a new one.
+    Each sample is added to the current pack. A sample that does not fit starts a new pack.
 
     Raises:
         ScheduleError: A sample does not fit into a micro-batch, or has no tokens.
@@ -134,12 +142,12 @@ def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[lis
     for length in lengths:
         if length < 1:
             raise ScheduleError(
-                f"a sample has {length} tokens; leave out samples without any"
+                f"a sample has {length} tokens; leave out samples without tokens"
             )
         if length > max_tokens:
             raise ScheduleError(
-                f"a sample has {length} tokens, a micro-batch holds at most {max_tokens}; cut the "
-                "sample, or raise the limit"
+                f"a sample has {length} tokens, but a micro-batch has at most {max_tokens}; cut "
+                "the sample, or raise the limit"
             )
         if length > room:
             yield pack
@@ -158,15 +166,14 @@ def shortest(
 ) -> float:
     """Return a lower bound on the step time for any packing and order, in the unit of `costs`.
 
-    Some replica has at least the mean of all work. Each rank waits until its first micro-batch,
-    which holds at least the smallest sample, has passed the stages before it. And the longest
-    sample goes through all stages, and its gradient comes back.
-
-    `costs` are durations for a sample of cost 1.
+    `costs` are durations for a sample of cost 1. The result is the larger of two bounds:
+    - At least one replica has the mean of all work. In addition, each rank waits until its first
+      micro-batch, which contains at least the smallest sample, has passed all earlier stages.
+    - The longest sample passes all stages, and its gradient passes them back.
     """
-    stage_share = (
-        placement.num_ranks / placement.num_stages
-    )  # one stage's part of a rank's work
+    # Share of one stage in the work of a rank.
+    stage_share = placement.num_ranks / placement.num_stages
+    # The rank that starts last: its first stage has the highest number.
     last_head = max(min(stages) for stages in placement.stages_of)
     fill = last_head * stage_share * costs.forward * min(sample_costs)
     mean = costs.work * sum(sample_costs) / num_replicas
@@ -182,12 +189,14 @@ _FEW = 3
 def best_order(
     schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT
 ) -> tuple[int, ...]:
-    """Return which micro-batch of the data runs in each place of a table.
+    """Return the number of the data's micro-batch that runs as each micro-batch of a table.
 
-    Equal micro-batches stay in the order of the data.
+    If all micro-batches are equal, they stay in the order of the data.
 
-    `scales` are the costs of the micro-batches in the order of the data, in any unit; `costs` are
-    durations at scale 1.
+    Args:
+        schedule: The table.
+        scales: Costs of the micro-batches in the order of the data, in any unit.
+        costs: Durations at scale 1.
 
     Raises:
         ScheduleError: The number of scales differs from the table's number of micro-batches.
@@ -197,20 +206,20 @@ def best_order(
         return in_file_order
     largest = max(scales)
     shares = [scale / largest for scale in scales]
-    # Ranks wait for each other's micro-batches mainly while the pipeline fills and drains, so small
-    # ones belong at both ends. The best order depends on the table, so simulate a few, including
-    # the order of the data, which the result can then never be slower than.
+    # Ranks wait for each other mainly while the pipeline fills and drains, so small micro-batches
+    # should run at both ends. The best order depends on the table, so simulate a few orders. They
+    # include the order of the data, so the result is never slower than that.
     rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
     candidates = (
         in_file_order,
-        tuple(
-            rising[::2] + rising[1::2][::-1]
-        ),  # small at both ends, the largest in the middle
+        # Small micro-batches at both ends, the largest in the middle.
+        tuple(rising[::2] + rising[1::2][::-1]),
         tuple(rising),
+        # One or a few small micro-batches, then the others in descending order.
         tuple(rising[:1] + rising[:0:-1]),
         tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
     )
-    # Not a set, so that on every rank the first of equally fast orders wins.
+    # Don't use a set: the first of equally fast orders must be the same one on every rank.
     return min(
         dict.fromkeys(candidates),
         key=lambda order: makespan_of(schedule, shares, order, costs),
@@ -225,7 +234,7 @@ def makespan_of(
 ) -> float:
     """Return the time of a step whose micro-batches enter the pipeline in a given order.
 
-    `order` gives the number of the micro-batch in each place; `costs` are durations at scale 1.
+    `order` has the number of the micro-batch in each place. `costs` are durations at scale 1.
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan

@@ -1,4 +1,4 @@
-"""Predicts, by simulation, how much balancing by cost gains for a data set's lengths."""
+"""Simulates how much a data set gains from balancing by cost, from the lengths of its samples."""
 
 from __future__ import annotations
 
@@ -45,45 +45,49 @@ class Sizes(NamedTuple):
     """Sizes of one step."""
 
     pp: int
+    """Number of pipeline ranks."""
     num_microbatches: int
-    """Micro-batches per replica."""
+    """Number of micro-batches per replica."""
     num_replicas: int
+    """Number of data-parallel replicas."""
     max_tokens: int
-    """Tokens that fit into a micro-batch."""
+    """Largest number of tokens in a micro-batch."""
 
 
 class LengthGains(NamedTuple):
     """Step times of one schedule, as means over the global batches.
 
-    Their unit is the forward time of an average micro-batch through 1/pp of the model.
+    Times are in units of the forward of an average micro-batch through 1/pp of the model.
     """
 
     schedule: str
     """Name of the schedule, with its options."""
     in_file_order: float
+    """Step time without balancing."""
     order: float
     """Step time with `--pipeline-balance order`."""
     pack: float
     """Step time with `--pipeline-balance pack`: micro-batches are distributed over replicas and
     ordered."""
     sliced: float | None
-    """Step time with `--pipeline-slice-tokens` as well; None: the schedule has no slices by
-    length."""
+    """Step time with `--pipeline-slice-tokens` in addition to `pack`; None: the schedule does not
+    support slices by length."""
     sliced_peak: float | None
-    """Its peak of activations on a rank, in longest micro-batches on 1/pp of the model."""
+    """Peak of the activations on a rank with these slices, in longest micro-batches on 1/pp of the
+    model."""
     bound: float
-    """Lower bound that no packing and no order can beat."""
+    """Lower bound on the step time, for any packing and any order."""
 
 
 class _Batch(NamedTuple):
-    """A global batch; costs are relative to its mean micro-batch."""
+    """A global batch. Costs are relative to its mean micro-batch."""
 
     microbatches: list[float]
-    """Cost of each micro-batch, in the order in which the replicas take turns to read them."""
+    """Cost of each micro-batch, in the order of the data."""
     samples: list[float]
     """Cost of each sample."""
     packs: list[list[int]]
-    """Tokens of the samples of each micro-batch."""
+    """[micro-batch][sample] -> number of tokens."""
     mean_cost: float
     """Cost of the mean micro-batch, in the unit of the `LengthCost`."""
 
@@ -99,16 +103,16 @@ def predict_lengths(
     """Simulate schedules with the lengths of a data set.
 
     Args:
-        lengths: Tokens of each sample, in the order in which a sampler reads them.
-        name: A registered schedule, or `all`, which excludes mirrored pipelines.
+        lengths: Number of tokens in each sample, in the order in which a sampler reads them.
+        name: Name of a registered schedule, or `all`, which excludes mirrored pipelines.
         sizes: Sizes of a step.
-        length_cost: Cost of a sample by its length.
-        costs: Durations of actions on the mean micro-batch, and latencies.
-        slice_tokens: Tokens of a slice; None: micro-batches stay whole.
+        length_cost: Cost of a sample as a function of its length.
+        costs: Durations of actions on the mean micro-batch, and of messages.
+        slice_tokens: Number of tokens in a slice; None: micro-batches stay whole.
 
     Returns:
-        The predictions, with the shortest step under `pack` first, and the reasons why other
-        schedules are left out.
+        The predictions, sorted by the step time under `pack`, and the reasons why other schedules
+        are left out.
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
@@ -116,14 +120,14 @@ def predict_lengths(
     """
     batches = _global_batches(lengths, sizes, length_cost)
     choices: list[Choice] = []
-    # Reasons, one line per schedule.
+    # The reasons, with one line per schedule.
     left_out: list[str] = []
     for generator in registered().values():
         if name not in ("all", generator.name):
             continue
         if generator.twins > 1:
             left_out.append(
-                f"{generator.name} mirrors two pipelines, whose lengths are not simulated; take "
+                f"{generator.name} mirrors two pipelines, whose lengths are not simulated; use "
                 "another schedule"
             )
             continue
@@ -136,7 +140,7 @@ def predict_lengths(
     if not schedules:
         if not left_out:
             left_out = [
-                f"--lengths simulates registered schedules, not {name}; name one"
+                f"--lengths simulates registered schedules, not {name}; use a registered schedule"
             ]
         raise ScheduleError("; ".join(left_out))
     gains = []
@@ -156,10 +160,10 @@ def predict_lengths(
 def _global_batches(
     lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost
 ) -> list[_Batch]:
-    """Return the first global batches that can be filled with samples of these lengths.
+    """Return the first global batches that samples of these lengths fill.
 
     Raises:
-        ScheduleError: They do not fill one batch, or a sample is longer than a micro-batch.
+        ScheduleError: The samples do not fill one batch, or a sample is longer than a micro-batch.
     """
     batch_size = sizes.num_microbatches * sizes.num_replicas
     packs = list(
@@ -167,24 +171,19 @@ def _global_batches(
     )
     if len(packs) < batch_size:
         raise ScheduleError(
-            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, one step "
-            f"takes {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give more "
-            "lengths, or lower --microbatches, --replicas or --max-tokens"
+            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, but one "
+            f"step takes {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give "
+            "more lengths, or lower --microbatches, --replicas or --max-tokens"
         )
     batches: list[_Batch] = []
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
-        # The mean micro-batch is the unit of cost, so that steps are comparable across data sets.
+        # Use the mean micro-batch as the unit of cost, so that steps of data sets are comparable.
         mean_cost = length_cost.of_pack(samples) / batch_size
-        batches.append(
-            _Batch(
-                [length_cost.of_pack(pack) / mean_cost for pack in batch_packs],
-                [length_cost.of_length(length) / mean_cost for length in samples],
-                batch_packs,
-                mean_cost,
-            )
-        )
+        pack_costs = [length_cost.of_pack(pack) / mean_cost for pack in batch_packs]
+        sample_costs = [length_cost.of_length(length) / mean_cost for length in samples]
+        batches.append(_Batch(pack_costs, sample_costs, batch_packs, mean_cost))
     return batches
 
 
@@ -214,7 +213,7 @@ def _gains(
     pack_steps: list[float] = []
     bounds: list[float] = []
     for batch in batches:
-        # Replicas take turns to read micro-batches, unless `pack` redistributes them.
+        # Replicas take turns reading micro-batches. Only `pack` redistributes them.
         as_read = [
             batch.microbatches[replica::num_replicas] for replica in range(num_replicas)
         ]
@@ -248,14 +247,18 @@ class _Slicing:
     slice_tokens: int
 
     def step(self, batch: _Batch) -> tuple[float, float]:
-        """Return the time of a step, in the unit of `_Batch`, and its peak (`LengthGains`)."""
+        """Return the time of a step, in mean micro-batches, and its peak of activations.
+
+        The peak has the unit of `LengthGains.sliced_peak`.
+        """
         fills = fills_of(self.schedule.placement)
         replicas: list[list[list[int]]] = []
         for share in deal_out(batch.microbatches, self.sizes.num_replicas, fills):
             packs = [batch.packs[number] for number in share]
             order = rising([batch.microbatches[number] for number in share])
             replicas.append([packs[place] for place in order])
-        # All replicas run the table of the one that needs the most slices at each place.
+        # All replicas run one table, so at each place they have as many slices as the replica that
+        # needs the most.
         counts = []
         for packs_at_place in zip(*replicas, strict=True):
             most_tokens = max(map(sum, packs_at_place))
@@ -270,10 +273,11 @@ class _Slicing:
     def _of_replica(
         self, packs: Sequence[Sequence[int]], counts: Sequence[int], mean_cost: float
     ) -> tuple[float, float]:
-        """Return the time and the peak of one replica's step."""
+        """Return the time of one replica's step and its peak of activations, as `step` does."""
         longest = max(map(sum, packs))
-        # The unit of the table is a sample as long as the longest micro-batch.
+        # In the table, the unit of cost is one sample as long as the longest micro-batch.
         unit = self.length_cost.of_length(longest)
+        # [micro-batch][slice] -> length in longest micro-batches, and cost in units
         sizes, scale = [], []
         for samples, count in zip(packs, counts, strict=True):
             bounds = equal_cost_bounds(samples, count, self.length_cost)

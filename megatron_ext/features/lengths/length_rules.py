@@ -1,16 +1,16 @@
-"""Megatron settings that exclude running micro-batches in a different order than the data's."""
+"""Megatron settings that exclude another order of micro-batches than the order of the data."""
 
 from __future__ import annotations
 
 TEXTS = {
-    # For micro-batches in a different order than the data's.
+    # For micro-batches in another order than the order of the data.
     "balance": """
         logits_load_dir | logits_save_dir
-            logits lie in their files in the order of the data; leave one of them out
+            logits are stored in the order of the data; leave one of them out
         moe_router_load_balancing_type=global_aux_loss
-            it counts the tokens of the micro-batches before; use
+            it counts the tokens of earlier micro-batches; use
             --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         perform_rl_step
-            Megatron's RL deals out its own samples; leave one of them out""",
+            Megatron's RL distributes its own samples; leave one of them out""",
 }
-"""By group, in the notation of `megatron_ext/rules.py`."""
+"""Rules by group, in the notation of `megatron_ext/rules.py`."""

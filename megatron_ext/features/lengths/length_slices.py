@@ -1,8 +1,8 @@
 """Cuts the micro-batches of a step into slices by their lengths (docs/lengths.md).
 
-A micro-batch of at most T tokens is one slice. A longer one has as many slices as it needs, all of
-equal cost: attention is quadratic in the length of a sample, so equal lengths would cost more and
-more. This module uses only the standard library.
+A micro-batch of at most T tokens is one slice. A longer micro-batch has as many slices as it needs,
+all of equal cost. Slices of equal length would not have equal costs, because the attention of each
+slice also reads all earlier tokens of a sample. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ if TYPE_CHECKING:
 def slices_needed(
     tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens"
 ) -> int:
-    """Return the number of slices of a micro-batch. `flag` is the one that sets `slice_tokens`.
+    """Return the number of slices of a micro-batch.
+
+    Args:
+        tokens: Number of tokens in the micro-batch.
+        slice_tokens: The largest number of tokens in a micro-batch of one slice.
+        flag: The flag that sets `slice_tokens`, for the error message.
 
     Raises:
-        ScheduleError: There are more than 64.
+        ScheduleError: There are more than 64 slices.
     """
     count = max(1, ceil(tokens / slice_tokens))
     if count > MAX_SLICES:
         raise ScheduleError(
             f"a micro-batch of {tokens} tokens would have {count} slices of {slice_tokens} "
-            f"tokens, and can have {MAX_SLICES}; use {flag} {ceil(tokens / MAX_SLICES)} or more"
+            f"tokens, but can have only {MAX_SLICES}; use {flag} {ceil(tokens / MAX_SLICES)} or "
+            "more"
         )
     return count
 
@@ -40,8 +46,9 @@ def slices_needed(
 def automatic_slice_tokens(longest: int, pp: int) -> int:
     """Return the tokens of a slice for `--slice-tokens auto`.
 
-    The longest micro-batch then has two slices for each rank. Ranks wait for (pp - 1) slices while
-    the pipeline fills, and keep as many beyond the longest micro-batch: at most half of it.
+    The longest micro-batch then has two slices for each rank. While the pipeline fills, ranks wait
+    for (pp - 1) slices. They also keep at most this many slices in addition to the longest
+    micro-batch, which is half of its size.
     """
     return max(1, ceil(longest / min(2 * pp, MAX_SLICES)))
 
@@ -54,14 +61,15 @@ def equal_cost_bounds(
     If there are fewer tokens than slices, the last slices are empty.
 
     Args:
-        samples: Tokens of each sample, in order. A sample attends to its own tokens only.
+        samples: Number of tokens in each sample, in order. A sample attends only to its own tokens.
         num_slices: Number of slices.
-        length_cost: Cost of a sample by length.
-        multiple: Each slice has a multiple of this many tokens.
+        length_cost: Cost of a sample as a function of its length.
+        multiple: The number of tokens in each slice is a multiple of this.
 
     Raises:
-        ScheduleError: The micro-batch does not have a multiple of that many tokens.
+        ScheduleError: The number of tokens in the micro-batch is not a multiple of `multiple`.
     """
+    # Both lists have an entry for the start of each sample, and one for the end of the last sample.
     starts = list(accumulate(samples, initial=0))
     costs_before = list(accumulate(map(length_cost.of_length, samples), initial=0.0))
     num_tokens = starts[-1]
@@ -73,11 +81,11 @@ def equal_cost_bounds(
     bounds = [0]
     for number in range(1, num_slices):
         cost = costs_before[-1] * number / num_slices
-        # The sample in which the slice ends.
+        # Find the sample in which the slice ends.
         index = max(0, bisect_left(costs_before, cost) - 1)
         end = starts[index] + _tokens_of_cost(cost - costs_before[index], length_cost)
         rounded_end = round(end / multiple) * multiple
-        # Rounding leaves no slice empty, unless there are too few tokens for all of them.
+        # Make sure that rounding leaves no slice empty, unless there are fewer tokens than needed.
         last_end = num_tokens - (num_slices - number) * multiple
         rounded_end = max(min(rounded_end, last_end), bounds[-1] + multiple)
         bounds.append(min(rounded_end, num_tokens))
@@ -85,17 +93,18 @@ def equal_cost_bounds(
 
 
 def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
-    """Return how many tokens from the start of a sample cost this much."""
+    """Return the number of tokens at the start of a sample that have a given cost."""
+    # Solve linear * tokens + quadratic * tokens^2 = cost.
     linear, quadratic = length_cost.linear, length_cost.quadratic
     root = sqrt(linear * linear + 4 * quadratic * max(cost, 0.0))
-    # The quadratic formula in the form that avoids subtracting nearly equal numbers.
+    # This form of the quadratic formula does not subtract nearly equal numbers.
     return 2 * cost / (linear + root) if cost > 0 else 0.0
 
 
 def rising(costs: Sequence[float]) -> tuple[int, ...]:
-    """Return the numbers of micro-batches in the order of their costs, the cheapest first.
+    """Return the numbers of micro-batches in ascending order of cost.
 
-    Then the first slice, for which all ranks wait, is the smallest, and the longest micro-batch has
-    all others before it to fill the pipeline.
+    In this order, the first slice, for which all ranks wait, is the smallest. When the longest
+    micro-batch arrives, all other micro-batches have filled the pipeline.
     """
     return tuple(sorted(range(len(costs)), key=lambda number: (costs[number], number)))

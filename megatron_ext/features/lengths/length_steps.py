@@ -1,4 +1,4 @@
-"""Adds the balancing of lengths to the steps of a model."""
+"""Adds the balancing of unequal lengths to the steps of a model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class LengthSteps(Feature):
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Read a training step's data and cut it into slices; see `Feature.read_ahead`."""
+        """Read the data of a training step and cut it into slices; see `Feature.read_ahead`."""
         if self._slicer is None:
             return None
         return self._slicer.step(iterators, num_microbatches)
 
     def data_order(self, table: Table, config: Any) -> BalancedStep | None:
-        """Return the order of one training step; see `Feature.data_order`."""
+        """Return the order of the data in one training step; see `Feature.data_order`."""
         if self._pipeline.config.balance == "off":
             return None
         cost = self._pipeline.config.length_costs or cost_of_model(config)
@@ -51,7 +51,7 @@ class LengthSteps(Feature):
 def _sharing_replicas(model: Model) -> ReplicaExchange | None:
     """Return the exchange between data-parallel replicas that redistribute micro-batches.
 
-    None: each replica runs the micro-batches it reads.
+    None: each replica runs the micro-batches that it reads.
     """
     if model.pipeline.config.balance != "pack":
         return None
@@ -59,7 +59,9 @@ def _sharing_replicas(model: Model) -> ReplicaExchange | None:
         getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
     )
     members = tuple(dist.get_process_group_ranks(group))
-    if len(members) == 1:  # the same on all ranks
+    # All ranks return here or none, because all data-parallel groups have the same size.
+    if len(members) == 1:
         return None
+    # Items are exchanged as bytes on the host, so use gloo instead of Megatron's own group.
     gloo = groups_of_ranks([members], model.pipeline.timeout_s, backend="gloo")
     return ReplicaExchange(gloo[members], device_of(model.chunks))

@@ -1,4 +1,4 @@
-"""Exchanges a step's micro-batches between data-parallel replicas to balance their costs."""
+"""Exchanges the micro-batches of a step between data-parallel replicas, to balance their costs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ReplicaExchange:
     group: dist.ProcessGroup
     """Gloo group of the ranks that hold the same stages in all replicas."""
     device: torch.device
-    """Device for received tensors that were on a device at the sender."""
+    """Device of this rank, for received tensors that were on a device of the sender."""
 
     def costs(self, own_costs: Sequence[float]) -> list[float]:
-        """Return the costs of all replicas' micro-batches, by number. Collective over `group`.
+        """Return the costs of all replicas' micro-batches by number. Collective over `group`.
 
-        This replica contributes `own_costs`. NaN means that it could not read its micro-batches, in
-        which case it raises the reason itself.
+        This replica contributes `own_costs`. NaN means that it could not read its micro-batches. It
+        then raises the reason itself, after this call.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
@@ -45,11 +45,11 @@ class ReplicaExchange:
             dist.all_gather(rows, own_row, group=self.group)
         costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
         failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
-        # The replica that failed raises the actual reason.
+        # The replica that failed returns normally, and its caller raises the actual reason.
         if failed and not math.isnan(own_costs[0]):
             raise ScheduleError(
                 f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
-                "micro-batches of this step; its own line says why"
+                "micro-batches of this step; see the error of that rank"
             )
         return costs
 
@@ -58,8 +58,10 @@ class ReplicaExchange:
     ) -> dict[int, Any]:
         """Return the micro-batches that this replica runs, by number. Collective over `group`.
 
-        `held` are the micro-batches that this replica has read; `costs` covers all of them. The
-        pipeline takes `fills` micro-batches to fill and drain.
+        Args:
+            held: The micro-batches that this replica has read, by number.
+            costs: The costs of all replicas' micro-batches, by number.
+            fills: Time to fill and drain the pipeline, in micro-batches.
 
         Raises:
             ScheduleError: A micro-batch contains something other than tensors and plain data.
@@ -67,10 +69,11 @@ class ReplicaExchange:
         """
         # Each replica reads its usual micro-batches, so data loaders, checkpoints and the global
         # batch do not change. All replicas compute the same shares, and send the micro-batches that
-        # others run.
+        # other replicas run.
         shares = deal_out(costs, self.group.size(), fills)
         if self._leaves_all_in_place(shares):
             return dict(held)
+        # [receiving replica] -> the items that it gets from this replica
         sent: list[dict[int, Any]] = []
         for share in shares:
             sent.append({number: held[number] for number in share if number in held})
@@ -83,14 +86,14 @@ class ReplicaExchange:
         return own_items
 
     def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
-        """Return whether each replica runs exactly the micro-batches it has read."""
+        """Return whether each replica runs exactly the micro-batches that it has read."""
         for replica, share in enumerate(shares):
             if any(number % len(shares) != replica for number in share):
                 return False
         return True
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Send each replica its part, and return the parts received from each."""
+        """Send one part to each replica, and return the parts received from all replicas."""
         sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
         together = bytearray(b"".join(parts))
@@ -98,6 +101,7 @@ class ReplicaExchange:
         if together:
             outgoing = torch.frombuffer(together, dtype=torch.uint8)
         with self._waiting("their micro-batches"):
+            # First exchange the sizes, so that each replica can allocate the buffer.
             dist.all_gather(by_sender, sizes, group=self.group)
             coming = [int(row[self.group.rank()]) for row in by_sender]
             incoming = torch.empty(sum(coming), dtype=torch.uint8)
@@ -108,6 +112,7 @@ class ReplicaExchange:
 
     @contextmanager
     def _waiting(self, subject: str) -> Iterator[None]:
+        """Convert errors of collectives, such as a time-out, into a `TransportError`."""
         try:
             yield
         except RuntimeError as error:
@@ -119,7 +124,7 @@ class ReplicaExchange:
 
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
-    """Return a storage on the host or on this rank's device, whichever kind the sender used."""
+    """Return a storage on the host or on this rank's device, like the storage of the sender."""
     return storage if location == "cpu" else storage.to(device=device)
 
 
@@ -129,12 +134,12 @@ def _packed(items: dict[int, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(items, buffer)
     buffer.seek(0)
-    # The receiver unpickles weights only, so reject anything else here, where the cause is visible.
+    # The receiver unpickles with `weights_only`, so reject other types here, where their cause is.
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if refused:
         raise ScheduleError(
             f"--pipeline-balance pack: a micro-batch contains {refused[0]}, but replicas exchange "
-            "tensors, numbers, text and their tuples, lists and dicts only; convert it where the "
-            "data is read, or use --pipeline-balance order"
+            "only tensors, numbers, text, and tuples, lists and dicts of these; convert it where "
+            "the data is read, or use --pipeline-balance order"
         )
     return buffer.getvalue()

@@ -1,11 +1,12 @@
-"""Reads a training step's micro-batches ahead and cuts them into slices by their lengths.
+"""Reads the micro-batches of a training step in advance, and cuts them into slices by length.
 
 The table of the step depends on the lengths, so all ranks agree on them before the first action.
-Only ranks of the first and last stages read data; the other ranks learn the lengths from them.
+Only ranks of the first and the last stage read data. The other ranks get the lengths from them.
 
 All replicas run one table, because experts and losses may communicate between replicas inside an
-action. So each place of the table has as many slices as the replica with the most of them needs. A
-replica that needs fewer cuts its micro-batch into more, or leaves the last ones empty.
+action. So each micro-batch of the table has as many slices as the replica with the longest
+micro-batch there needs. The other replicas cut their micro-batches into this number of slices too,
+of which the last ones may be empty.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 _FLAG = "--pipeline-slice-tokens"
-# Stands for the number of slices on a rank that could not read its data; larger than any number.
+# Sent instead of a number of slices by a rank that could not read its data. It is larger than any
+# number of slices, so it wins the maximum over all ranks.
 _UNREADABLE = 1 << 30
 
 
@@ -48,14 +50,14 @@ class SlicedStep:
     """The data of one training step on this rank, and its slices (`runtime.feature.ReadAhead`)."""
 
     iterators: Sequence[Iterator[Any] | None]
-    """By chunk: the micro-batches in the order of the table."""
+    """[chunk] -> the micro-batches in the order of the table; None: the chunk reads no data."""
     order: tuple[int, ...]
-    """By micro-batch of the table: its number in the data, counted over all replicas that share out
+    """[micro-batch of the table] -> its number in the data, over all replicas that redistribute
     their micro-batches."""
     slice_bounds: tuple[tuple[int, ...], ...]
-    """By micro-batch of the table: the first token of each slice, then the number of tokens."""
+    """[micro-batch of the table] -> the first token of each slice, then the number of tokens."""
     slice_tokens: tuple[tuple[int, ...], ...]
-    """By micro-batch of the table: the tokens in each slice, on the replica with the most."""
+    """[micro-batch of the table][slice] -> the largest number of tokens on any replica."""
     length_cost: LengthCost
 
     def in_file_order(
@@ -64,24 +66,25 @@ class SlicedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Convert reports keyed by the table's micro-batches to keys in the order of the data."""
+        """Return reports by micro-batch of the data instead of micro-batch of the table."""
         return {
             self.order[microbatch]: report for microbatch, report in reports.items()
         }
 
 
 class _Reading:
-    """The micro-batches that this rank has read for a step; without data, it has none."""
+    """The micro-batches that this rank has read for a step; empty on ranks without data."""
 
     def __init__(self, num_chunks: int) -> None:
         self.items_by_chunk: list[dict[int, Any] | None] = [None] * num_chunks
-        """By number in the data; None: the chunk reads no data."""
+        """[chunk][number in the data] -> item; None: the chunk reads no data."""
         self.order: list[int] = []
+        """[micro-batch of the table] -> its number in the data."""
         self.samples: list[list[int]] = []
-        """Lengths of the samples of each micro-batch, in this order."""
+        """[micro-batch of the table][sample] -> number of tokens."""
 
     def iterators(self) -> list[Iterator[Any] | None]:
-        """Return an iterator over the micro-batches in this order for each chunk."""
+        """Return an iterator for each chunk, over its micro-batches in the order of the table."""
         iterators: list[Iterator[Any] | None] = []
         for items in self.items_by_chunk:
             if items is None:
@@ -92,7 +95,7 @@ class _Reading:
 
 
 class LengthSlicer:
-    """Cuts the steps of one model into slices by length. Kept across steps."""
+    """Cuts the micro-batches of a model into slices by length. One object serves all steps."""
 
     def __init__(
         self, model: Model, length_cost: LengthCost, replicas: ReplicaExchange | None
@@ -105,15 +108,16 @@ class LengthSlicer:
         self._fills = fills_of(model.pipeline.placement)
         self._exchange = replicas
         self._device = device_of(model.chunks)
-        # Tensor-parallel ranks must hold equal parts of a slice.
-        self._multiple = 1
-        # The most tokens of a sample; None: any number, or this rank does not know. Samples may
-        # differ without --variable-seq-lengths too, because shapes travel with slices in any case.
+        # The largest number of tokens in a sample. None: unlimited, or this rank does not know it.
+        # Samples may differ in length even without --variable-seq-lengths, because messages of
+        # slices always contain the shapes of their tensors.
         reader = unwrap_model(model.chunks[0])
         self._max_positions: int | None = getattr(reader, "max_sequence_length", None)
+        # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.
+        self._multiple = 1
         if model.config.sequence_parallel:
             self._multiple = model.config.tensor_model_parallel_size
-        # Within a replica, only the first tensor-parallel ranks of some stages read data.
+        # Within a replica, only the first tensor-parallel rank of some stages reads data.
         self._replica_groups = (model.groups.tp, model.groups.pp)
         self._replicas: dist.ProcessGroup = (
             getattr(model.groups, "dp", None)
@@ -121,12 +125,13 @@ class LengthSlicer:
         )
 
     def step(self, iterators: Sequence[Any], num_microbatches: int) -> SlicedStep:
-        """Read the data of a step, and agree on its slices. Collective over the job.
+        """Read the data of a step, and agree on its slices. This is collective over the job.
 
         Raises:
-            ScheduleError: The data lacks lengths, or has too many slices; or ranks of one replica
+            ScheduleError: The data has no lengths or too many slices, or the ranks of a replica
                 read different data.
         """
+        # Read the data on this rank, and compute the number of slices of each micro-batch.
         reading, failure = _Reading(len(iterators)), None
         counts = [0] * num_microbatches
         try:
@@ -139,16 +144,19 @@ class LengthSlicer:
                     equal_cost_bounds(samples, count, self._length_cost, self._multiple)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure, counts = error, [_UNREADABLE] * num_microbatches
+        # Agree within the replica. Ranks without data contribute 0, so number micro-batches from 1.
         order = [number + 1 for number in reading.order] or [0] * num_microbatches
         shared = self._shared([counts, order], self._replica_groups)
         differs = bool(reading.order) and [counts, order] != shared
-        # Only some ranks notice the difference, so share that too: the others would wait for them.
+        # Agree within the job. Only ranks with data notice a difference, so share that as well:
+        # otherwise the other ranks would wait for them.
         *shared_counts, any_differs = self._shared(
             [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
         )
         if failure is not None:
             raise failure
         self._check(shared_counts, any_differs=bool(any_differs))
+        # Cut the micro-batches, and find the largest size of each slice on any replica.
         bounds = self._bounds(reading, shared_counts)
         tokens = []
         for microbatch_bounds in bounds:
@@ -168,31 +176,32 @@ class LengthSlicer:
 
     @staticmethod
     def _check(shared_counts: Sequence[int], *, any_differs: bool) -> None:
-        """Check that some rank has read data, and that ranks of a replica have read the same.
+        """Check that some rank has read data, and that the ranks of a replica agree on it.
 
-        All ranks of the job raise the same error, because none may wait for another one.
+        All ranks of the job raise the same error, so that no rank waits for another one.
 
         Raises:
-            ScheduleError: They have not, or a rank could not read its data.
+            ScheduleError: No rank has read data, the ranks of a replica disagree, or a rank could
+                not read its data.
         """
         if max(shared_counts) >= _UNREADABLE:
             raise ScheduleError(
-                f"{_FLAG}: another rank could not read the micro-batches of this step; its own "
-                "line says why"
+                f"{_FLAG}: another rank could not read the micro-batches of this step; see the "
+                "error of that rank"
             )
         if not all(shared_counts):
             raise ScheduleError(
                 f"{_FLAG} needs the lengths of micro-batches, but no rank has a data iterator; "
-                f"give one to the first stage, or leave {_FLAG} out"
+                f"pass one to the first stage, or leave {_FLAG} out"
             )
         if any_differs:
             raise ScheduleError(
-                f"{_FLAG}: ranks of one pipeline read micro-batches of different lengths; give all "
-                "of them the same data in the same order"
+                f"{_FLAG}: ranks of one pipeline read micro-batches of different lengths; pass the "
+                "same data in the same order to all of them"
             )
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> _Reading:
-        """Read a step's micro-batches on a rank with data, and put them in order."""
+        """Read the micro-batches of a step on a rank with data, and choose their order."""
         reading = _Reading(len(iterators))
         try:
             for chunk, iterator in enumerate(iterators):
@@ -200,6 +209,7 @@ class LengthSlicer:
                     reading.items_by_chunk[chunk] = fetched(
                         iterator, num_microbatches, self._exchange, _FLAG
                     )
+            # All chunks of a rank read the same data, so use the first one.
             [held, *_] = [
                 items for items in reading.items_by_chunk if items is not None
             ]
@@ -207,19 +217,18 @@ class LengthSlicer:
                 item_cost(item, self._length_cost, _FLAG) for item in held.values()
             ]
         except Exception:
+            # The other replicas wait for the costs, so send NaN instead.
             if self._exchange is not None:
-                self._exchange.costs(
-                    [nan] * num_microbatches
-                )  # the other replicas wait for this
+                self._exchange.costs([nan] * num_microbatches)
             raise
         if self._exchange is not None:
             costs = self._exchange.costs(costs)
             held = self._exchange.shared_out(held, costs, self._fills)
             for chunk, items in enumerate(reading.items_by_chunk):
                 if items is not None:
-                    # Copy, because forward steps write into the items that they read.
+                    # Copy the items, because forward steps write into them.
                     reading.items_by_chunk[chunk] = {n: copy(held[n]) for n in held}
-        # By number in the data; without an exchange, these count this replica's micro-batches only.
+        # Without an exchange, the numbers count only the micro-batches of this replica.
         numbers = sorted(held)
         if self._sorts:
             numbers = [
@@ -232,16 +241,20 @@ class LengthSlicer:
             longest = max(samples, default=0)
             if self._max_positions is not None and longest > self._max_positions:
                 raise ScheduleError(
-                    f"micro-batch {number}: a sequence has {longest} tokens, the model has "
-                    f"{self._max_positions} positions; cut or pack the data to that, or raise "
-                    "--max-position-embeddings"
+                    f"micro-batch {number}: a sequence has {longest} tokens, but the model has "
+                    f"{self._max_positions} positions; cut or pack the data to that length, or "
+                    "raise --max-position-embeddings"
                 )
         return reading
 
     def _bounds(
         self, reading: _Reading, counts: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the bounds of each micro-batch in this many slices. Collective over a replica."""
+        """Return the bounds of the slices of each micro-batch. This is collective over a replica.
+
+        `counts` has the number of slices of each micro-batch.
+        """
+        # A matrix with a row for each micro-batch. Ranks without data contribute zeros.
         width = max(counts) + 1
         rows = [[0] * width for _ in counts]
         for row, samples, count in zip(rows, reading.samples, counts, strict=False):
@@ -255,7 +268,7 @@ class LengthSlicer:
         )
 
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
-        """Return the largest of each value in nested lists, over each of the groups."""
+        """Return the element-wise maximum of nested lists over all ranks of the groups."""
         together = torch.tensor(values, dtype=torch.int64, device=self._device)
         for group in groups:
             if group.size() > 1:

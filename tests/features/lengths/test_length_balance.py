@@ -109,7 +109,7 @@ def test_few_microbatches_move() -> None:
 
 def test_microbatches_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(
-        ScheduleError, match="7 micro-batches cannot be shared equally by 2"
+        ScheduleError, match="7 micro-batches cannot be divided equally among 2"
     ):
         deal_out([1.0] * 7, 2)
 
@@ -174,10 +174,10 @@ def test_the_bound_is_reached() -> None:
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ([0, 5], "a sample has 0 tokens; leave out samples without any"),
+        ([0, 5], "a sample has 0 tokens; leave out samples without tokens"),
         (
             [101],
-            "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample",
+            "a sample has 101 tokens, but a micro-batch has at most 100; cut the sample",
         ),
     ],
 )

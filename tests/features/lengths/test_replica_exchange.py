@@ -261,7 +261,7 @@ def test_a_replica_without_data_ends_all() -> None:
     fed, starved = run_ranks(2, _step_of_replicas, (M, 3))
     assert fed == (
         "--pipeline-balance pack: data-parallel rank 1 could not read its micro-batches of this "
-        "step; its own line says why"
+        "step; see the error of that rank"
     )
     assert starved.startswith(
         f"the data ended after 3 of {M} micro-batches of a step; train"

@@ -210,10 +210,10 @@ def test_ranks_agree_on_slices() -> None:
     ]
     assert "use --pipeline-slice-tokens 9 or more" in failed[0]
     assert "the data ended after 2 of 3" in failed[1]
-    assert "its own line says why" in also_failed[0]
+    assert "see the error of that rank" in also_failed[0]
     assert failed[2] == also_failed[2]
     assert "no rank has a data iterator" in failed[2]
-    assert "different lengths; give all of them the same data" in failed[3]
+    assert "different lengths; pass the same data" in failed[3]
     assert failed[3] == also_failed[3]
     assert f"the model has {MAX_POSITIONS} positions" in failed[4]
 
