@@ -471,10 +471,10 @@ def _without_plans() -> list[str]:
 def test_pairs_need_plans_of_the_model_and_of_the_forward_step() -> None:
     [(model, step)] = run_ranks(1, _without_plans)
     assert model.startswith(
-        "Stage cannot run in pairs, because it lacks the build_schedule_plan"
+        "Stage cannot run in pairs, because it has no method build_schedule_plan"
     )
     assert step.startswith(
-        "the forward step cannot run in pairs, because it takes no return_"
+        "the forward step cannot run in pairs, because it has no argument return_"
     )
 
 

@@ -1,1 +1,1 @@
-"""Runs a forward and a backward of two micro-batches as one action, with Megatron's plans."""
+"""Runs the forward of one micro-batch and the backward of another as one action, a pair."""

@@ -1,6 +1,6 @@
-"""Patches with which a host runs W until its peers have come to an exchange of tokens.
+"""Patches with which a host runs W until its peers have arrived at an exchange of tokens.
 
-They act only in the steps that `HostWeights` takes part in. A device needs none of them.
+They act only in steps with `HostWeights`. Devices do not need them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def _host_weights() -> Any:
-    """Return the W of the running step; None if its W run where the table places them."""
+    """Return the W of the running step, or None if they run where the table places them."""
     configuration = active.active()
     runtimes: Any = None if configuration is None else configuration.runtimes
     return None if runtimes is None else runtimes.kept_by_feature.get(HOST_WEIGHTS)
@@ -25,14 +25,14 @@ def _host_weights() -> Any:
 PATCHES = PatchTable(feature="schedules", of=_host_weights)
 
 
-# The dispatcher gathers the numbers of tokens first, and that is where a fast rank waits.
+# The dispatcher first gathers the numbers of tokens, so a fast rank waits there.
 @PATCHES.row("pairs.await_tokens", f"{_MAPPINGS}:_AllToAll.forward")
 @PATCHES.row("pairs.await_counts", f"{_MAPPINGS}:_gather_along_first_dim")
 @PATCHES.row("pairs.await_sums", f"{_MAPPINGS}:_reduce_scatter_along_first_dim")
 def _await_peers(
     weights: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """A host sleeps in an exchange of tokens until the slowest rank has come, with W at hand."""
+    """A host would sleep in an exchange of tokens until the slowest rank arrives, not run W."""
     group = by_name(call, args, kwargs)["group"]
     if group is not None and group.size() > 1:
         weights.await_peers(group)

@@ -41,15 +41,16 @@ class PairSteps(Feature):
 
     def __init__(self, model: Model) -> None:
         pipeline = model.pipeline
-        # In a dynamic order, ranks choose their pairs during the step.
+        # In a dynamic order, ranks choose pairs during the step, so the table does not show them.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
         self._fills_waits = pipeline.config.num_waiting > 0
         if self._fills_waits and folder_asked_for() is not None:
-            # An early W adds to gradients while the records of other actions read them.
+            # An early W would add to gradients while the digests of other actions read them.
             self._fills_waits = False
             if dist.get_rank() == 0:
                 _LOG.warning(
-                    "with %s, W runs at its place in the table, not earlier", VARIABLE
+                    "with %s, each W runs at its place in the table, not earlier",
+                    VARIABLE,
                 )
         self._device = devices.device_of(model.chunks)
         # Created at the first step that needs them.
@@ -61,7 +62,7 @@ class PairSteps(Feature):
         chunks: Sequence[torch.nn.Module],
         forward_step: Callable[..., Any],
     ) -> None:
-        """Reject a model or a forward step without schedule plans; see `Feature.refuse_model`."""
+        """Reject a model or forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
             refuse_waiting_weights(pipeline.config)
             _check_plans(chunks, forward_step)
@@ -69,7 +70,8 @@ class PairSteps(Feature):
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
-        in_force().kept_by_feature.pop(HOST_WEIGHTS, None)  # of an earlier step
+        # The W of an earlier step must not run in this one.
+        in_force().kept_by_feature.pop(HOST_WEIGHTS, None)
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
         if call.forward_only or not has_pairs:
@@ -89,7 +91,7 @@ class PairSteps(Feature):
         )
 
     def _weights(self, step: Step) -> WaitingWeights | None:
-        """Return the W of a step that may run before their place; None: the table places them."""
+        """Return the W of a step that may run before their place in the table; None: no W may."""
         if not self._fills_waits:
             return None
         _check_waiting(step)
@@ -105,12 +107,15 @@ class PairSteps(Feature):
 
 
 def _check_waiting(step: Step) -> None:
-    """Reject layers whose W cannot run beside actions; rules see them only if flags tell."""
+    """Reject layers whose W cannot run in parallel with actions.
+
+    The rules about flags reject these too, but programs may build such layers without flags.
+    """
     reason = ""
     if step.call.config.sequence_parallel:
         reason = "with sequence_parallel, W gathers its operands from other ranks"
     elif step.splits.has_te_layers and not devices.current().is_host:
-        reason = "Transformer Engine's products of all streams share one workspace"
+        reason = "Transformer Engine's products on all streams share one workspace"
     if reason:
         raise ScheduleError(
             f"waiting_weights cannot run here: {reason}; use waiting_weights=0"
@@ -118,13 +123,13 @@ def _check_waiting(step: Step) -> None:
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
-    """Check that models and the forward step can build schedule plans, which pairs require."""
+    """Check that the model and the forward step can build schedule plans, which pairs require."""
     remedy = "leave --overlap-moe-expert-parallel-comm out"
     for chunk in map(unwrap_model, chunks):
         if not hasattr(chunk, "build_schedule_plan"):
             raise ScheduleError(
-                f"{type(chunk).__name__} cannot run in pairs, because it lacks the "
-                f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
+                f"{type(chunk).__name__} cannot run in pairs, because it has no method "
+                f"build_schedule_plan like Megatron's GPTModel; {remedy}"
             )
     accepts_flag = any(
         parameter.name == "return_schedule_plan"
@@ -133,6 +138,7 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
     )
     if not accepts_flag:
         raise ScheduleError(
-            "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
-            f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
+            "the forward step cannot run in pairs, because it has no argument "
+            "return_schedule_plan; if that is set, return model.build_schedule_plan(...), as in "
+            f"pretrain_gpt.py, or {remedy}"
         )

@@ -1,12 +1,12 @@
-"""Pairs: the forward of one micro-batch and the backward of another as one action of a rank.
+"""Tables with pairs: the forward of one micro-batch and the backward of another as one action.
 
 In a model with experts, ranks exchange tokens twice in each layer (all-to-all), both in the forward
-and in the backward, and wait for it. In a pair, each of the two computes while the other
+and in the backward, and wait for them. In a pair, one of the two actions computes while the other
 communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
-Most tables already alternate F and B, but each B depends on the F before it: at the last stage both
-belong to the same micro-batch. Here every forward moves ahead of `lead` more backwards, so that
-independent partners exist.
+Most tables already alternate F and B, but each B depends on the F before it. At the last stage, for
+example, both belong to the same micro-batch. This module moves every forward ahead of `lead` more
+backwards, so that independent partners exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -33,8 +33,8 @@ from megatron_ext.schedules.table.walk import stuck
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
-# Micro-batches by which a newly placed order may be ahead of its table, or more if no such order
-# completes.
+# The number of micro-batches by which a newly placed order may be ahead of its table. It may be
+# larger if no order completes with this number.
 _MAX_LEAD = 3
 
 
@@ -45,7 +45,7 @@ class PairChange(TableChange):
         self._is_on = bool(options.get("pairs", False))
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table with pairs; a table that already has some is unchanged."""
+        """Return the table with pairs. A table that already has pairs is returned unchanged."""
         return paired(schedule, costs) if self._is_on else schedule
 
     def costs(self, costs: Costs) -> Costs:
@@ -55,7 +55,7 @@ class PairChange(TableChange):
     def change(
         self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
     ) -> Schedule:
-        """Return the table with pairs; a generator's order that is made for them is kept."""
+        """Return the table with pairs. If its generator makes it for pairs, the order is kept."""
         if not self._is_on:
             return schedule
         return marked_pairs(schedule) if is_made_for_pairs else paired(schedule, costs)
@@ -64,9 +64,11 @@ class PairChange(TableChange):
 def marked_pairs(schedule: Schedule) -> Schedule:
     """Return a table that pairs each F with a directly following backward of another micro-batch.
 
-    The order does not change, so this alone suits only tables made for pairs, such as DualPipe's.
-    If pairs would make ranks wait for each other, a forward whose input has arrived runs alone.
+    The order does not change, so this alone is useful only for tables made for pairs, such as
+    DualPipe's. If pairs would make ranks wait for each other, a forward whose input has arrived
+    runs alone.
     """
+    # [rank] -> positions in its row at which a pair starts
     pairs: list[set[int]] = []
     for row in schedule.rows:
         begins: set[int] = set()
@@ -80,7 +82,7 @@ def marked_pairs(schedule: Schedule) -> Schedule:
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        # A backward that lacks its input blocks its pair, so let the forward before it run alone.
+        # A backward without its input blocks its pair, so let the forward before it run alone.
         alone = [
             (rank, position - 1)
             for rank, position in stuck(table).items()
@@ -95,8 +97,8 @@ def marked_pairs(schedule: Schedule) -> Schedule:
 def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """Return a table with pairs and with more micro-batches in its warm-up.
 
-    Gradients are summed in the order of the table. The result is the candidate order with the
-    shortest step and, among equals, the lowest memory.
+    The result is the candidate with the shortest step. Among equal candidates, the one with the
+    lowest memory wins. Gradients are summed in the order of the resulting table.
 
     A table that already has pairs is returned unchanged. Jitter in the costs is ignored.
 
@@ -119,18 +121,18 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     candidates = _moved_tables(schedule)
     most_pairs = max((sum(map(len, table.pairs)) for table in candidates), default=0)
     if most_pairs < _pairs_of_regular_rows(schedule):
-        # Tables from a search (v-half, bitpipe) lack a regular phase. Place their actions anew, in
-        # simulated time: an idle rank runs a pair if it can.
+        # Tables from a search (v-half, bitpipe) have no regular steady phase. Place their actions
+        # again in simulated time, so that an idle rank runs a pair if it can.
         candidates += _placed_tables(schedule, costs, has_fallback=bool(candidates))
     return fastest(candidates, costs)
 
 
 def _moved_tables(schedule: Schedule) -> list[Schedule]:
-    """Return the tables with pairs in which forwards move ahead, leaving out deadlocking ones."""
-    # If neighbours differ by one micro-batch of warm-up, as in 1F1B, their pairs wait for each
-    # other in turn, so a micro-batch takes the time of two pairs. A lead that grows by one from
-    # rank to rank keeps all of them busy. In interleaved and V-shaped tables neighbours already
-    # differ by two, so a lead of one is enough.
+    """Return tables with pairs whose forwards move ahead, without tables that would deadlock."""
+    # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. Then their pairs wait
+    # for each other in turn, and a micro-batch takes the time of two pairs. A lead that grows by
+    # one from rank to rank keeps all ranks busy. In interleaved and V-shaped tables, the warm-ups
+    # of neighbours already differ by two, so a lead of one is enough.
     num_ranks = len(schedule.rows)
     equal = [1] * num_ranks
     growing = [num_ranks - rank for rank in range(num_ranks)]
@@ -146,7 +148,7 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
 
 
 def _pairs_of_regular_rows(schedule: Schedule) -> int:
-    """Return how many pairs regular rows would have with one more forward in each warm-up."""
+    """Return the number of pairs in regular rows with one more forward in each warm-up."""
     num_pairs = 0
     for row in schedule.rows:
         num_forwards = sum(action.kind == "F" for action in row)
@@ -158,6 +160,7 @@ def _placed_tables(
     schedule: Schedule, costs: Costs, *, has_fallback: bool
 ) -> list[Schedule]:
     """Return tables with newly placed actions: at least one, unless there is a fallback."""
+    # action -> the actions that need its result
     feeds: dict[Action, list[_Fed]] = {}
     for row in schedule.rows:
         for action in row:
@@ -171,8 +174,8 @@ def _placed_tables(
     growing = [num_ranks - 1 - rank for rank in range(num_ranks)]
     tables: list[Schedule] = []
     for lead in count():
-        # Forwards may fill all memory before a backward can run. With a larger lead, some order
-        # completes.
+        # With a small lead, forwards may fill all memory before a backward can run. Some order
+        # completes with a larger lead, so go on until there is one.
         if lead > _MAX_LEAD and (tables or has_fallback):
             return tables
         for extra_leads in (equal, growing):
@@ -192,13 +195,14 @@ def _placed_tables(
                 table = placing.table()
                 if table is not None:
                     tables.append(table)
-    raise AssertionError("leads have no end")
+    raise AssertionError("unreachable: the leads are unlimited")
 
 
 def _with_pairs(
     schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
 ) -> Schedule:
     options = dict(schedule.options)
+    # The table of dualpipe-v without pairs has this option, set to False.
     options.pop("overlap", None)
     options["pairs"] = True
     begins: tuple[frozenset[int], ...] = ()
@@ -222,24 +226,25 @@ class _Fed(NamedTuple):
     """Whether the result is sent to another stage or rank."""
 
 
-# Change in the number of live activations, in stages, caused by each kind of action.
+# Kind of action -> change in the number of live activations, each of one stage and micro-batch.
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 _Event = tuple[float, int, "Action | tuple[()]"]
-"""(time, rank, action whose input arrives, if any): an event after which the rank may choose."""
+"""(time, rank, action whose input arrives, if any): an event after which the rank may run more."""
 
 
 class _Placing:
-    """Places the actions of a table anew, in simulated time.
+    """Places the actions of a table again, in simulated time.
 
     Args:
         schedule: The table.
         costs: Durations and latencies for the simulation.
-        feeds: By action: the actions that need its result.
-        leads: By rank: how many forwards it may be ahead of its backwards, outside pairs.
-        extra_activations: Activations, of one stage each, that a rank may keep beyond the table's
-            peak.
+        feeds: Action -> the actions that need its result.
+        leads: [rank] -> number of forwards by which it may be ahead of its backwards, outside of
+            pairs.
+        extra_activations: Number of activations, of one stage each, that a rank may keep beyond the
+            table's peak.
         waits: Whether a backward waits for a partner.
     """
 
@@ -257,40 +262,42 @@ class _Placing:
         self._leads = leads
         self._waits = waits
         self._feeds = feeds
-        # By action: number of inputs that have not arrived.
+        # Action -> number of inputs that have not arrived.
         self._missing: Counter[Action] = Counter()
         for targets in feeds.values():
             self._missing.update(fed.action for fed in targets)
         self._clock = Clock(schedule, costs)
         self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))
-        # By rank and (stage, is forward): the actions that have not run; the next one is last.
+        # [rank][stage, is forward] -> actions that have not run. The next one is last.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
                 if action.kind != "W":
                     key = action.stage, action.kind == "F"
                     self._queues[rank].setdefault(key, []).append(action)
-        # By rank: the W that may run, oldest first.
+        # [rank] -> W that may run, oldest first.
         self._weights: list[list[Action]] = [[] for _ in ranks]
+        # [rank] -> actions in their new order, and the positions at which pairs start.
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: forwards minus backwards that have run, and the number of live activations.
+        # [rank] -> forwards minus backwards that have run, and number of live activations.
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
+        # [rank] -> time at which it is idle again.
         self._free = [0.0 for _ in ranks]
         self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
 
     def table(self) -> Schedule | None:
-        """Place all actions; return None if forwards fill all memory before a backward can run."""
+        """Place all actions. Return None if forwards fill all memory before a backward can run."""
         now = 0.0
         while True:
             while self._events:
                 now, rank, supplied = heappop(self._events)
                 if supplied:
                     self._missing[supplied] -= 1
-                # Process all arrivals at this time first: choosing earlier could miss a possible
-                # pair.
+                # First process all arrivals of this rank at this time, because a later one may make
+                # a pair possible.
                 if self._events and self._events[0][:2] == (now, rank):
                     continue
                 if self._free[rank] <= now:
@@ -303,7 +310,7 @@ class _Placing:
         return _with_pairs(self._schedule, rows, self._pairs)
 
     def _run_alone(self, now: float) -> bool:
-        """If all ranks wait for a partner, run an action alone; return whether one could run."""
+        """Run an action alone when all ranks wait for a partner. Return whether there was one."""
         for rank in range(len(self._rows)):
             actions = self._chosen(rank, alone=True)
             if actions:
@@ -312,7 +319,7 @@ class _Placing:
         return False
 
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
-        """Return the actions that a rank runs next: a pair, one action, or none."""
+        """Return the actions that a rank runs next: a pair, one action, or no action."""
         forwards, backwards = self._ready(rank)
         for backward in backwards:
             for forward in forwards:
@@ -331,7 +338,7 @@ class _Placing:
         return ()
 
     def _ready(self, rank: int) -> tuple[list[Action], list[Action]]:
-        """Return the forwards and the backwards that may run now, preferred ones first."""
+        """Return the forwards and the backwards that can run now, in order of preference."""
         forwards: list[Action] = []
         backwards: list[Action] = []
         has_room = self._live[rank] < self._cap
@@ -342,13 +349,13 @@ class _Placing:
                 backwards.append(queue[-1])
             elif has_room:
                 forwards.append(queue[-1])
-        # The deepest forward is closest to its backward, which frees memory.
+        # Prefer the deepest forward: it is closest to its backward, which frees memory.
         forwards.sort(key=lambda action: -action.stage)
         backwards.sort()
         return forwards, backwards
 
     def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
-        """Return whether a backward that is ready waits for a later pair."""
+        """Return whether a backward that can run should wait for a partner."""
         has_partners = any(
             queue and queue[-1].kind == "F" for queue in self._queues[rank].values()
         )
@@ -373,10 +380,11 @@ class _Placing:
             self._supply(rank, action, end)
 
     def _supply(self, rank: int, action: Action, end: float) -> None:
-        """Queue the arrival of an action's results at the actions that need them."""
+        """Queue events for the arrival of an action's results at the actions that need them."""
         rank_of = self._schedule.placement.rank_of
         arrivals = iter(self._clock.arrivals(action, end))
         for target, travels in self._feeds[action]:
+            # W needs only I of the same rank, and may run at any later time.
             if target.kind == "W":
                 self._weights[rank].append(target)
             else:

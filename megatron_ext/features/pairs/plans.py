@@ -2,8 +2,8 @@
 
 A plan cuts each layer into nodes: attention and router, dispatch, experts, combine. Megatron's
 `combined_forward_backward_step` alternates the nodes of one forward and one backward, and runs
-communicating nodes in a separate stream. It does not depend on a schedule or on virtual stages. The
-executor still receives before both and sends after both.
+nodes that communicate on a separate stream. It does not depend on a schedule or on virtual stages.
+The executor still receives all messages before a pair, and sends all messages after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind
 
 _Key = tuple[int, int]
-# Nodes of a layer, in order; from 0.19 on the first one has a different name.
+"""(stage, micro-batch)."""
+# Nodes of a layer in order. The first two are names of the same node: the second one is used from
+# 0.19 on.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
@@ -49,28 +51,28 @@ def _predicts(layer: Any) -> bool:
 
 @dataclass
 class PlannedCompute(StageCompute):
-    """Runs the actions of a training step with pairs; actions outside pairs also use plans."""
+    """Runs the actions of a training step with pairs. Actions outside of pairs use plans too."""
 
     weights: WaitingWeights | None = None
     """Runs W before its place in the table; None: W runs where the table places it."""
     streams: SideStreams | None = None
-    """The streams of actions and W; None: actions run in the current stream."""
+    """The streams of actions and W; None: actions run on the current stream."""
     observers: Sequence[Observer] = field(default=(), init=False)
-    """Observers that want to see exchanges of tokens."""
+    """Observers of the exchanges of tokens."""
 
     def __post_init__(self) -> None:
         """Create Megatron's communication stream, once per process."""
+        # `SideStreams` has already set Megatron's stream.
         if self.streams is not None:
-            return  # `SideStreams` has given Megatron its streams
+            return
         kind: dict[str, Any] = {}
-        if "high_priority" in parameters(
-            f"{utils.__name__}:set_streams"
-        ):  # 0.18 and later
+        # From 0.18 on, the priority of the stream can be set.
+        if "high_priority" in parameters(f"{utils.__name__}:set_streams"):
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
         utils.set_streams(**kind)
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Show exchanges of tokens to the observers that override these callbacks."""
+        """Report exchanges of tokens to the observers that override the callbacks for them."""
         self.observers = [o for o in observers if overrides(o, "end_exchange")]
 
     def around_step(self) -> AbstractContextManager[None]:
@@ -78,14 +80,15 @@ class PlannedCompute(StageCompute):
         return nullcontext() if self.streams is None else self.streams.around_step()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action; see `StageCompute.run`. Part of a W may have run before."""
+        """Run one action; see `StageCompute.run`."""
+        # Parts of this W may have run already.
         if action.kind == "W" and self.weights is not None:
             self.weights.finish(action.stage, action.microbatch)
             return []
         return super().run(action, inputs)
 
     def ended(self, action: Action) -> None:
-        """Let W that waited for an action run."""
+        """Run or launch the W that can run after an action."""
         if self.weights is not None and action.kind != "W":
             self.weights.ended(action)
 
@@ -110,7 +113,8 @@ class PlannedCompute(StageCompute):
     def backward(
         self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
     ) -> Tensors:
-        """Run B or I alone; see `StageCompute.backward`. The plan knows whether it is split."""
+        """Run B or I alone; see `StageCompute.backward`."""
+        # `split` is not needed, because it was already known when the plan was built.
         return self._together(None, [], (stage, microbatch), gradients)[1]
 
     def _together(
@@ -124,7 +128,7 @@ class PlannedCompute(StageCompute):
         call = self.call
         saved: tuple[Tensors, Tensors] = ([], [])
         store: list[Any] = []
-        # Megatron runs whichever part is given a model: the forward, the backward, or both.
+        # Megatron runs the forward if `f_model` is set, and the backward if `b_model` is set.
         arguments: dict[str, Any] = dict.fromkeys(
             ("forward_step_func", "data_iterator", "f_model", "b_model")
         )
@@ -132,11 +136,11 @@ class PlannedCompute(StageCompute):
         if forward is not None:
             arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
-                # A backward draws no new numbers: recomputation reuses those of its forward.
+                # A backward draws no new random numbers: recomputation restores the generators.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
-            # Remove the entry before the backward runs, so that autograd can free memory as it
-            # goes.
+            # Remove the entry before the backward runs, so that autograd can free tensors while it
+            # runs.
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
         with drawing:
@@ -155,8 +159,8 @@ class PlannedCompute(StageCompute):
             )
         if forward is not None:
             for output in outputs:
-                # An expert layer ends in the communication stream, which owns the memory of its
-                # output.
+                # An expert layer ends on the communication stream, so the memory of its output
+                # belongs to that stream.
                 output.record_stream(torch.cuda.current_stream())
             outputs = self._keep(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
@@ -179,7 +183,7 @@ class PlannedCompute(StageCompute):
         }
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
-        """Return Megatron's forward step for a micro-batch, in the form that builds a plan."""
+        """Return a forward step for a micro-batch, which builds a plan and adapts it for us."""
         splits = key in self.table.split_backwards
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -191,8 +195,8 @@ class PlannedCompute(StageCompute):
             predicting = [layer for layer in layers if _predicts(layer)]
             if len(predicting) > 1:
                 self._predict_apart(predicting)
-            # The order matters: recomputation must run the nodes that observers see, and the
-            # deferral of weight gradients must wrap both.
+            # The order matters: recomputation must run the nodes that are already observed, and
+            # the deferral of weight gradients must wrap both.
             if self.observers:
                 backward_kind: Kind = "I" if splits else "B"
                 for index, layer in enumerate(layers):
@@ -213,15 +217,17 @@ class PlannedCompute(StageCompute):
             return []
         if config.recompute_method == "block":
             layers = layers[: config.recompute_num_layers]
-        # Layers of multi-token prediction keep more than their input, so they are not recomputed.
+        # Layers of multi-token prediction keep more than their input, so do not recompute them.
         return [layer for layer in layers if not _predicts(layer)]
 
     def _observe(self, layer: Any, index: int, key: _Key, backward_kind: Kind) -> None:
-        """Let observers see a layer's exchanges of tokens; `index` is its place in the stage."""
+        """Report a layer's exchanges of tokens to the observers.
+
+        `index` is the position of the layer in the stage.
+        """
         for node in (layer.moe_dispatch, layer.moe_combine):
-            if isinstance(
-                node, utils.ScheduleNode
-            ):  # missing in layers without experts
+            # Layers without experts do not have these nodes.
+            if isinstance(node, utils.ScheduleNode):
                 node.forward_func = self._observed("F", key, index, node.forward_func)
                 node.backward_func = self._observed(
                     backward_kind, key, index, node.backward_func
@@ -243,31 +249,32 @@ class PlannedCompute(StageCompute):
                 node.backward_func = self._kept_for_w(
                     node.backward_func, around_backward
                 )
-                # W runs where the table places it, not right after the node.
+                # The table places W, so Megatron must not run it right after the node.
                 node.delay_wgrad_compute = False
 
     def _keep_what_is_read(self, layer: Any) -> None:
-        """Protect tensors that another part of the layer still reads from being freed or reused."""
+        """Protect tensors that another part of the layer reads later from being freed or reused."""
         config, dispatch = self.call.config, layer.moe_dispatch
         dispatcher = config.moe_token_dispatcher_type
         if config.num_moe_experts == config.expert_model_parallel_size:
-            # A single expert reads the dispatched tokens, also in W; several experts read a sorted
-            # copy.
+            # A single expert reads the dispatched tokens themselves, also in W. Several experts
+            # read a sorted copy of them.
             layer.mlp.free_input = False
         if dispatcher == "allgather" and isinstance(dispatch, utils.ScheduleNode):
-            dispatch.free_input = False  # a view of what the router reads
+            # The input is a view of the tensor that the router reads.
+            dispatch.free_input = False
             gather = dispatch.forward_func
-            # Clone, because it gathers into a buffer shared by all layers, which the partner's
-            # backward overwrites.
+            # Clone the result: all layers gather into the same buffer, which the backward of the
+            # partner would overwrite.
             dispatch.forward_func = lambda *args: gather(*args).clone()
 
     def _draw_as_in_a_block(self, layer: Any) -> None:
-        """Make a layer draw from the generators of its tensor-parallel rank.
+        """Make a layer draw random numbers from the generators of its tensor-parallel rank.
 
-        With sequence parallelism Megatron's block selects these generators around all layers, but
-        plans do so only for layers of multi-token prediction. In other layers, tensor-parallel
-        ranks would all drop the same elements of their parts, and different ones than without
-        pairs.
+        With sequence parallelism, Megatron's block selects these generators around all layers, but
+        plans do so only for layers of multi-token prediction. In other layers, all tensor-parallel
+        ranks would use the same dropout mask for their parts, which also differs from the mask
+        without pairs.
         """
         config = self.call.config
         draws = (
@@ -287,18 +294,20 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
-        """Make each of several layers of multi-token prediction run backward exactly once.
+        """Make each of several layers of multi-token prediction run its backward exactly once.
 
         The last layer joins the outputs of all layers. If these outputs kept their graphs, its
-        backward would run through the other layers' graphs and free them. In addition, all of these
-        layers embed tokens. Megatron's own backward sums the gradients of these embeddings before
-        adding them to the weight. To get the same sum, the first layer, whose backward runs last,
-        computes the embeddings of all.
+        backward would run through the graphs of the other layers and free them. So detach them.
+
+        In addition, all of these layers embed tokens. Megatron's own backward sums the gradients of
+        these embeddings before it adds them to the weight. To get the same sum, all embeddings
+        belong to the graph of the first layer, whose backward runs last.
         """
+        # Detach the output of each layer but the last.
         for layer in layers[:-1]:
             predicts = layer.mtp_post_process
 
-            def hand_on(
+            def predict_detached(
                 hidden_states: Any,
                 predicts: Any = predicts,
                 run: Any = predicts.forward_func,
@@ -307,7 +316,8 @@ class PlannedCompute(StageCompute):
                 predicts.chunk_state.mtp_hidden_states[-1] = predicts.detach(output)
                 return output
 
-            predicts.forward_func = hand_on
+            predicts.forward_func = predict_detached
+        # Let the first node of the first layer collect the gradients of all embeddings.
         first_node, *later_nodes = (
             getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation
             for layer in layers
@@ -327,6 +337,7 @@ class PlannedCompute(StageCompute):
                         return embedded
                     return first_node.detach(embedded)
 
+                # The node reads the embedding from the model, so replace the model while it runs.
                 state.model = SimpleNamespace(
                     embedding=embedding, decoder=model.decoder, vp_stage=model.vp_stage
                 )
@@ -339,21 +350,23 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _recompute(layer: Any) -> None:
-        """Make a layer run without a graph, and again, with one, before its backward."""
+        """Make a layer run its forward without a graph, and again with a graph in its backward."""
         nodes = _nodes_of(layer)
         forwards = [node.forward for node in nodes]
         backward = nodes[-1].backward
+        # The input of the layer, and the states of the generators before it. Empty until it runs.
         input_and_states: list[Any] = []
 
         def without_graph(forward: Callable[..., Any], value: Any) -> Any:
             if not input_and_states:
-                # The tensor may belong to the communication stream, but is read in this one.
+                # The tensor may belong to the communication stream, but this stream reads it later.
                 value.record_stream(torch.cuda.current_stream())
                 input_and_states.extend((value, random._get_all_rng_states()))
             with torch.no_grad():
                 output = forward(value)
             if forward is not forwards[-1]:
                 return output
+            # After the last node, free everything that the nodes have saved.
             for node in nodes:
                 node.inputs = node.output = None
             return output.requires_grad_()
@@ -361,9 +374,11 @@ class PlannedCompute(StageCompute):
         def again(gradient: Any) -> Any:
             value, drawn = input_and_states
             input_and_states.clear()
+            # Run the forward with the generators as they were, and then restore them.
             states = random._get_all_rng_states()
             set_rng_states(*drawn)
             for node, forward in zip(nodes, forwards, strict=True):
+                # Deleting the attribute uncovers the method of the class.
                 del node.forward
                 node.detached = node.before_detached = ()
                 value = forward(value)
@@ -378,7 +393,7 @@ class PlannedCompute(StageCompute):
     def _observed(
         self, kind: Kind, key: _Key, layer: int, function: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Wrap an exchange of tokens so that observers see it."""
+        """Wrap an exchange of tokens to report it to the observers."""
 
         def run(*args: Any) -> Any:
             for observer in self.observers:
@@ -396,8 +411,8 @@ class PlannedCompute(StageCompute):
     ) -> Callable[..., Any]:
         """Wrap a part of a layer to run in a context of the split, and keep its results for W.
 
-        Each part enters a separate context, because in a pair the partner's parts run in between,
-        and they may belong to a different W or to none.
+        Each part enters its own context. In a pair, parts of the partner run between the parts of
+        an action, and they may belong to a different W or to none.
         """
         of_w = torch.cuda.current_stream()
 
@@ -407,9 +422,9 @@ class PlannedCompute(StageCompute):
             tensors = output if isinstance(output, tuple) else (output,)
             for tensor in tensors:
                 if tensor is not None:
-                    # The tensor may belong to the communication stream, and W may read it, as with
-                    # the output layer's input. Without this, that stream could reuse the memory
-                    # while W is still running.
+                    # The tensor may belong to the communication stream, and W may read it, like the
+                    # input of the output layer. Without this call, that stream could reuse the
+                    # memory while W is still running.
                     tensor.record_stream(of_w)
             return output
 

@@ -1,4 +1,4 @@
-"""Hooks of a program that do not run in pairs."""
+"""Warns about hooks of a program that do not run in pairs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
-# A schedule plan runs the parts of these modules one by one, and not the modules themselves.
+# A schedule plan calls the parts of these modules, but never the modules themselves.
 _RUN_IN_PARTS = (TransformerBlock, TransformerLayer, MoELayer)
 
 
 def log_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> None:
-    """Log which modules have hooks that do not run in pairs, under Megatron's schedule either."""
+    """Log the modules whose hooks do not run, because plans call only parts of these modules."""
     names = list(_modules_with_skipped_hooks(chunks))
     if names:
         _LOG.warning(

@@ -2,17 +2,17 @@
 
 Experts get unequal numbers of tokens, so in each layer all ranks of a group wait for the slowest
 one. `--pipeline-waiting-weights N` moves each W of a table N places back (`weights_waiting`). The
-table is the bound: it says how many W may wait, with their memory, and by when each one is done. In
-between, a W runs when its rank is idle:
+place in the table is the latest time at which a W runs, and bounds the memory of waiting W. Before
+that, a W runs when its rank is idle:
 
-* If the host computes, it runs W until its peers have come to the exchange, one layer's weights at
-  a time.
-* A device gets each W right after its I, in a stream of low priority that waits only for that I.
-  The device itself then runs W when the stream of the actions leaves it idle. A W's place in the
-  table is where that stream waits for it.
+* On CPUs, the host runs W until its peers have arrived at the exchange, one layer's weights at a
+  time.
+* On devices, each W is launched right after its I, on a stream of low priority that waits only for
+  that I. The device runs W when the stream of the actions leaves it idle. At the W's place in the
+  table, the stream of the actions waits for it.
 
-W never overtake each other, and never a whole backward of their stage, so gradients are summed in
-the order of the table.
+W never overtake each other, and never overtake a whole backward of their stage, so gradients are
+summed in the order of the table.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _Key = tuple[int, int]
+"""(stage, micro-batch) of a W."""
 
 
 class WeightQueue:
@@ -53,19 +54,20 @@ class WeightQueue:
             elif action.kind == "W":
                 key = action.stage, action.microbatch
                 self._queue.append(_Queued(key, num_wholes[action.stage]))
+        # The I that have run and whose W have not.
         self._inputs_done: set[_Key] = set()
-        # By stage: the number of whole backwards that have run.
+        # Stage -> number of whole backwards that have run.
         self._wholes_done: Counter[int] = Counter()
 
     def ended(self, action: Action) -> None:
-        """Record an action that has run; it may let the next W run."""
+        """Record an action that has run, after which the next W may be able to run."""
         if action.kind == "I":
             self._inputs_done.add((action.stage, action.microbatch))
         elif action.kind == "B":
             self._wholes_done[action.stage] += 1
 
     def first(self) -> _Key | None:
-        """Return the W that may run next, as (stage, micro-batch); None: none may yet."""
+        """Return (stage, micro-batch) of the next W if it can run already, else None."""
         if not self._queue:
             return None
         key, num_wholes = self._queue[0]
@@ -83,7 +85,7 @@ class _Queued(NamedTuple):
 
     key: _Key
     num_wholes: int
-    """Whole backwards of its stage that add to the same gradients before it."""
+    """Number of whole backwards of its stage that add to the same gradients before it."""
 
 
 class WaitingWeights(ABC):
@@ -95,7 +97,7 @@ class WaitingWeights(ABC):
 
     @abstractmethod
     def ended(self, action: Action) -> None:
-        """Called when an action that is not a W has run and its results have been sent."""
+        """Handle an action, other than a W, that has run and whose results have been sent."""
 
     @abstractmethod
     def finish(self, stage: int, microbatch: int) -> None:
@@ -103,20 +105,21 @@ class WaitingWeights(ABC):
 
 
 class HostWeights(WaitingWeights):
-    """W on the host, which computes them until its peers arrive."""
+    """W on the host, which runs them until its peers arrive."""
 
     def ended(self, action: Action) -> None:
-        """Note an action that has run."""
+        """Record an action that has run."""
         self.queue.ended(action)
 
     def await_peers(self, group: dist.ProcessGroup) -> None:
-        """Run W until all ranks of a group have come here. Collective over the group.
+        """Run W until all ranks of a group have called this. Collective over the group.
 
-        Without a W to run, this sleeps. The group's time-out bounds the wait.
+        Without a W to run, this sleeps. The time-out of the group limits the wait.
         """
         arrival = dist.barrier(group, async_op=True)
         assert arrival is not None
-        # One layer's weights at a time: peers may arrive during a W, and then wait for this rank.
+        # Run the weights of one layer at a time: peers may arrive meanwhile, and then wait for this
+        # rank.
         while not arrival.is_completed():
             key = self.queue.first()
             if key is None:
@@ -126,7 +129,7 @@ class HostWeights(WaitingWeights):
         arrival.wait()
 
     def finish(self, stage: int, microbatch: int) -> None:
-        """Run what is left of a W."""
+        """Run the part of a W that has not run yet."""
         self.splits.run(stage, microbatch)
         if self.queue.first() == (stage, microbatch):
             self.queue.remove_first()
@@ -134,15 +137,17 @@ class HostWeights(WaitingWeights):
 
 @dataclass(frozen=True)
 class SideStreams:
-    """The streams of a device in which actions and W run side by side.
+    """The streams of a device on which actions and W run in parallel.
 
-    CUDA's default stream has the lowest priority, so actions run in another one.
+    CUDA's default stream has the lowest priority, so actions run on another stream.
     """
 
     runtime: Any
-    """`torch.cuda`, or a module with its interface."""
+    """`torch.cuda`, or a module with the same interface."""
     actions: Any
+    """Stream of the actions."""
     weights: Any
+    """Stream of the W, with a lower priority."""
 
     @classmethod
     def of_device(cls, backend: Device, device: torch.device) -> SideStreams:
@@ -151,38 +156,38 @@ class SideStreams:
         lowest, highest = runtime.Stream.priority_range()
         if lowest == highest:
             raise ScheduleError(
-                f"--pipeline-waiting-weights needs streams of two priorities, and {device} has "
-                "one; leave it out"
+                f"--pipeline-waiting-weights needs streams of two priorities, but {device} has "
+                "only one; leave it out"
             )
         actions = runtime.Stream(device, priority=highest)
-        # W must not hold back an exchange, for which other ranks wait.
+        # Exchanges have a high priority too: a W must not delay one, because other ranks wait for
+        # it.
         exchanges = runtime.Stream(device, priority=highest)
         utils.set_streams(comm_stream=exchanges)
-        if (
-            utils.get_comm_stream() != exchanges
-        ):  # Megatron keeps the first one of the process
+        # Megatron keeps the first stream of the process.
+        if utils.get_comm_stream() != exchanges:
             _LOG.warning(
-                "exchanges of tokens run in the stream of an earlier training in this process, "
-                "which may lack the high priority that keeps weight gradients behind them"
+                "exchanges of tokens run on the stream of an earlier training in this process, "
+                "which may not have a higher priority than weight gradients"
             )
         return cls(runtime, actions, runtime.Stream(device, priority=lowest))
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Run a step in the stream of actions, between the current stream's work."""
+        """Run a step on the stream of the actions, ordered with the work of the current stream."""
         outer = self.runtime.current_stream()
         self.actions.wait_stream(outer)
         with self.runtime.stream(self.actions):
             try:
                 yield
             finally:
-                # After a failed step too: the next one zeroes the gradients that W adds to.
+                # Wait after a failed step too: the next step zeroes the gradients to which W adds.
                 outer.wait_stream(self.actions)
                 outer.wait_stream(self.weights)
 
 
 class DeviceWeights(WaitingWeights):
-    """W on a device, which runs them in a stream of low priority."""
+    """W on a device, which runs them on a stream of low priority."""
 
     def __init__(self, row: Row, splits: SplitBackward, streams: SideStreams) -> None:
         super().__init__(row, splits)
@@ -191,16 +196,18 @@ class DeviceWeights(WaitingWeights):
         splits.before_whole = self._await_weight
 
     def ended(self, action: Action) -> None:
-        """Launch the W that may run after an action, behind that action."""
+        """Launch the W that can run after an action."""
         self.queue.ended(action)
         key = self.queue.first()
         if key is None:
             return
         weights = self._streams.weights
+        # W reads the results of the action, so order it after the action on the device.
         weights.wait_stream(self._streams.actions)
         while key is not None:
-            # Hold the operands until the W's place in the table, where the actions' stream waits
-            # for it: their memory belongs to streams that do not wait, and may be a message.
+            # Keep references to the operands until the W's place in the table, where the stream of
+            # the actions waits for it. Their memory belongs to streams that do not wait for W, or
+            # is a message buffer, so it could be reused too early.
             gradients = self.splits.gradients(*key)
             with self._streams.runtime.stream(weights):
                 self.splits.run(*key, in_current_stream=True)
@@ -209,14 +216,15 @@ class DeviceWeights(WaitingWeights):
             key = self.queue.first()
 
     def finish(self, stage: int, microbatch: int) -> None:
-        """Make the actions' stream wait for a W, and drop its operands."""
+        """Make the stream of the actions wait for a W, and drop its operands."""
         launched = self._launched.pop((stage, microbatch))
         self._streams.actions.wait_event(launched.end)
-        # Reports to a reduction that starts when this W has computed the last gradients.
+        # The W has been launched already. This only reports its gradients to a reduction, which
+        # starts after the last ones.
         self.splits.run(stage, microbatch)
 
     def _await_weight(self, weight: torch.Tensor) -> None:
-        """Make a backward that adds to a weight's gradient wait for the W that do so."""
+        """Make a backward that adds to a weight's gradient wait for all W that add to it too."""
         for launched in self._launched.values():
             for gradient in launched.gradients:
                 if any(weight is changed for changed in gradient.weights):
@@ -224,9 +232,9 @@ class DeviceWeights(WaitingWeights):
 
 
 class _Launched(NamedTuple):
-    """A W that the device may be running."""
+    """A W that has been launched, and that the device may still be running."""
 
     end: Any
-    """An event."""
+    """An event after the last kernel of the W."""
     gradients: list[WeightGradient]
-    """What the W computes; holds its operands."""
+    """The gradients that the W computes. They keep references to its operands."""

@@ -1,4 +1,4 @@
-"""Stages that exchange trees of tensors, and routes that carry a tensor past stages.
+"""Stages that exchange trees of tensors, and routes that send a tensor past stages.
 
-A model declares both with `megatron_ext.routes`; docs/boundaries.md shows how.
+A model declares both with `megatron_ext.routes`. See docs/boundaries.md.
 """

@@ -1,11 +1,11 @@
-"""Messages of routes, which carry tensors past the stages between publisher and takers.
+"""Messages of routes, which send tensors past the stages between publisher and takers.
 
-A route is a name, the stage that publishes it, and the stages that take it. In the forward, the
+A route has a name, one stage that publishes a tensor, and stages that take it. In the forward, the
 publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
-the last taker to the previous taker, which adds its gradient, and so on down to the publisher.
+the last taker to the previous taker, which adds its own gradient, and so on to the publisher.
 
-A table that completes without routes completes with them, because no route leads to an earlier
-stage (`Bypass`).
+A table that completes without routes also completes with routes, because no route leads to an
+earlier stage (`Bypass`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Route(NamedTuple):
     source: int
     """The stage that publishes the tensor."""
     takers: tuple[int, ...]
-    """The stages that take the tensor, ascending."""
+    """The stages that take the tensor, in ascending order."""
 
     @property
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
-        # Gradients are added in descending stage order, as in the backward of an unpipelined model,
-        # so the sum has the same bits under every placement. Summing per rank first would save
-        # messages if a rank has several takers, but the bits would depend on the placement.
+        # Gradients are added in descending order of stages, as in the backward of a model without a
+        # pipeline, so the sum has the same bits under every placement. A sum per rank would save
+        # messages if a rank has several takers, but its bits would depend on the placement.
         return pairwise((*reversed(self.takers), self.source))
 
 
@@ -47,19 +47,20 @@ def connect(
 ) -> tuple[Route, ...]:
     """Return the routes of a model, sorted by name.
 
-    `publishes` and `takes` hold the names by stage.
+    `publishes` and `takes` have the names of routes by stage.
 
     Raises:
         ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
-            its publisher takes it.
+            the publisher takes it.
     """
+    # name -> stage that publishes it
     sources: dict[str, int] = {}
     for stage, names in enumerate(publishes):
         for name in names:
             if name in sources:
                 raise ScheduleError(
                     f"stages {sources[name]} and {stage} both publish the route {name!r}; give "
-                    f"each tensor a name of its own"
+                    f"each tensor a different name"
                 )
             sources[name] = stage
     takers: dict[str, list[int]] = {name: [] for name in sources}
@@ -73,7 +74,7 @@ def connect(
             if stage < sources[name]:
                 raise ScheduleError(
                     f"stage {stage} takes the route {name!r}, which stage {sources[name]} "
-                    f"publishes; a route leads to its own stage or a later one"
+                    f"publishes; take it in that stage or a later one"
                 )
             takers[name].append(stage)
     for name, source in sources.items():
@@ -91,15 +92,14 @@ class RoutePlan:
     """The messages of all routes under one placement, and the lifetime of their tensors."""
 
     bypasses: tuple[Bypass, ...]
-    """The messages, each with the sorted names of the routes that it carries. The taker of a
-    message is the first stage to run on its rank that needs any of them."""
+    """The messages, each with the sorted names of its routes. The taker of a message is the stage
+    on the receiving rank that runs first among those that need one of the routes."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
-    """By (F or B, stage): routes that the rank drops after this B, or after this F in
-    evaluation."""
+    """(F or B, stage) -> routes that the rank drops after this B, or in evaluation after this F."""
 
     @cached_property
     def sent(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
-        """By (message kind, sending stage), in sending order."""
+        """(message kind, sending stage) -> messages, in the order in which they are sent."""
         sent = defaultdict[tuple[str, int], list[Bypass]](list)
         for bypass in self.bypasses:
             sent[bypass.kind, bypass.stage].append(bypass)
@@ -107,7 +107,7 @@ class RoutePlan:
 
     @cached_property
     def received(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
-        """By (message kind, receiving stage)."""
+        """(message kind, receiving stage) -> messages, in the order in which they are read."""
         received = defaultdict[tuple[str, int], list[Bypass]](list)
         for bypass in self.bypasses:
             received[bypass.kind, bypass.taker].append(bypass)
@@ -115,12 +115,12 @@ class RoutePlan:
 
 
 class _Place(NamedTuple):
-    """Where a stage runs."""
+    """The place where a stage runs."""
 
     rank: int
     """Pipeline rank."""
     is_crossed: bool
-    """Whether the twin's micro-batches run there."""
+    """Whether this stage runs the micro-batches of the twin."""
 
 
 class _Bundle(NamedTuple):
@@ -134,7 +134,7 @@ class _Bundle(NamedTuple):
 
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
-    """Derive the messages of routes under a placement. Takers on the same rank need no message."""
+    """Derive the messages of routes under a placement. Takers on the same place need no message."""
     places = [
         _Place(rank, placement.is_crossed(stage))
         for stage, rank in enumerate(placement.rank_of)
@@ -144,8 +144,8 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         receivers: set[int] = set()
         for stages in stages_by_route.values():
             receivers.update(stages)
-        # Among several takers on a rank, choose the one that runs first: forwards go up the stages,
-        # backwards down.
+        # Among several receiving stages on a rank, choose the one that runs first: the lowest in
+        # the forward, and the highest in the backward.
         taker = min(receivers) if bundle.kind == "P" else max(receivers)
         to_twin = bundle.place.is_crossed != places[bundle.stage].is_crossed
         names = tuple(sorted(stages_by_route))
@@ -156,7 +156,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
 def _bundles(
     routes: Sequence[Route], places: Sequence[_Place]
 ) -> dict[_Bundle, dict[str, list[int]]]:
-    """Return the messages of routes, each with its routes and the stages that take them."""
+    """Return the messages of routes, as message -> name of a route -> stages that receive it."""
     bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source
@@ -174,15 +174,15 @@ def _bundles(
 def _dropped(
     routes: Sequence[Route], places: Sequence[_Place]
 ) -> Mapping[tuple[str, int], Sequence[str]]:
-    """Return which routes a rank drops after which action (`RoutePlan.dropped`)."""
+    """Return the routes that a rank drops after each action (`RoutePlan.dropped`)."""
     dropped = defaultdict[tuple[str, int], list[str]](list)
     for route in routes:
-        # By place: the stages for which the place keeps the route's tensor.
+        # place -> stages for which the place keeps the tensor of the route
         users: dict[_Place, list[int]] = defaultdict(list)
         for stage in (route.source, *route.takers):
             users[places[stage]].append(stage)
         for stages in users.values():
-            # A place that only publishes sends the tensor and keeps nothing.
+            # A place with only the publisher sends the tensor and keeps nothing.
             if stages != [route.source]:
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)

@@ -13,8 +13,8 @@
             return x + self.project(routes.take("features"))
 
 Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
-inside the forward. Under a schedule the tensor is sent once to each rank with takers, and its
-gradient comes back. Bits do not depend on where the model is split into stages.
+within the forward. Under a schedule, the tensor is sent once to each rank with takers, and its
+gradient is sent back. The bits of the results do not depend on where the model is cut into stages.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def declare(
     takes: Iterable[str] = (),
     boundary: Boundary | None = None,
 ) -> None:
-    """Declare a module's routes, and whether its stage outputs a tree and not one `[s, b, h]`.
+    """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
 
-    Call it in the module's constructor: schedules are built before the first forward.
+    Call this in the constructor of the module, because schedules are built before the first
+    forward.
 
     Args:
-        module: A layer, or the whole model; this replaces its earlier declarations.
+        module: A layer, or the whole model. Earlier declarations of the module are replaced.
         publishes: Routes that the module publishes in every forward.
         takes: Routes that the module takes in every forward.
-        boundary: Set it if the stage outputs a tree of tensors. "fixed": structure, shapes and
+        boundary: Set this if the stage outputs a tree of tensors. "fixed": structure, shapes and
             dtypes are the same for all micro-batches. "varies": they may change.
 
     Raises:
@@ -54,7 +55,7 @@ def declare(
     for names in (publishes, takes):
         if isinstance(names, str):
             raise ScheduleError(
-                f"{names!r} is one name; give a list of names: [{names!r}]"
+                f"{names!r} is a single name; pass a list of names: [{names!r}]"
             )
     declaration = Declared(tuple(publishes), tuple(takes), boundary)
     for names in (declaration.publishes, declaration.takes):
@@ -62,11 +63,11 @@ def declare(
             isinstance(name, str) for name in names
         ):
             raise ScheduleError(
-                f"{list(names)} are not names of routes; give each name once, as text"
+                f"{list(names)} are not names of routes; pass each name once, as a string"
             )
     if boundary not in (None, "fixed", "varies"):
         raise ScheduleError(
-            f'there is no boundary {boundary!r}; take "fixed" or "varies"'
+            f'there is no boundary {boundary!r}; use "fixed" or "varies"'
         )
     setattr(module, _ATTRIBUTE, declaration)
 
@@ -74,8 +75,8 @@ def declare(
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Publish a tensor of any shape and dtype, or None, for each later `take` of this micro-batch.
 
-    Continue with the returned tensor, which has the same values: the takers' gradient enters
-    through its backward.
+    Continue with the returned tensor, which has the same values. Its backward adds the gradient of
+    the takers.
 
     Raises:
         ScheduleError: The name is already published or not declared, or recomputation publishes a
@@ -85,10 +86,10 @@ def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def take(name: str) -> torch.Tensor | None:
-    """Return the tensor published in this micro-batch, in this or an earlier stage.
+    """Return the tensor that this or an earlier stage has published for this micro-batch.
 
     Raises:
-        ScheduleError: The route is not published yet, or the name is not declared.
+        ScheduleError: The route has not been published yet, or the name is not declared.
     """
     return current_store().take(name)
 
@@ -127,13 +128,12 @@ Batch = tuple[int, bool]
 """A micro-batch on a rank: its index, and whether it belongs to the twin."""
 
 
-# Each `take` yields one gradient. The backward adds these in the order in which it reaches them,
-# from the last `take` to the first, and then adds the sum to the gradient of the publisher's uses
-# of the tensor after `publish`. This order does not depend on where the model is split into stages,
-# so the bits do not either. In autograd's order they would, because each stage would first sum its
-# own gradients.
+# Each `take` has one gradient. The backward adds these gradients from the last `take` to the first,
+# and then adds the sum to the gradient of the publisher's own uses of the tensor after `publish`.
+# This order does not depend on where the model is cut into stages, so the bits of the sum do not
+# either. With autograd's own order they would, because each stage would first sum its gradients.
 class _Sum:
-    """The running sum of the takers' gradients of a published tensor."""
+    """The running sum of the takers' gradients for a published tensor."""
 
     value: torch.Tensor | None = None
     done = False
@@ -151,7 +151,7 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Identity; its backward adds the takers' gradient to the gradient of the publisher's uses."""
+    """Identity, whose backward adds the takers' gradient to the publisher's own gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
@@ -164,8 +164,8 @@ class _Publish(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None]:
-        # All takers have run: this stage's takers because of their edge, later stages before this
-        # backward.
+        # The backwards of all takers have run: in this stage because of their edges to this node,
+        # and in later stages because they run before this stage's backward.
         of_takers = ctx.takers.pop()
         ctx.takers.done = True
         if gradient is None:
@@ -176,7 +176,10 @@ class _Publish(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Identity; its backward adds to the sum. The edge to the publisher only orders backwards."""
+    """Identity, whose backward adds to the sum of gradients.
+
+    The edge to the publisher carries no gradient. It only determines the order of backwards.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
@@ -194,24 +197,26 @@ class Published:
     """A published tensor of one micro-batch on this rank."""
 
     value: torch.Tensor | None
-    """Detached. Requires grad if the published tensor does, or may do so in recomputation."""
+    """The detached tensor. It requires grad if the published tensor does so, or may do so in a
+    recomputation."""
     look: tuple[tuple[int, ...], torch.dtype] | None
-    """Shape and dtype, which the gradient shares."""
+    """Shape and dtype of the tensor and of its gradient."""
     stage: int | None
-    """The stage of this rank that published it; None: received from another rank."""
+    """The stage of this rank that published the tensor; None: it was received."""
     origin: torch.Tensor | None = None
-    """The tensor with its stage's graph, if it has one."""
+    """The tensor in the graph of its stage, if it has a graph."""
     takers: _Sum = field(default_factory=_Sum)
     repeated: bool = False
-    """Whether recomputation has published it again; if so, that backward consumes the gradient."""
+    """Whether a recomputation has published the tensor again. Its backward then gets the gradient.
+    """
 
     @property
     def has_gradient(self) -> bool:
-        """Whether its gradient travels; the gradient of frozen features, for example, does not."""
+        """Whether a gradient is sent back. Frozen features, for example, have no gradient."""
         return self.value is not None and self.value.requires_grad
 
     def pop_gradient(self) -> torch.Tensor:
-        """Return and reset the sum of the takers' gradients so far; zeros if there are none."""
+        """Return and reset the sum of the takers' gradients so far, or zeros if there are none."""
         assert self.value is not None
         gradient = self.takers.pop()
         if gradient is None:
@@ -222,16 +227,17 @@ class Published:
 class RouteStore:
     """The published tensors of this rank.
 
-    Without declarations by stage, the store is for use outside a megatron_ext pipeline, where a
-    published tensor stays valid until the name is published again.
+    Without `declared`, the store is for use outside of a megatron_ext pipeline. There a published
+    tensor remains valid until the name is published again.
     """
 
     def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
         self._declared = declared
         self._known: dict[tuple[Batch, str], Published] = {}
-        # By name, for tensors whose name was published again: references that live as long as their
-        # graphs.
+        # Name -> the sums of tensors that a later publish has replaced. The references are weak, so
+        # that the sums live only as long as their graphs.
         self._replaced: dict[str, list[ReferenceType[_Sum]]] = {}
+        # The running action, and the names that its forward has published and taken so far.
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()
@@ -249,7 +255,7 @@ class RouteStore:
             _CURRENT.store = before
 
     def __getitem__(self, key: tuple[Batch, str]) -> Published:
-        """Return the tensor of a micro-batch on a route."""
+        """Return the published tensor of a micro-batch and route."""
         return self._known[key]
 
     def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -266,7 +272,8 @@ class RouteStore:
         if tensor is None:
             return None
         published.value = tensor.detach()
-        # Under no_grad, it may get a graph later in recomputation, or never get one.
+        # Under no_grad, the tensor may get a graph later in a recomputation, or never get one. So
+        # assume that it has a gradient.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             published.value.requires_grad_(
                 tensor.requires_grad or not torch.is_grad_enabled()
@@ -279,26 +286,27 @@ class RouteStore:
     def _publish_again(
         self, name: str, tensor: torch.Tensor | None, in_forward: Published
     ) -> torch.Tensor | None:
-        """Publish in a recomputation what the forward has already published."""
+        """Publish a tensor in a recomputation, after the forward has published it."""
         look = _look(tensor)
         if look != in_forward.look:
             raise ScheduleError(
-                f"{self._where(name)}: published {_text(in_forward.look)} in forward and "
-                f"{_text(look)} in recomputation; publish the same in both"
+                f"{self._where(name)}: published {_text(in_forward.look)} in the forward, but "
+                f"{_text(look)} in a recomputation; publish the same shape and dtype in both"
             )
         if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
             return tensor
-        # The forward ran without a graph, so this backward passes the gradient to the publisher.
+        # The forward ran without a graph, so the gradient must enter through this graph.
         in_forward.repeated = True
         return _Publish.apply(tensor, in_forward.takers)  # type: ignore[no-any-return]
 
     def _replace(self, name: str, before: Published) -> None:
-        """Make room for the tensor of the next micro-batch, outside a pipeline."""
-        # Without a pipeline, only the next publish shows that a micro-batch has ended.
+        """Prepare for the tensor of the next micro-batch, outside of a pipeline."""
         if self._declared is not None:
             raise ScheduleError(
-                f"{self._where(name)}: published twice in one forward; give each tensor a name"
+                f"{self._where(name)}: published twice in one forward; give each tensor a "
+                "different name"
             )
+        # Without a pipeline, only the next publish shows that a micro-batch has ended.
         self._check_gradient_taken(name, before)
         if before.origin is not None:
             self._replaced[name] = [*self._unfinished(name), ref(before.takers)]
@@ -310,19 +318,20 @@ class RouteStore:
         if published is None:
             raise ScheduleError(
                 f"{self._where(name)}: taken before it is published; publish it in an earlier "
-                f"layer, and train pipelines with a schedule of ours (--pipeline-schedule)"
+                f"layer, and train pipelines with a megatron_ext schedule (--pipeline-schedule)"
             )
         if _recomputes() and self._unfinished(name):
             raise ScheduleError(
-                f"{self._where(name)}: published again before the backward of the forward that is "
-                "recomputed, so that it would take the other tensor; take it outside of recomputed "
-                "layers and pass it in, or train with a schedule of ours"
+                f"{self._where(name)}: published again by a later forward, so the recomputation "
+                "of this forward would take the wrong tensor; take it outside of recomputed layers "
+                "and pass it in, or train with a megatron_ext schedule"
             )
         self._taken.add(name)
         value = published.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
             return value
-        # Recomputation and other stages of this rank have separate graphs.
+        # Recomputations and other stages of this rank have separate graphs, which must not be
+        # connected.
         is_of_this_graph = published.stage == self._stage and not _recomputes()
         start = published.origin
         if start is None or not is_of_this_graph:
@@ -330,7 +339,7 @@ class RouteStore:
         return _Take.apply(start, published.takers)  # type: ignore[no-any-return]
 
     def _unfinished(self, name: str) -> list[ReferenceType[_Sum]]:
-        """Return the replaced tensors of a name whose backward is still to come."""
+        """Return the replaced tensors of a name whose backward has not run yet."""
         unfinished = []
         for reference in self._replaced.get(name, ()):
             takers = reference()
@@ -339,7 +348,7 @@ class RouteStore:
         return unfinished
 
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
-        """Store tensors received from another rank, by route."""
+        """Store tensors, by route, that were received from another rank."""
         for name, value in tensors.items():
             self._known[batch, name] = Published(value, _look(value), None)
 
@@ -355,7 +364,7 @@ class RouteStore:
             if name not in self._published:
                 raise ScheduleError(
                     f"{self._where(name)}: declared but not published; publish it in every "
-                    f"forward, None where there is no tensor"
+                    f"forward, or None if there is no tensor"
                 )
         for name in declared.takes:
             if name not in self._taken:
@@ -367,7 +376,7 @@ class RouteStore:
         """Drop tensors that this rank no longer needs.
 
         Raises:
-            ScheduleError: A gradient of the takers never reached the publisher.
+            ScheduleError: A gradient of the takers has not reached the publisher.
         """
         for name in names:
             published = self._known.pop((batch, name), None)
@@ -379,7 +388,8 @@ class RouteStore:
         for name in names:
             published = self._known[batch, name]
             if published.value is not None:
-                # An empty tensor keeps `requires_grad`, which determines whether gradients travel.
+                # Keep an empty tensor, because its `requires_grad` determines whether a gradient is
+                # sent.
                 requires_grad = published.value.requires_grad
                 published.value = published.value.new_empty(0).requires_grad_(
                     requires_grad
@@ -391,20 +401,20 @@ class RouteStore:
         if published.origin is None and not published.repeated:
             raise ScheduleError(
                 f"{self._where(name)}: its takers have a gradient, but it was published without a "
-                f"graph; publish it outside of torch.no_grad(), and of layers that are recomputed "
-                f"and whose output leads nowhere"
+                f"graph; publish it outside of torch.no_grad(), and outside of recomputed layers "
+                f"whose output is not used"
             )
         raise ScheduleError(
-            f"{self._where(name)}: its gradient did not reach the publisher; go on with what "
-            f"publish returns: x = routes.publish({name!r}, x)"
+            f"{self._where(name)}: its gradient did not reach the publisher; continue with the "
+            f"tensor that publish returns: x = routes.publish({name!r}, x)"
         )
 
     def _check_declared(self, name: str, how: Literal["publishes", "takes"]) -> None:
         if self._declared is None or name in getattr(self._declared[self._stage], how):
             return
         raise ScheduleError(
-            f"{self._where(name)}: not declared; call routes.declare(self, {how}=[{name!r}]) where "
-            f"the layer is built"
+            f"{self._where(name)}: not declared; call routes.declare(self, {how}=[{name!r}]) in "
+            f"the constructor of the layer"
         )
 
     def _where(self, name: str) -> str:
@@ -420,15 +430,16 @@ class _Current:
     store: RouteStore | None = None
     """The pipeline's store while one of its actions runs."""
     plain: RouteStore = field(default_factory=RouteStore)
-    """The store outside a megatron_ext pipeline."""
+    """The store for use outside of a megatron_ext pipeline."""
 
 
-# Per process and not per configuration, because models also publish and take without one.
+# One per process instead of one per configuration, because models also publish and take tensors
+# without a configuration.
 _CURRENT = _Current()
 
 
 def current_store() -> RouteStore:
-    """Return the store of the running action, or outside actions the store for plain calls."""
+    """Return the store of the running action, or the plain store outside of actions."""
     if _CURRENT.store is None:
         return _CURRENT.plain
     return _CURRENT.store
@@ -439,7 +450,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 def _recomputes() -> bool:
-    """Return whether a backward is running, which means that a forward is a recomputation."""
+    """Return whether a backward is running, so that any forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TreeSteps(Feature):
-    """Trees and routes in the steps of a model whose stages declare them."""
+    """Trees and routes in the steps of a model that declares them."""
 
     def __init__(self, model: Model) -> None:
         placement = model.pipeline.placement
@@ -44,7 +44,7 @@ class TreeSteps(Feature):
         placement: Placement,
         group: dist.ProcessGroup,
     ) -> None:
-        """Reject any declaration; see `Feature.refuse_roles`."""
+        """Reject models with declarations; see `Feature.refuse_roles`."""
         if agree_trees(chunks, placement, group, shapes_travel=False) is not None:
             raise ScheduleError(
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
@@ -52,7 +52,7 @@ class TreeSteps(Feature):
             )
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return unknown shapes: trees travel as bytes, and their number varies."""
+        """Return unknown shapes, because trees are sent as bytes, whose number varies."""
         if self._trees is None:
             return shapes
         return {"F": [None], "B": [None]}
@@ -62,8 +62,8 @@ class TreeSteps(Feature):
         if [declared(chunk) for chunk in chunks] != self._declared:
             raise ScheduleError(
                 f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
-                "the model that ran on these process groups before; give each model groups of "
-                "its own (pg_collection and p2p_communicator)"
+                "the model that ran on these process groups before; give each model its own "
+                "groups (pg_collection and p2p_communicator)"
             )
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
@@ -83,7 +83,7 @@ def _check_settings(pipeline: Pipeline) -> None:
     if pipeline.config.pairs:
         raise ScheduleError(
             f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
-            "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm "
+            "Megatron's schedule plans do not support; leave --overlap-moe-expert-parallel-comm "
             "out"
         )
     if pipeline.config.cuts_sequences:

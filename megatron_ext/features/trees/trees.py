@@ -1,8 +1,8 @@
 """Trees of tensors between stages: their wire format, and the actions of models that use them.
 
-A tree is a tensor, None, or a tuple, list or dict with string keys of trees. Its tensors travel as
-one message of bytes. A `TreeForm` describes structure, shapes and dtypes. It is sent once if all
-micro-batches share it; otherwise it travels as a header before each tree.
+A tree is a tensor, None, or a tuple, list or dict (with string keys) of trees. Its tensors are sent
+as one message of bytes. A `TreeForm` describes structure, shapes and dtypes. It is sent once if all
+micro-batches have the same form, and otherwise as a header before each tree.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""
 
-# A multiple of every dtype's size, and the size of a cache line, because the receiver uses the
-# tensors in place.
+# The receiver uses the tensors in place. So align them to a multiple of every dtype's size, and to
+# the size of a cache line.
 _ALIGNMENT = 64
 
 
@@ -54,19 +54,18 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeForm:
-    """The form of a tree: everything but its tensors' data."""
+    """The form of a tree: everything except the data of its tensors."""
 
-    # Represents the whole form: forms are equal if their texts are equal.
     text: str
-    """Skeleton and leaves as JSON."""
+    """Skeleton and leaves as JSON. Forms are equal if their texts are equal."""
     skeleton: Any = field(compare=False)
     """The tree with 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
     ["dict", keys, ...]."""
     leaves: tuple[Leaf, ...] = field(compare=False)
-    """The leaves of all tensors, in order."""
+    """One leaf for each tensor, in order."""
 
     def header(self) -> torch.Tensor:
-        """Return the header to send: uint8 on the CPU, `[number of bytes]`."""
+        """Return the header to send: `[number of bytes]`, uint8 on the CPU."""
         return torch.frombuffer(bytearray(self.text.encode()), dtype=torch.uint8)
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
@@ -89,14 +88,14 @@ def parsed(text: bytes) -> TreeForm:
         leaves = []
         for shape, name, requires_grad in described:
             dtype = getattr(torch, name)
-            # A damaged header may name any attribute of torch, which need not be a dtype.
+            # A corrupt header may name any attribute of torch.
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"torch.{name} is not a dtype")
             leaves.append(Leaf(tuple(shape), dtype, requires_grad))
         return TreeForm(text.decode(), skeleton, tuple(leaves))
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
-            f"a header of {len(text)} bytes cannot be read: {error}; install the same "
+            f"a header of {len(text)} bytes cannot be read: {error}; install the same version of "
             f"megatron_ext for all ranks"
         ) from error
 
@@ -104,10 +103,15 @@ def parsed(text: bytes) -> TreeForm:
 def flatten(
     tree: Tree, subject: str, *, trains: bool
 ) -> tuple[list[torch.Tensor], TreeForm]:
-    """Return a tree's tensors, in order, and its form; in an evaluation no leaf requires grad.
+    """Return the tensors of a tree, in order, and its form.
+
+    Args:
+        tree: The tree.
+        subject: Name of the tree for the error message.
+        trains: Whether gradients are needed. Without them, no leaf requires grad.
 
     Raises:
-        ScheduleError: The tree, which `subject` names, contains an object of an unsupported type.
+        ScheduleError: The tree contains an object of an unsupported type.
     """
     tensors: list[torch.Tensor] = []
     skeleton = _cut(tree, tensors, subject)
@@ -140,8 +144,8 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
 
 def _unsupported(subject: str, kind: type) -> ScheduleError:
     return ScheduleError(
-        f"{subject} holds a {kind.__name__}; return a tensor, None, or a tuple, list or dict of "
-        f"them, whose keys are text"
+        f"{subject} contains a {kind.__name__}; return a tensor, None, or a tuple, list or dict "
+        f"(with string keys) of them"
     )
 
 
@@ -163,9 +167,12 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Concatenate the bytes of tensors of any dtype and shape: uint8, `[number of bytes]`.
+    """Concatenate the bytes of tensors of any dtype and shape.
 
-    Each is aligned to 64 bytes. A single tensor is not copied.
+    Each tensor is aligned to 64 bytes. A single tensor is not copied.
+
+    Returns:
+        `[number of bytes]`, uint8.
     """
     parts = [plain(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
     if len(parts) == 1:
@@ -180,17 +187,17 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 def unpack(
     packed: torch.Tensor, leaves: Sequence[Leaf], subject: str
 ) -> list[torch.Tensor]:
-    """Return the tensors in bytes from `pack`, as views with these shapes and dtypes.
+    """Return the tensors in bytes from `pack`, as views with the shapes and dtypes of the leaves.
 
     Raises:
-        MessageMismatch: The number of bytes does not match the leaves of `what`.
+        MessageMismatch: The number of bytes does not match the leaves. The message names `subject`.
     """
     sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
     ranges, end = _placed(sizes)
     if packed.dtype != torch.uint8 or packed.numel() != end:
         raise MessageMismatch(
             f"{subject} has {packed.nbytes} bytes, but its tensors need {end}; declare "
-            f'boundary="varies" where shapes change from micro-batch to micro-batch'
+            f'boundary="varies" if shapes change from micro-batch to micro-batch'
         )
     tensors = []
     for place, leaf in zip(ranges, leaves, strict=True):
@@ -199,8 +206,8 @@ def unpack(
 
 
 def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
-    """Return the range of each part, and the offset in bytes at which the last one ends."""
-    # Aligned, so that the receiver can view the bytes as any dtype, in place.
+    """Return the range of bytes of each part, and the end of the last range."""
+    # Align each part, so that the receiver can view its bytes as any dtype in place.
     ranges: list[slice] = []
     begin = end = 0
     for size in sizes:
@@ -212,10 +219,10 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
 
 # Needed because upstream's `backward_step` starts from a single tensor.
 class _Join(torch.autograd.Function):
-    """Joins tensors into one root, a float32 scalar; their data may be freed.
+    """Joins tensors into one root, a float32 scalar. The data of the tensors may be freed.
 
-    When the backward runs, `gradients` has one entry per tensor. None adds no gradient, but the
-    tensor's autograd node still runs.
+    When the backward runs, `gradients` has one entry per tensor. With None, the tensor gets no
+    gradient, but its autograd node still runs.
     """
 
     @staticmethod
@@ -235,14 +242,14 @@ class _Join(torch.autograd.Function):
 
 
 class Channel(NamedTuple):
-    """Trees of one kind, from one stage to another."""
+    """The trees of one kind that one stage sends to another."""
 
     kind: str
-    """F for a stage's output, P for the tensors that it publishes."""
+    """F for the output of a stage, P for the tensors that it publishes."""
     stage: int
-    """The stage that sends them."""
+    """The sending stage."""
     taker: int
-    """The stage that receives them."""
+    """The receiving stage."""
 
 
 @dataclass
@@ -252,12 +259,13 @@ class Forms:
     varies: bool
     """Whether forms may change between micro-batches."""
     agreed: bool = False
+    """Whether sender and receiver know all forms, so that messages need no headers."""
     _sent: dict[Channel, TreeForm] = field(default_factory=dict)
     _received: dict[Channel, TreeForm] = field(default_factory=dict)
 
     @property
     def of_messages(self) -> dict[str, list[Form]]:
-        """The tensors of one message, by kind: bytes, with a header until forms are agreed."""
+        """Message kind -> tensors of a message: the bytes, and a header until forms are agreed."""
         tree = Form(None, torch.uint8)
         with_header = [tree]
         if not self.agreed:
@@ -266,14 +274,15 @@ class Forms:
         return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
 
     def step_done(self) -> None:
-        """Record that this rank has completed a step, so it has sent and received every form."""
-        # Both ends have seen the same headers in the same step, so this needs no handshake.
+        """Record that this rank has completed a step, in which it sent and received every form."""
+        # Sender and receiver have seen the same headers in the same step, so they agree without a
+        # handshake.
         self.agreed = not self.varies
 
     def headers(
         self, channel: Channel, form: TreeForm, subject: str
     ) -> list[torch.Tensor]:
-        """Return the header to send with a tree of this form; empty once forms are agreed.
+        """Return the header to send with a tree of this form, or nothing once forms are agreed.
 
         Raises:
             ScheduleError: A fixed form has changed.
@@ -290,7 +299,7 @@ class Forms:
         return [form.header()]
 
     def read(self, channel: Channel, inputs: Iterator[torch.Tensor | None]) -> TreeForm:
-        """Return the form of the next tree; consume its header from `inputs` if there is one."""
+        """Return the form of the next tree, and consume its header from `inputs`, if any."""
         if self.agreed:
             return self._received[channel]
         header = next(inputs)
@@ -301,16 +310,16 @@ class Forms:
 
 @dataclass
 class Trees:
-    """The declarations of all stages of a model, and the forms of the trees they exchange."""
+    """The declarations of all stages of a model, and the forms of the trees that they exchange."""
 
     routes: tuple[Route, ...]
     declared: Mapping[int, Declared]
-    """By stage."""
+    """Stage -> its declarations."""
     varies: bool
-    """Whether a tree's form may change between micro-batches."""
+    """Whether the form of a tree may change between micro-batches."""
     _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
-    """By (forward only, shapes), because training and evaluation differ, and so do micro-batch
-    sizes."""
+    """(forward only, shapes) -> forms. Training and evaluation have different forms, and so have
+    different sizes of micro-batches."""
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for steps of this kind."""
@@ -328,8 +337,8 @@ class TreeCompute(StageCompute):
     _ends: dict[tuple[int, int], tuple[list[Leaf], Tensors]] = field(
         default_factory=dict, init=False
     )
-    """By stage and micro-batch, what a forward leaves for its backward: the sent tensors for which
-    a gradient comes back, and the gradients of its root, which are None for published tensors."""
+    """(stage, micro-batch) -> state that a forward keeps for its backward: the sent tensors whose
+    gradients come back, and the gradients of its root, which are None for published tensors."""
 
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
@@ -340,28 +349,29 @@ class TreeCompute(StageCompute):
         self._last_stage = schedule.num_stages - 1
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run one action; its inputs and outputs are uint8 tensors, `[number of bytes]` each."""
+        """Run one action. Its inputs and outputs are uint8 tensors, `[number of bytes]` each."""
         stage, kind, microbatch, _ = action
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
-        # The twin's micro-batches have the same indices.
+        # The micro-batches of the twin have the same indices.
         batch = microbatch, self.table.schedule.placement.is_crossed(stage)
         if kind == "F":
             return self._run_forward(action, batch, iter(inputs))
         return self._run_backward(action, batch, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: the outputs are packed bytes, and the tree itself is freed with its graph."""
+        """Do nothing: the outputs are packed bytes, and the tree is freed with its graph."""
 
     def end_step(self) -> None:
-        """Record that both ends of each message now know the forms of its trees."""
+        """Record that sender and receiver of each message know the form of its tree now."""
         self.forms.step_done()
 
     def _run_forward(
         self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
     ) -> Tensors:
         stage, _, microbatch, _ = action
+        # Receive the output of the previous stage, and the tensors on routes.
         tree = None
         leaves: Tensors = []
         if stage > 0:
@@ -377,7 +387,7 @@ class TreeCompute(StageCompute):
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
         self._store.check_forward(stage)
-        # Keep the order in which `exchanges` lists messages: first the stage's output.
+        # Send the output of the stage first, as in the order of messages in `exchanges`.
         outputs: Tensors = []
         sent: list[torch.Tensor] = []
         if stage < self._last_stage:
@@ -390,7 +400,8 @@ class TreeCompute(StageCompute):
             channel = Channel("P", stage, bypass.taker)
             messages, _ = self._bytes_of(named, channel, microbatch)
             outputs += messages
-        # Keep tensors that other stages of this rank still take; the last taker drops them.
+        # Keep published tensors that other stages of this rank still take. The last taker drops
+        # them.
         names = self.trees.declared[stage].publishes
         published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
         if self.call.forward_only:
@@ -403,14 +414,14 @@ class TreeCompute(StageCompute):
     def _keep_root(
         self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
     ) -> None:
-        """Keep a single root for everything the stage's backward starts from, and its leaves.
+        """Keep a single root from which the stage's backward starts, and the leaves of the stage.
 
-        Megatron's `forward_step` and `backward_step` can then run as for a single tensor. `sent`
+        Megatron's `forward_step` and `backward_step` can then run as with a single tensor. `sent`
         are the output tensors of the stage whose gradients come back.
         """
         stage, _, microbatch, _ = action
-        # Tensors that do not require grad get no gradient, and nothing travels back for them. The
-        # gradients of published tensors come through the sums of their takers (`routes._Publish`).
+        # Published tensors get their gradients from the sums of their takers (`routes._Publish`),
+        # so their entries stay None.
         origins = []
         for name in self.trees.declared[stage].publishes:
             origin = self._store[batch, name].origin
@@ -434,7 +445,7 @@ class TreeCompute(StageCompute):
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
-            # Insert in place, before the gradients of published tensors, because the root holds
+            # Insert the gradients in place, before those of published tensors: the root refers to
             # this list since the forward.
             gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
@@ -450,8 +461,8 @@ class TreeCompute(StageCompute):
             route_gradients = self._unpacked(inputs, looks, subject)
             for published, gradient in zip(routed, route_gradients, strict=True):
                 published.takers.add(gradient)
-        # The gradients that arrived complete the takers' sums, which the backward of this stage's
-        # published tensors reads.
+        # The sums of the takers' gradients are complete now. The backward reads them for the
+        # tensors that this stage has published.
         with self._store.running(stage, batch):
             input_gradients = self.backward(
                 stage, microbatch, of_root, split=kind == "I"
@@ -472,7 +483,7 @@ class TreeCompute(StageCompute):
         return outputs
 
     def _with_gradient(self, batch: Batch, names: Sequence[str]) -> list[Published]:
-        """Return the published tensors of these routes whose gradients travel."""
+        """Return the published tensors of these routes whose gradients are sent."""
         routed = [self._store[batch, name] for name in names]
         return [published for published in routed if published.has_gradient]
 
@@ -480,9 +491,9 @@ class TreeCompute(StageCompute):
         self, channel: Channel, microbatch: int, inputs: Iterator[torch.Tensor | None]
     ) -> tuple[Tree, list[torch.Tensor]]:
         form = self.forms.read(channel, inputs)
-        subject = f"what stage {channel.stage} published"
+        subject = f"the message with routes of stage {channel.stage}"
         if channel.kind == "F":
-            subject = f"what stage {channel.taker} gets"
+            subject = f"the input of stage {channel.taker}"
         tensors = self._unpacked(
             inputs, form.leaves, f"{subject} for micro-batch {microbatch}"
         )
@@ -501,9 +512,9 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return the tree's serialized bytes and the tensors that require gradients.
+        """Return the bytes of a tree, and its tensors whose gradients come back.
 
-        The bytes include the tree's header, if the receiver lacks it.
+        The bytes include a header if the receiver does not know the form of the tree.
         """
         subject = self._subject(channel.stage, microbatch)
         tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
@@ -524,12 +535,15 @@ def agree_trees(
     *,
     shapes_travel: bool,
 ) -> Trees | None:
-    """Gather the declarations of all stages; None without any. Collective over a pipeline's group.
+    """Gather the declarations of all stages. This is collective over the group of a pipeline.
 
     `shapes_travel` is set if sequence lengths vary (`--variable-seq-lengths`).
 
+    Returns:
+        The declarations, or None if no stage has any.
+
     Raises:
-        ScheduleError: The routes contradict each other. Every rank raises it.
+        ScheduleError: The routes contradict each other. Every rank raises this error.
     """
     stages = placement.stages_of[group.rank()]
     own_declarations = dict(zip(stages, map(declared, chunks), strict=True))

@@ -108,7 +108,7 @@ def test_a_second_forward_before_a_recomputation_is_an_error(run: Run) -> None:
         return run(lambda y: y * v * routes.take("f"), x).sum()
 
     first, second = (forward(value, run) for value in (1.0, 10.0))
-    with pytest.raises(ScheduleError, match="'f': published again before the backward"):
+    with pytest.raises(ScheduleError, match="'f': published again by a later forward"):
         first.backward()
     del first, second
     for value in (1.0, 10.0):  # one after the other
@@ -173,7 +173,9 @@ def test_a_gradient_that_does_not_reach_a_recomputed_publisher() -> None:
     taken = routes.take("x")
     assert taken is not None
     (made + taken).sum().backward()
-    with pytest.raises(ScheduleError, match="go on with what publish returns"):
+    with pytest.raises(
+        ScheduleError, match="continue with the tensor that publish returns"
+    ):
         routes.publish("x", torch.ones(2, requires_grad=True) * 2)
 
 
@@ -190,10 +192,10 @@ def test_a_gradient_for_what_was_published_without_a_graph() -> None:
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [
-        ({"publishes": "x"}, "give a list of names"),
-        ({"takes": ["x", "x"]}, "give each name once"),
-        ({"publishes": [1]}, "give each name once"),
-        ({"boundary": "tree"}, 'take "fixed" or "varies"'),
+        ({"publishes": "x"}, "pass a list of names"),
+        ({"takes": ["x", "x"]}, "pass each name once"),
+        ({"publishes": [1]}, "pass each name once"),
+        ({"boundary": "tree"}, 'use "fixed" or "varies"'),
     ],
 )
 def test_declarations_that_say_nothing(keywords: dict[str, object], says: str) -> None:

@@ -115,7 +115,7 @@ def _break(mistake: str) -> None:
             "another tree",
             "for micro-batch 1 is [float32 2x3, float32 2x3], but was [float32 2x3] in an earlier",
         ),
-        ("a set", "the output of stage 0 for micro-batch 1 holds a set; return"),
+        ("a set", "the output of stage 0 for micro-batch 1 contains a set; return"),
     ],
 )
 def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
@@ -190,6 +190,6 @@ def test_a_second_model_with_other_routes_is_refused() -> None:
     for _, text in found:
         assert "Stage declares other trees or routes" in text
         assert (
-            "give each model groups of its own (pg_collection and p2p_communicator)"
+            "give each model its own groups (pg_collection and p2p_communicator)"
             in text
         )
