@@ -562,7 +562,7 @@ def _add_stages(
                 answer.changes.append(reworded(change, flags.in_flags))
         elif answer.pipeline is not None:
             answer.notices.append(
-                "the cut into stages is not checked: --num-layers is missing"
+                "the cut into stages is not checked: there is no --num-layers"
             )
 
 

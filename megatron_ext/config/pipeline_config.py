@@ -315,7 +315,7 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
         )
     if c.node_ips and c.wire in ("torch", "shm"):
         return (
-            "{node_ips} is for wires between hosts, but {transport:{c.wire}} does not use any; use "
+            "{node_ips} is for wires between hosts, but {transport:{c.wire}} has none; use "
             "{transport:auto}, or leave {node_ips} out"
         )
     if not 0 < c.message_timeout_s < inf:

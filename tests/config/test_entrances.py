@@ -295,7 +295,7 @@ def test_plans_recompute_whole_layers_in_16_bits(args: Namespace) -> None:
     assert choose(args, "1f1b").config.pairs
     args.fp8 = "e4m3"
     with pytest.raises(
-        ArgumentsError, match="in another way than a plan; use --recompute-gran"
+        ArgumentsError, match="in another way than plans do; use --recompute-gran"
     ):
         choose(args, "1f1b")
 
@@ -324,7 +324,7 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
         ),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),
         ("hybrid_layer_pattern", "M*M-", "hybrid models"),
-        ("variable_seq_lengths", True, "gives plans no lengths"),
+        ("variable_seq_lengths", True, "does not pass lengths to plans"),
     ],
 )
 def test_what_plans_cannot_do_is_refused(
@@ -345,11 +345,15 @@ MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": T
         (
             {**MASKED, "transformer_impl": "local"},
             4,
-            "--reset-attention-mask: Megatron gives",
+            "--reset-attention-mask: Megatron passes",
         ),
         ({**MASKED, "transformer_impl": "local"}, 2, None),
         ({**MASKED, "transformer_impl": "transformer_engine"}, 4, None),
-        ({"trace": True, "skip_train": True}, 4, "--trace records training steps"),
+        (
+            {"trace": True, "skip_train": True},
+            4,
+            "--trace records nothing with --skip-train",
+        ),
         ({"trace": True}, 4, None),
         (
             {"timing_log_level": 2},

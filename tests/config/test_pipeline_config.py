@@ -255,7 +255,7 @@ def test_flags_are_named_where_flags_were_given() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args("--use-dpp --pipeline-transport torch".split())
     with pytest.raises(
-        ArgumentsError, match=r"--use-dpp chooses .* leave --pipeline-transport"
+        ArgumentsError, match=r"--use-dpp needs to know .* leave --pipeline-transport"
     ):
         inspect(args).raise_refusals()
 

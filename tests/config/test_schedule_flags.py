@@ -376,7 +376,7 @@ REFUSED = {
     ),
     "slices without end": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
-        ["--pipeline-slices 65: a micro-batch has 1 to 64; use --pipeline-slices 4 or 8"],
+        ["--pipeline-slices 65: a micro-batch has 1 to 64 slices; use --pipeline-slices 4"],
     ),
     "slices without a token": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 40", 4,

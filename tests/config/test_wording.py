@@ -101,7 +101,7 @@ def test_a_mistake_has_no_flags_in_python_and_no_fields_on_a_command_line(
         ),
         (
             "--pipeline-slices 65",
-            "--pipeline-slices 65: a micro-batch has 1 to 64; use --pipeline-slices 4 or 8",
+            "--pipeline-slices 65: a micro-batch has 1 to 64 slices; use --pipeline-slices 4 or 8",
         ),
     ],
 )
