@@ -255,9 +255,9 @@ def test_the_cost_of_a_model_counts_the_experts_of_a_token() -> None:
     [
         (
             iter([{"text": 1}] * 4),
-            "tokens or cu_seqlens .* which is text; leave --pipeline-bal",
+            "tokens or cu_seqlens .* yields text; leave --pipeline-bal",
         ),
-        (iter([1] * 4), "which is a int; leave --pipeline-balance out"),
+        (iter([1] * 4), "yields a int; leave --pipeline-balance out"),
         (iter([]), "the data ended after 0 of 4 micro-batches of a step"),
     ],
 )
