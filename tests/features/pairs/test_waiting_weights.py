@@ -106,7 +106,7 @@ def test_settings_that_exclude_waiting_weights(
     ("schedule", "pairs", "words"),
     [
         ("zb-h1", False, "zb-h1 runs no pairs"),
-        ("1f1b", True, "1f1b pairs=True has whole backwards"),
+        ("1f1b", True, "1f1b pairs=True does not split backwards"),
     ],
 )
 def test_tables_in_which_no_weights_can_wait(
