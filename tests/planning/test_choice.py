@@ -328,7 +328,7 @@ def test_an_odd_batch_has_no_mirrored_pipelines() -> None:
             "--bitpipe-order paper",
             "--bitpipe-order is for bitpipe, but auto was chosen",
         ),
-        ("--enable-bitpipe-schedule", "name two schedules"),
+        ("--enable-bitpipe-schedule", "choose different schedules"),
         ("--forward-backward-disaggregating", "cannot run with --pipeline-schedule"),
         ("--pipeline-model-parallel-size 1", "needs a pipeline"),
     ],
@@ -345,7 +345,7 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
         ({"chunks": 2}, "chooses chunks and options"),
         ({"options": {"order": "zb"}}, "chooses chunks and options"),
         ({"dynamic": DynamicOrder()}, "compares the orders of tables"),
-        ({"disaggregation": Disaggregation()}, "brings its own schedule"),
+        ({"disaggregation": Disaggregation()}, "it has its own schedule"),
         ({"schedule": "auto:"}, "has no folder"),
     ],
 )

@@ -162,7 +162,7 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ),
         (
             "--lengths {} --hidden-size 8 --schedule 1f1b --slice-tokens 1",
-            "can have 64; use --slice-tokens 2 or more",
+            "can have only 64; use --slice-tokens 2 or more",
         ),
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
         (
