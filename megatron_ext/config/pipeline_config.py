@@ -165,8 +165,8 @@ class PipelineConfig:
     this if Megatron overlaps that communication."""
     waiting_weights: int | Literal["auto"] = 0
     """With `pairs`: how many more W of a rank may wait than in the table, to run while the rank
-    waits for tokens. Each keeps the operands of one stage and micro-batch in memory. `auto`: as many
-    as fit into the memory that the planner's forecast leaves free."""
+    waits for tokens. Each keeps the operands of one stage and micro-batch in memory. `auto`: as
+    many as fit into the memory that the planner's forecast leaves free."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order. None: every rank runs the order of the table."""
     balance: Balance = "off"

@@ -101,7 +101,11 @@ def test_auto_takes_the_memory_that_is_free() -> None:
     ("flags", "memory_gib", "reason"),
     [
         ("", None, "the memory of the devices is not known here"),
-        ("--transformer-impl transformer_engine ", 79.1, "its products of all streams"),
+        (
+            "--transformer-impl transformer_engine ",
+            79.1,
+            "its matrix products on all streams",
+        ),
         ("--sequence-parallel --tensor-model-parallel-size 2 ", 79.1, "W gathers its"),
         ("--pipeline-schedule 1f1b ", 79.1, "1f1b has whole backwards"),
         ("--expert-model-parallel-size 1 ", 79.1, "no forward and backward run as a"),
