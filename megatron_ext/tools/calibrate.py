@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         num_experts=min(model.num_experts, _MOST_EXPERTS),
         top_k=min(model.top_k, _MOST_EXPERTS),
     )
+    # Measure, and compare with the formula for the described device.
     name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     }
     ratios_by_part = dict(factors(seconds, formula))
     print(_report(seconds, ratios_by_part))
+    # The device file refers to the described device and contains only what differs from it.
     content: dict[str, Any] = {"base": described.name}
     if memory_gib is not None:
         content["memory_gib"] = round(memory_gib, 1)

@@ -178,6 +178,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
+    # Search, or forecast the fixed sizes if they do not fit.
     began_s = time.monotonic()
     result = _search_with_progress(job)
     if not result.plans:
@@ -464,6 +465,7 @@ def _what_would_fit(job: Question) -> str:
             "less"
         )
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
+    # Recomputing more needs no further devices, so suggest it first.
     if "recompute" in job.fixed:
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):

@@ -557,6 +557,7 @@ def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
         ScheduleError: The suffix is unknown, the format holds only one table, or the file cannot be
             written.
     """
+    # Tables are written for a single schedule, so the first one is the only one.
     timeline = timelines[0]
     schedule = timeline.schedule
     if path.suffix not in (".svg", ".csv", ".json"):

@@ -57,6 +57,7 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
         raise ArgumentsError(
             f"--folders launches nothing; leave {shlex.join(launch_options)} out"
         )
+    # argparse accepts any number of folders.
     folders: Sequence[Path] = args.folders
     if len(folders) not in (2, 3):
         raise ArgumentsError(

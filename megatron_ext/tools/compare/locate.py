@@ -196,6 +196,7 @@ def compare(
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
+    # A run that was rounded differently differs from every other run by design.
     for folder, run in ((reference, first), (candidate, second)):
         if run.header.rounded:
             raise DataError(
@@ -640,6 +641,7 @@ class _Comparing:
         Modules that a run never records are left out: pairs, for example, call parts of layers.
         """
         for tensors, others in ((references, candidates), (candidates, references)):
+            # The modules that the other run has recorded for at least one micro-batch.
             recorded = {(kind, module) for kind, _, module in others}
             for key, tensor in tensors.items():
                 kind, microbatch, module = key

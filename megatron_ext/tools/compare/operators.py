@@ -58,6 +58,7 @@ def first_operator(
     Raises:
         DataError: A folder has no operators, or the folders belong to different modules.
     """
+    # Only operators of the same module, on ranks with the same shards, can be compared.
     runs = [read_folder(folder) for folder in (reference, candidate)]
     for folder, run in zip((reference, candidate), runs, strict=True):
         if not run:
@@ -79,6 +80,7 @@ def first_operator(
         )
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} of {place.module}"
+    # Compare rank by rank. Each rank holds another shard of the module.
     num_pairs = 0
     for ranks, file in sorted(first_run.items()):
         pairs = _Pairs(file.operators, second_run[ranks].operators)
@@ -125,6 +127,7 @@ class _Pairs:
             second_end,
         ) in matcher.get_opcodes():
             last_reference = last_candidate = ()
+            # Remember unpaired operators: they may have caused the next difference.
             if tag != "equal":
                 last_reference = first[first_begin:first_end]
                 last_candidate = second[second_begin:second_end]

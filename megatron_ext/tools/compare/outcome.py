@@ -195,6 +195,7 @@ def _judged(
     promise = contender.promise
     if difference is None or promise.loss is None or promise.norm is None:
         return "not judged", promise.reason
+    # Equal numbers in some of the steps are not enough.
     lengths = [len(owner.records[0].steps) for owner in (reference, contender)]
     if lengths[0] != lengths[1]:
         return (
@@ -295,6 +296,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
+        # Without a faster contender, name the one that comes closest.
         slower = [row for row in rows[1:] if row.speed is not None]
         if slower and not wrong:
             closest = max(slower, key=lambda row: row.speed or 0.0)

@@ -73,6 +73,7 @@ class Recipe:
         flags: list[str] = []
         pipeline: list[str] = []
         notes: list[str] = []
+        # Our flags choose the pipeline, except for those that all runs share.
         our_flags = _our_flags()
         for group in _groups(words):
             # A flag may be written as `--flag VALUE` or `--flag=VALUE`.

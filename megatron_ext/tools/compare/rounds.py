@@ -409,6 +409,7 @@ class Comparison:
             return
         if not reference.records:
             return
+        # Train the reference again, with outputs that are rounded differently.
         counter.add(1)
         counter.begin(f"{reference.candidate.label}, rounded differently")
         digests = self.folder / "digests" / "rounded"
@@ -425,6 +426,7 @@ class Comparison:
             stop=stop,
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
+        # The tolerances follow from the differences between this run and the first round.
         reason = ended.reason
         if not ended.code:
             try:
@@ -630,6 +632,7 @@ class Comparison:
             # The user ended it; the contender's earlier rounds are still good.
             counter.end("stopped")
             return
+        # A failure ends only this contender: the other ones are still compared.
         if ended.code:
             contender.failure = f"round {round_number}: {ended.reason}"
             contender.is_refused = ended.code == outcome.REFUSED

@@ -276,6 +276,7 @@ def _forecast(
         )
         yield Diagnosis("OK", "layout", finding, remedy)
         return
+    # Forecast the user's layout, and search for a better one.
     try:
         job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:

@@ -131,6 +131,7 @@ def _able_hosts(
     This also contacts hosts that were lost before: a rebooted host may be back, and a host whose
     network was down may still run its part of the job.
     """
+    # Processes that are left of the ended attempt would still hold devices and ports.
     with Agents(replace(ended, hosts=hosts)) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
     problems: dict[int, list[str]] = {}
@@ -140,6 +141,7 @@ def _able_hosts(
             problems[host.number] = [answer]
         else:
             reachable.append(host)
+    # Check the hosts that answered, as before a first attempt.
     with Agents(replace(attempt, hosts=tuple(reachable))) as agents:
         for host, hello in zip(reachable, agents.look(timeout_s), strict=True):
             problems[host.number] = hello["problems"]

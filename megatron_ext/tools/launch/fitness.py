@@ -70,6 +70,7 @@ def look(request: Json, log_dir: Path) -> Json:
     if log_problem is not None:
         problems.append(log_problem)
     _look_at_shared_memory(warnings)
+    # The job must find its command on every host, and scripts must have the same content.
     script = request["command"][0]
     if request["per_node"]:
         if shutil.which(script) is None:
@@ -84,8 +85,10 @@ def look(request: Json, log_dir: Path) -> Json:
             f"the job starts {request['nproc']} processes there, but it has {hello['devices']} "
             f"devices; lower its slots=N, or --nproc"
         )
+    # Rank 0 is on the first host, so the ranks meet there.
     if request["is_first"]:
         hello["port"] = _free_port(request["master_port"], problems)
+    # The route to another host determines the address that this host must use.
     if request["peer"] is not None:
         try:
             hello["address"] = source_address(request["peer"])

@@ -69,6 +69,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         say(
             f"already inside Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits nothing"
         )
+    # From here on, the hosts are known.
     plan = planned(args, command, workdir)
     plan.check()
     hosts = plan.hosts
@@ -90,6 +91,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         # Report mistakes in the flags before any host is contacted.
         complete = plan.completed()
         shown_ranks(args.show, complete.num_started)
+    # Other hosts may have another Megatron, so their ranks check the command themselves.
     if not args.per_node and all(host.local for host in hosts):
         check_command_here(plan.command)
     if not args.dry_run:

@@ -344,6 +344,7 @@ def main() -> int:
     del stores  # ranks need them until here
     if fatal_loss is None:
         return 0
+    # Report the loss in the format of `elastic`, which the agent reads.
     failure = {
         "stopped": [],
         "rank": fatal_loss.rank,

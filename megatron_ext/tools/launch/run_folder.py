@@ -51,6 +51,8 @@ class RunFolder:
         if create:
             root.mkdir(parents=True, exist_ok=True)
         path, descriptor = root, os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        # Open each folder relative to its open parent, so that nobody can replace a part of the
+        # path after its check.
         for name in names:
             parent, path = descriptor, path / name
             try:

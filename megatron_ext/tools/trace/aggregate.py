@@ -156,6 +156,7 @@ def read_run(directory: Path | str) -> Run:
             f"{directory}: no iteration was recorded yet; {'; '.join(notes)}"
         )
     notes += _notes_on_iterations(surveys, full_microbatches)
+    # This needs the surveys of all ranks, because messages relate their clocks.
     notes += use_one_clock(surveys)
     return run
 

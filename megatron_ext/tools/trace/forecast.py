@@ -489,6 +489,7 @@ def table(forecast: Forecast) -> str:
     """Return the predictions as text, with flags to paste."""
     shown = forecast.predictions[:_MAX_ROWS]
     shows_hidden = any(prediction.all_to_all_hidden is not None for prediction in shown)
+    # The column of hidden communication appears only if there is some.
     rows = [["schedule", "step ms", "bubble %", "memory GiB"]]
     if shows_hidden:
         rows[0].append("hidden %")

@@ -59,6 +59,7 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
             f"{run.directory} has no lengths of micro-batches; trace a schedule of this "
             "package, and data with tokens or cu_seqlens"
         )
+    # A micro-batch passes through all stages, so add up their costs.
     errors: list[float] = []
     linear_s = quadratic_s = 0.0
     for points in points_of_stages:

@@ -522,10 +522,11 @@ def text(surveys: Sequence[RankSurvey]) -> str:
         f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
         f"pipeline's time, {jumped_percent:.1f} % of the actions out of order"
     )
+    # One line for each rank, with its three longest waits.
     for survey in surveys[:_MAX_LINES]:
         rank = figures([survey])
         causes = []
-        for cause, time_ns in list(rank.idle_ns.items())[:3]:  # the longest come first
+        for cause, time_ns in list(rank.idle_ns.items())[:3]:
             causes.append(f"{cause} {time_ns / 1e6:.1f} ms")
         lines.append(
             f"  {survey.header.label}: busy {rank.busy_ns / 1e6:.1f} ms; "

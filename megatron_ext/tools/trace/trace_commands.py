@@ -114,6 +114,7 @@ def _take_length_costs(args: argparse.Namespace) -> None:
             )
     run = aggregate.read_run(args.trace_dir)
     cost, errors = measured_length_cost(run)
+    # Sizes on the command line take precedence over those of the run.
     table = run.schedule
     if table is not None:
         num_replicas = 1 + max(rank.header.data for rank in run.surveys)
@@ -179,6 +180,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     )
     if not args.detect:
         return 0
+    # --detect fails if it finds something, so that scripts can use its exit code.
     slow_items = aggregate.slow(run)
     for item in slow_items:
         print(f"slow {item.name}: {item.factor:.2f} x the median")
