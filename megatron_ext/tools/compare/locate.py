@@ -114,7 +114,7 @@ class Difference:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
         if self.kind == "forward":
             return f"the output of {where}"
-        # A model as a whole records the gradient of its output, a module that of its input.
+        # The whole model records the gradient of its output; a module records that of its input.
         if self.kind == "backward":
             return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
         names = {
@@ -244,7 +244,7 @@ class _Tensor:
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part was computed; without a name, or for an unknown one, any part."""
+        """Return where a part was computed, or any part if `part` is None or unknown."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]

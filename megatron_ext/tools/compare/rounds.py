@@ -629,10 +629,10 @@ class Comparison:
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
         if ended.code and stop.number is not None:
-            # The user ended it; the contender's earlier rounds are still good.
+            # The user stopped the run. The earlier rounds of this contender remain valid.
             counter.end("stopped")
             return
-        # A failure ends only this contender: the other ones are still compared.
+        # A failure ends only this contender; the others are still compared.
         if ended.code:
             contender.failure = f"round {round_number}: {ended.reason}"
             contender.is_refused = ended.code == outcome.REFUSED

@@ -302,7 +302,7 @@ def _better_flags(
 ) -> str:
     """Return a suggestion: the flags of a better layout, the flags that they replace, the gain."""
     user_flags = {word.partition("=")[0] for word in flags}
-    # A flag that is also in the better layout only gets another value, so do not list it.
+    # A flag that is also in the better layout only gets a new value, so do not list it.
     replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
     if replaced:
         differences += f" instead of {', '.join(sorted(replaced))}"

@@ -1,4 +1,4 @@
-"""Connections to the agents on a job's hosts.
+"""Connections to the agents on the hosts of a job.
 
 Each host has an agent, reached by ssh, by Slurm's srun, or as a process on this machine. The user's
 own ssh configuration, keys and jump hosts apply; ssh never prompts.

@@ -176,7 +176,7 @@ def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
     """Return pairs of a heading and a sentence: where the time goes, what to change, and so on."""
-    # A rank that waits for one of these waits for another rank.
+    # These causes mean that a rank waits for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
     for cause, time_ns in total.idle_ns.items():
