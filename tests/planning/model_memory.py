@@ -256,6 +256,16 @@ class Counting(Observer):
         self.compute = compute
 
     def end_action(self, position: int, action: Action) -> None:
+        self.saved = max(self.saved, sum(self.kept_now()))
+        between = kept_state().microbatches.values()
+        pairs = [pair for kept in between for pair in kept.attention.values()]
+        tensors = []
+        for buffer in chain.from_iterable(pairs):
+            tensors += [t for t in (buffer.tokens, buffer.gradient) if t is not None]
+        self.kept = max(self.kept, _storage_bytes(tensors))
+
+    def kept_now(self) -> tuple[int, int]:
+        """Return the bytes that autograd keeps, and those of the operands of W."""
         outputs = [
             tensor
             for _, live_outputs in self.compute._live.values()
@@ -270,15 +280,93 @@ class Counting(Observer):
             if isinstance(tensor, torch.Tensor)
             and not isinstance(tensor, torch.nn.Parameter)
         ]
-        self.saved = max(
-            self.saved, kept_bytes(outputs, self.model) + _storage_bytes(operands)
-        )
-        between = kept_state().microbatches.values()
-        pairs = [pair for kept in between for pair in kept.attention.values()]
-        tensors = []
-        for buffer in chain.from_iterable(pairs):
-            tensors += [t for t in (buffer.tokens, buffer.gradient) if t is not None]
-        self.kept = max(self.kept, _storage_bytes(tensors))
+        return kept_bytes(outputs, self.model), _storage_bytes(operands)
+
+
+class Waiting(NamedTuple):
+    """What a rank keeps whose W wait, in bytes."""
+
+    peak: int
+    bound: float
+    """The peak according to the rank's table and the bytes of one micro-batch."""
+    num_waiting: int
+    """Most W that wait at once in the table."""
+
+
+def with_waiting_weights(num_waiting: int, *, runs_early: bool) -> list[Waiting]:
+    """Train one step of a model with experts in pairs; return the memory of each rank.
+
+    Args:
+        num_waiting: W that may wait beyond those of the table.
+        runs_early: Whether W may run before their place in the table.
+    """
+    flags = (
+        f"{_TRAINING}{_MODELS['experts']}--global-batch-size {4 * _NUM_MICROBATCHES} "
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--pipeline-schedule zb-h1 --overlap-moe-expert-parallel-comm "
+        f"--pipeline-waiting-weights {num_waiting} "
+    )
+    return run_ranks(4, measure_waiting, flags.split(), runs_early, timeout_s=300)
+
+
+def measure_waiting(argv: list[str], runs_early: bool) -> Waiting:
+    """Train as one rank; return what it keeps."""
+    devices.current()  # must come before Megatron is imported
+    import torch.distributed as dist
+    from megatron.training import training
+
+    from megatron_ext.features.pairs.waiting_weights import HostWeights
+
+    if not runs_early:  # as if peers were never late
+        HostWeights.await_peers = lambda _weights, group: dist.barrier(group)  # type: ignore[method-assign]
+    set_up = training.setup_model_and_optimizer
+    counters: list[CountingWaits] = []
+
+    @functools.wraps(set_up)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        set_up_model = set_up(*args, **kwargs)
+        counters.append(CountingWaits(torch.nn.ModuleList(set_up_model[0])))
+        required().observers.append(counters[0])
+        return set_up_model
+
+    training.setup_model_and_optimizer = counting
+    train_here("gpt", argv)
+    [counter] = counters
+    return counter.result()
+
+
+class CountingWaits(Counting):
+    """Compares what a rank keeps after each action with its table."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.kept_after: list[tuple[int, int]] = []
+        """By action of the row: bytes that autograd keeps, and those of operands."""
+
+    def end_action(self, position: int, action: Action) -> None:
+        self.kept_after.append(self.kept_now())
+
+    def result(self) -> Waiting:
+        """Return the peak, and the peak that the table allows."""
+        schedule, rank = self.compute.table.schedule, self.compute.table.rank
+        row, pair_begins = schedule.rows[rank], schedule.pairs_of(rank)
+        microbatch_bytes, _ = self.kept_after[0]  # after the first forward
+        first_input = next(i for i, action in enumerate(row) if action.kind == "I")
+        # Actions of a pair end together.
+        if first_input in pair_begins:
+            first_input += 1
+        _, weight_bytes = self.kept_after[first_input]
+        num_live = num_waiting = most_waiting = 0
+        bound = 0.0
+        for position, action in enumerate(row):
+            num_live += {"F": 1, "I": -1}.get(action.kind, 0)
+            num_waiting += {"I": 1, "W": -1}.get(action.kind, 0)
+            if position not in pair_begins:
+                most_waiting = max(most_waiting, num_waiting)
+                in_use = num_live * microbatch_bytes + num_waiting * weight_bytes
+                bound = max(bound, in_use)
+        peak = max(sum(kept) for kept in self.kept_after)
+        return Waiting(peak, bound, most_waiting)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
