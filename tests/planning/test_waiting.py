@@ -19,6 +19,7 @@ from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.waiting import MAX_WAITING, most_waiting
+from megatron_ext.upstream.signatures import parameters
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
 from tests.runtime.capture import GPT, PP2
@@ -158,6 +159,25 @@ def test_a_rank_in_a_job_says_what_its_device_has() -> None:
     assert isinstance(result, dict), result
     [line] = [line for line in result["log"] if "waiting-weights" in line]
     assert line.endswith("auto: 0, because the memory of the devices is not known here")
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_a_rank_with_a_device_takes_its_free_memory() -> None:
+    """With megatron-core 0.16, no W can wait on a device, and the rank says so."""
+    require_training()
+    flags = f"{GPT}{PP2}{EP2}{PAIRED['zb-h1'][1]}--global-batch-size 16 {_PAIRS}"
+    [[result]] = run_ranks(1, outcomes, [("gpt", flags + _AUTO, 4)], device="musa")
+    assert isinstance(result, dict), result
+    [line] = [line for line in result["log"] if "waiting-weights" in line]
+    if "comp_stream" in parameters("megatron.core.pipeline_parallel.utils:set_streams"):
+        assert (
+            "auto: 0, because --pipeline-waiting-weights 8 needs megatron-core" in line
+        )
+        return
+    assert "auto: 8, because rank " in line
+    assert " GiB of 75.0 by forecast" in line
+    [line] = [line for line in result["log"] if line.startswith("pipeline schedule")]
+    assert "up to 8 more W of a rank wait" in line
 
 
 def test_ranks_compare_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

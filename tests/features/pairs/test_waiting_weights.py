@@ -283,7 +283,6 @@ def test_a_host_runs_weights_until_its_peer_comes() -> None:
                     "dualpipe-v",
                     "dualpipe",
                     "bitpipe",
-                    "bitpipe, paper",
                     "csv",
                     "gathered",
                 ),
