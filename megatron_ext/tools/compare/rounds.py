@@ -320,6 +320,11 @@ class Comparison:
             return "all numbers bit-equal"
         if promise.loss is None:
             return promise.reason
+        if promise.loss == 0:
+            return (
+                f"losses bit-equal and gradient norms within {promise.norm:g}, because "
+                f"{promise.reason}"
+            )
         if self.calibrates:
             return f"within what --calibrate learns, because {promise.reason}"
         return (
@@ -477,7 +482,7 @@ class Comparison:
                 contender.located = (
                     "no tensor differs in the runs that recorded digests"
                 )
-                if contender.promise.is_exact:
+                if not contender.promise.has_tolerance:
                     contender.located += "; the difference did not recur"
                 else:
                     contender.located += (

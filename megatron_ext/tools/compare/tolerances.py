@@ -38,12 +38,13 @@ class Promise:
         source = (
             "learned by --calibrate" if self.is_learned else "stated for all models"
         )
-        return f"{self.loss:.2g} of a loss and {self.norm:.2g} of a norm, {source}"
+        losses = f"{self.loss:.2g} of a loss" if self.loss else "bit-equal losses"
+        return f"{losses} and {self.norm:.2g} of a norm, {source}"
 
     @property
     def has_tolerance(self) -> bool:
-        """Whether the numbers are judged but need not be bit-identical."""
-        return self.loss is not None and not self.is_exact
+        """Whether losses are judged but need not be bit-identical."""
+        return self.loss is not None and self.loss > 0
 
     def learned(self, rounded: Deviations) -> Promise:
         """Return the same promise with tolerances from a run that was rounded differently.
@@ -78,13 +79,19 @@ REASONS = {
     "slices": "slices sum over the tokens of a micro-batch in another order",
     "merged": "merged forward ranks sum over the width of a layer in another order",
     "twins": "mirrored pipelines split the micro-batches, which are summed in another order",
-    "clip": "the norm that clips gradients is summed over other ranks; exact with --clip-grad 0",
+    "clip": "the norm that clips gradients is summed over other ranks; losses are exact with "
+    "--clip-grad 0",
+    "norm": "the reported gradient norm is summed over other ranks",
 }
 """What differs between two runs, in the order of the checks -> why their numbers may differ."""
 
 # Rounding errors grow from step to step, so these tolerances hold for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
 """Precision -> the largest relative differences of a loss and of a gradient norm."""
+
+NORM_ROUNDING = 1e-5
+"""Largest relative difference of a gradient norm that is summed in another order, over gradients
+that are bit-identical."""
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
@@ -100,6 +107,8 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
         return Promise(0.0, 0.0)
     if kind == "dropout":
         return Promise(None, None, REASONS[kind])
+    if kind == "norm":
+        return Promise(0.0, NORM_ROUNDING, REASONS[kind])
     settings = reference.checked_args
     is_half = any(
         getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4")
@@ -140,10 +149,10 @@ def _difference(
         return "merged"
     if config.twins != reference_config.twins:
         return "twins"
-    # Clipping sums the squares of gradients over ranks, which hold other layers.
-    clips = getattr(settings, "clip_grad", None) != 0
-    if clips and not has_same_stages:
-        return "clip"
+    # Megatron sums the squares of gradients over ranks, even where the norm clips nothing.
+    if not has_same_stages:
+        clips = getattr(settings, "clip_grad", None) != 0
+        return "clip" if clips else "norm"
     return None
 
 
