@@ -257,7 +257,8 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     place = job.place
     ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
-    for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
+    adjacent_stages = {place.pp - 1, place.pp + 1} & set(range(ranks.pp))
+    for stage in adjacent_stages:
         adjacent = place._replace(pp=stage)
         neighbours.add(ranks.rank(adjacent))
         neighbours.update(ranks.rank(twin) for twin in ranks.twins(adjacent))

@@ -202,7 +202,8 @@ class WeightSender(_Side):
             self._unshared = _frozen(_weights(job, chunks), layout)
             # The layout stays the same during training, so send it once.
             wire.begin([], 1)
-            self._isend(_encoded(layout), self._partners, _message(job, 0, header=True))
+            header = _message(job, 0, header=True)
+            self._isend(_encoded(layout), self._partners, header)
         else:
             self._unshared = list(_portions(_weights(job, chunks)))
 
@@ -236,10 +237,12 @@ class WeightSender(_Side):
             contents.append(buffer.detach().reshape(-1).view(torch.uint8))
         # Use two steps of the wire: only the first message says whether a second one follows.
         self._wire.begin([], 1)
-        self._isend(_encoded(forms), self._twins, _message(self._job, 0, header=True))
+        header = _message(self._job, 0, header=True)
+        self._isend(_encoded(forms), self._twins, header)
         if contents:
             self._wire.begin([], 1)
-            self._isend(torch.cat(contents).cpu(), self._twins, _message(self._job, 0))
+            packed = torch.cat(contents).cpu()
+            self._isend(packed, self._twins, _message(self._job, 0))
 
     def _isend(
         self, tensor: torch.Tensor, targets: Iterable[int], message: Message

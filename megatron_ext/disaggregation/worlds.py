@@ -137,7 +137,8 @@ def ending_both_roles() -> Iterator[None]:
         code = int(ended.code is not None)
         if isinstance(ended.code, int):
             code = ended.code
-        roles_in_force().store.set(_ENDED, json.dumps([_job().name_of(None), code]))
+        name_and_code = [_job().name_of(None), code]
+        roles_in_force().store.set(_ENDED, json.dumps(name_and_code))
         raise
 
 

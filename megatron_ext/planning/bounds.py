@@ -72,7 +72,8 @@ def uses_of(table: Schedule) -> list[RowUse]:
 
 
 def _stage_loads(moment: _Moment) -> list[StageLoad]:
-    return [StageLoad(*load) for load in zip(moment[::2], moment[1::2], strict=True)]
+    loads = zip(moment[::2], moment[1::2], strict=True)
+    return [StageLoad(*load) for load in loads]
 
 
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:

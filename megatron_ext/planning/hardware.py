@@ -414,8 +414,9 @@ def _read_device(path: Path) -> DeviceKind:
         base = content.pop("base", None)
         content.setdefault("name", path.stem)
         factors = []
-        for part, (forward, input_, weight) in content.get("measured", {}).items():
-            factors.append((part, (float(forward), float(input_), float(weight))))
+        for part, part_factors in content.get("measured", {}).items():
+            forward, input_gradient, weight = map(float, part_factors)
+            factors.append((part, (forward, input_gradient, weight)))
         content["measured"] = tuple(factors)  # a hashable field
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})

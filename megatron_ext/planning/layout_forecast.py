@@ -118,7 +118,8 @@ class Layout:
     def techniques(self) -> str:
         """Megatron's flags for the techniques that the forecast assumes."""
         sizes = self.sizes
-        return self.job.techniques.flags(set(self.job.model.kinds), sizes.tp, sizes.ep)
+        kinds = set(self.job.model.kinds)
+        return self.job.techniques.flags(kinds, sizes.tp, sizes.ep)
 
     @property
     def layout(self) -> str | None:

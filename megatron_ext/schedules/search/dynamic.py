@@ -118,7 +118,8 @@ class _DynamicStep:
         pairs: tuple[frozenset[int], ...] = ()
         if any(self._pairs):
             pairs = tuple(map(frozenset, self._pairs))
-        table = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=pairs)
+        rows = tuple(map(tuple, self._rows))
+        table = replace(self._schedule, rows=rows, pairs=pairs)
         return Timeline(
             table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends)
         )

@@ -115,15 +115,16 @@ class Problem:
         """A lower bound on the makespan: the start of the last rank, plus all of its work."""
         num_ranks = self.placement.num_ranks
         # The first micro-batch passes one stage on each rank before the last one.
-        start = self.durations_of(0)["F"][0] * (num_ranks - 1) + sum(
-            self.delays[: num_ranks - 1]
-        )
+        forward = self.durations_of(0)["F"][0]
+        delays = self.delays[: num_ranks - 1]
+        start = forward * (num_ranks - 1) + sum(delays)
         # Unless micro-batches differ in their slices, they all take the same time.
         repeats = 1 if self.slice_sizes else self.num_microbatches
         work = 0
         for microbatch in range(len(self.slice_sizes) or 1):
             durations = self.durations_of(microbatch)
-            work += sum(sum(durations[kind]) for kind in ("F", *self.backwards))
+            for kind in ("F", *self.backwards):
+                work += sum(durations[kind])
         return start + repeats * work * len(self.placement.stages_of[-1])
 
 

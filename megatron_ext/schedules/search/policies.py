@@ -278,7 +278,9 @@ class Hint(Policy):
             return None
         # The forward of a pair allocates its activations before the backward frees any.
         row = self.progress.row
-        peak = self.live - self._change(row[index]) + self._change(row[partners[0]])
+        change = self._change(row[index])
+        partner_change = self._change(row[partners[0]])
+        peak = self.live - change + partner_change
         return partners if peak <= self.cap else None
 
     def _lacks_partner(self) -> bool:

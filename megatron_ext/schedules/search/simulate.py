@@ -62,7 +62,8 @@ class Timeline:
             counted_twice = [
                 ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
             ]
-            busy.append(sum(map(sub, ends, starts), 0.0) - sum(counted_twice))
+            durations = map(sub, ends, starts)
+            busy.append(sum(durations, 0.0) - sum(counted_twice))
         return max(busy)
 
     @cached_property

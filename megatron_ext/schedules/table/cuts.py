@@ -82,9 +82,9 @@ def _by_longest_stage(
     work_before = [0.0, *accumulate(layers)]
     # If each stage in turn is filled up to this much work, all layers fit. So no stage of the best
     # cut needs more, and the search can skip longer stages. The factor absorbs rounding.
-    enough = (
-        max((work_before[-1] + first + last) / num_stages, first, last) + max(layers)
-    ) * (1 + 1e-9)
+    mean_work = (work_before[-1] + first + last) / num_stages
+    enough = max(mean_work, first, last) + max(layers)
+    enough *= 1 + 1e-9
     # By end layer: the work of the best cut of all stages so far.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
     # By stage and end layer: the layer at which the stage starts in that cut.

@@ -194,7 +194,8 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     content["placement"] = {
         key: value for key, value in placement.items() if value is not None
     }
-    content["rows"] = [list(schedule.cells(rank)) for rank in range(len(schedule.rows))]
+    ranks = range(len(schedule.rows))
+    content["rows"] = [list(schedule.cells(rank)) for rank in ranks]
     content.update(times)
     lines = []
     for key, value in content.items():
