@@ -121,8 +121,8 @@ def result_lines(
     free_memory = _room_for_waiting(plans[0])
     if free_memory is not None:
         yield (
-            f"\n--pipeline-waiting-weights {free_memory.number} fits beside the first, because "
-            f"{free_memory}; it fills waits for tokens, and needs --transformer-impl local"
+            f"\n--pipeline-waiting-weights {free_memory.number} fits in addition to the first, "
+            f"because {free_memory}; it fills waits for tokens, and needs --transformer-impl local"
         )
     if len(plans) > 1:
         yield f"\nflags of the first {len(plans)}:"
@@ -135,8 +135,9 @@ def result_lines(
 
 
 def _room_for_waiting(plan: Layout) -> WaitingWeights | None:
-    """Return how many W may wait in the memory that a layout leaves; None: it has no such W."""
-    if plan.job.device.memory_gib >= UNLIMITED_GIB:  # it does not fit
+    """Return how many W may wait in the memory that a layout leaves free; None: it has no W."""
+    # A layout that was forecast with unlimited memory does not fit.
+    if plan.job.device.memory_gib >= UNLIMITED_GIB:
         return None
     return room_in(plan)
 

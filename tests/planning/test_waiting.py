@@ -195,7 +195,10 @@ def test_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = "pp=4,ep=4,tp=1,cp=1,micro_batch=1,schedule=zb-h1,pairs=yes"
     assert cli.main(["plan", "--fix", fixed, *words]) == 0
     printed = capsys.readouterr().out
-    assert "--pipeline-waiting-weights 8 fits beside the first, because rank" in printed
+    assert (
+        "--pipeline-waiting-weights 8 fits in addition to the first, because rank"
+        in printed
+    )
     assert cli.main(["plan", "--json", "--fix", fixed, *words]) == 0
     assert json.loads(capsys.readouterr().out)["waiting_weights"] == 8
     whole = fixed.replace("zb-h1", "1f1b")

@@ -634,7 +634,7 @@ class Comparison:
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
         if ended.code and stop.number is not None:
-            # The user stopped the run. The earlier rounds of this contender remain valid.
+            # The user stopped the run, so the earlier rounds of this contender remain valid.
             counter.end("stopped")
             return
         # A failure ends only this contender; the others are still compared.

@@ -188,9 +188,9 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if _has_view(args, plan):
             view = PersonView()
             if len(plan.hosts) == 1 or plan.reserve is not None:
-                # On a single host, give the view the output of all ranks: it adds up their
-                # parameters and shows any rank that fails. On several hosts, this costs bandwidth,
-                # except where any rank may become the one that logs the steps.
+                # Give the view the output of all ranks: it adds up their parameters and shows any
+                # rank that fails. On several hosts, this costs too much bandwidth, except with
+                # --keep-going, where any rank may become the one that logs the steps.
                 show = list(range(plan.num_started))
             if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")

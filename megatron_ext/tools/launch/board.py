@@ -1,8 +1,8 @@
-"""Connects the keepers of a job on several hosts, through a store that the first one hosts.
+"""Connects the keepers of a job on several hosts, through a store on the first host.
 
-A keeper sees only the ranks of its host. Each of the others reports its losses to the first one,
-which counts them, decides whether the job ends, and ends last, because the ranks meet in its
-stores.
+A keeper sees only the ranks of its host, so it reports their losses to the keeper of the first
+host. That keeper counts the losses and decides whether the job ends. It ends last, because the
+ranks rendezvous in its stores.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 SILENCE_S = 20.0
-"""A host is lost if its keeper gives no sign of life for this time."""
+"""A host is lost if its keeper has not sent a heartbeat for this time."""
 _BEAT_S = 0.5
 _START_S = 300.0
-"""How long the keeper of a host may take to its first sign of life."""
+"""Time limit for the first heartbeat of a keeper."""
 _STORE_TIMEOUT_S = 20.0
 _KEYS = "megatron_ext keepers: "
-"""Start of the keys, since the ranks use the same store."""
+"""Prefix of the keys, because the ranks use the same store."""
 _KILLED = -9
 
 
 class FirstHostLost(Exception):
-    """The keeper of the first host does not answer any more."""
+    """The keeper of the first host no longer answers."""
 
 
 class Board:
-    """Notes of all keepers, in the order in which they were written."""
+    """The notes of all keepers, in the order in which they were written, and their heartbeats."""
 
     def __init__(self, store: Any) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -47,6 +47,7 @@ class Board:
 
     def write(self, note: Json) -> None:
         """Add a note."""
+        # `add` is atomic, so no two notes get the same number.
         number = self._store.add("num_notes", 1)
         self._store.set(f"note {number}", json.dumps(note))
 
@@ -59,16 +60,16 @@ class Board:
         return notes
 
     def beat(self, host: int) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat of a host."""
         self._store.add(f"beats of {host}", 1)
 
     def num_beats(self, host: int) -> int:
-        """Return how many signs of life a host has given."""
+        """Return the number of heartbeats of a host so far."""
         return int(self._store.add(f"beats of {host}", 0))
 
 
 class _Host:
-    """Another host, as the first one sees it."""
+    """What the keeper of the first host knows about another host."""
 
     def __init__(self, ranks: range) -> None:
         self.ranks = ranks
@@ -77,7 +78,7 @@ class _Host:
         self._silent_from_s = time.monotonic()
 
     def is_silent(self, num_beats: int) -> bool:
-        """Return whether the host has given no sign of life for too long."""
+        """Return whether the last heartbeat of the host is too long ago."""
         now = time.monotonic()
         if num_beats != self._num_beats:
             self._num_beats = num_beats
@@ -87,13 +88,14 @@ class _Host:
 
 
 class FirstBoard:
-    """The board as the first host uses it: for the losses of all hosts."""
+    """The board on the first host, which collects the losses of all hosts."""
 
     def __init__(self, board: Board, losses: Losses, counts: Sequence[int]) -> None:
         self._board = board
         self._losses = losses
         self._hosts: dict[int, _Host] = {}
-        # Threads that read the output of ranks write here; they must not wait for the store.
+        # The threads that read the output of ranks must not wait for the store, so they append
+        # their notes here, and `take_turn` writes them.
         self._notes: deque[Json] = deque()
         self._looks_at_s = 0.0
         self.is_end_reported = False
@@ -117,7 +119,7 @@ class FirstBoard:
         self._losses.add(loss)
 
     def note_restart(self, num_lost: int) -> None:
-        """Record that the ranks have begun to restart without the ones lost since the start."""
+        """Record that the ranks restart without the `num_lost` ranks lost since the start."""
         self._losses.note_restart(num_lost)
         self._notes.append({"kind": "restart", "num_lost": num_lost})
 
@@ -126,7 +128,7 @@ class FirstBoard:
         self._losses.note_step()
 
     def take_turn(self) -> None:
-        """Read what the other hosts have written, and record those that have died."""
+        """Read the notes of the other hosts, and record the loss of hosts that have died."""
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
         for note in self._board.unread():
@@ -157,13 +159,13 @@ class FirstBoard:
                 self._losses.add(Loss(rank, _KILLED, time.time()))
 
     def announce_end(self) -> None:
-        """Tell the other hosts to end their ranks, because of the fatal loss."""
+        """Make the other hosts end their ranks, because of the fatal loss."""
         assert self.fatal is not None
         self._board.write({"kind": "end", **asdict(self.fatal)})
 
 
 class OtherBoard:
-    """The board as all other hosts use it: it takes the losses of this host to the first one.
+    """The board on all other hosts, which reports the losses of this host to the first one.
 
     It has the methods of `Losses` that a keeper uses.
     """
@@ -171,7 +173,8 @@ class OtherBoard:
     def __init__(self, board: Board, host: int) -> None:
         self._board = board
         self._host = host
-        # Threads that read the output of ranks write here; they must not wait for the store.
+        # The threads that read the output of ranks must not wait for the store, so they append
+        # their notes here, and `take_turn` writes them.
         self._notes: deque[Json] = deque()
         self._beats_at_s = 0.0
         self._awaits_step = False
@@ -186,7 +189,7 @@ class OtherBoard:
         self._notes.append({"kind": "loss", **asdict(loss)})
 
     def note_restart(self, num_lost: int) -> None:
-        """Report that the ranks have begun to restart without the ones lost since the start."""
+        """Report that the ranks restart without the `num_lost` ranks lost since the start."""
         self._notes.append({"kind": "restart", "num_lost": num_lost})
         self._awaits_step = True
 
@@ -205,6 +208,7 @@ class OtherBoard:
         now = time.monotonic()
         is_time = now >= self._beats_at_s
         try:
+            # Remove a note only after it was written, so that an error loses none.
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()
@@ -225,7 +229,7 @@ class OtherBoard:
         """Do nothing: the first host decides and announces the end."""
 
     def write_end_of_host(self, *, is_reported: bool) -> None:
-        """Tell the first host that no rank runs here any more."""
+        """Report to the first host that no rank runs on this host any more."""
         note = {"kind": "ended", "host": self._host, "is_reported": is_reported}
         self._notes.append(note)
         self.take_turn()

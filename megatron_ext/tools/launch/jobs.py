@@ -73,7 +73,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     plan = planned(args, command, workdir)
     plan.check()
     hosts = plan.hosts
-    # The last hosts are spares, which replace a host that is not usable in a restart.
+    # The last hosts are spares. With --keep-going, all of their ranks are in reserve.
     num_used = len(hosts) - args.spares
     if num_used < 1:
         raise LaunchError(
@@ -83,8 +83,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         plan = replace(plan, hosts=hosts[:num_used])
     elif len(hosts) > 1 and flag_value(command, "--node-ips") is not None:
         raise LaunchError(
-            "--keep-going and --node-ips: the ranks of a host change, so each host gives its ranks "
-            "its address (addr= and rdma= in the hostfile); leave out --node-ips"
+            "--keep-going excludes --node-ips, because ranks may move to other hosts; leave out "
+            "--node-ips, and give addresses with addr= and rdma= in the hostfile"
         )
     uncounted = [host.name for host in plan.hosts if not host.slots]
     if not uncounted:
@@ -238,7 +238,7 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def _reserve(args: argparse.Namespace) -> int | None:
-    """Return the number of ranks in reserve beside training ranks; None without --keep-going."""
+    """Return the number of reserve ranks on training hosts; None without --keep-going."""
     if not args.keep_going:
         return None
     if args.reserve is not None:

@@ -231,7 +231,7 @@ class Keeper:
     def run(self) -> Loss | None:
         """Wait for the ranks; return the loss that ended the job, if this host reports it.
 
-        The first host waits for the ranks of all hosts, since these meet in its stores.
+        The first host waits for the ranks of all hosts, because they rendezvous in its stores.
 
         Raises:
             FirstHostLost: The keeper of the first host does not answer; the ranks have ended.
@@ -255,9 +255,10 @@ class Keeper:
         return self._reported_end()
 
     def _watch(self) -> None:
-        """Return when no rank runs any more, or after ending the ranks."""
+        """Wait until no rank runs any more, or until the ranks had to be ended."""
         while True:
-            # Look before the losses are noted: a rank that ends afterwards is noted next time.
+            # Check this before recording losses: a rank that ends in between is recorded in the
+            # next turn.
             is_needed = self._runs_ranks() or self._board.is_needed
             self._note_losses()
             self._board.take_turn()
@@ -274,19 +275,22 @@ class Keeper:
         return any(rank.process.poll() is None for rank in self._ranks)
 
     def _reported_end(self) -> Loss | None:
-        """Agree with the other hosts on who reports the loss that ended the job; return it here."""
+        """Return the loss that ended the job if this host must report it.
+
+        The host of the lost rank reports it to its agent, or the first host if that host is gone.
+        """
         board, fatal = self._board, self._board.fatal
         is_lost_here = fatal is not None and fatal.rank in [
             rank.rank for rank in self._ranks
         ]
         if isinstance(board, OtherBoard):
-            # It may have ended, and no rank of this host needs it any more.
+            # The first host may have ended already. No rank of this host needs it any more.
             with suppress(FirstHostLost):
                 board.write_end_of_host(is_reported=is_lost_here)
             return fatal if is_lost_here else None
         if fatal is None:
             return None
-        # The stores are served as long as other hosts may use them.
+        # Serve the stores as long as other hosts may use them.
         deadline = time.monotonic() + self._grace_s + _LAST_NOTES_S
         while board.is_needed and time.monotonic() < deadline:
             board.take_turn()

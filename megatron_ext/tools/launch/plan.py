@@ -143,7 +143,7 @@ class JobPlan:
     """Number of ranks in reserve on the last training host, if the job continues after the loss of
     a rank; None: it ends."""
     num_reserve_hosts: int = 0
-    """How many of the hosts, the last ones, run only ranks in reserve."""
+    """Number of hosts, at the end of the list, that run only ranks in reserve."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
@@ -160,7 +160,7 @@ class JobPlan:
 
     @property
     def training_hosts(self) -> tuple[Host, ...]:
-        """The hosts without those that run only ranks in reserve."""
+        """The hosts that run training ranks."""
         return self.hosts[: len(self.hosts) - self.num_reserve_hosts]
 
     @property
@@ -188,9 +188,9 @@ class JobPlan:
         return sum(self._num_ranks_by_host()[:index])
 
     def _num_ranks_by_host(self) -> list[int]:
-        """Return the number of processes on each host, with those in reserve."""
+        """Return the number of processes on each host, including those in reserve."""
         counts = [host.slots or 0 for host in self.hosts]
-        # Ranks in reserve come after all others, as nvidia-resiliency-ext expects.
+        # nvidia-resiliency-ext expects the ranks in reserve after all training ranks.
         counts[len(self.training_hosts) - 1] += self.reserve or 0
         return counts
 
@@ -270,7 +270,8 @@ class JobPlan:
         if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
             return []
         if self.reserve is not None:
-            return []  # each host tells its ranks its address, since their numbers may change
+            # Rank numbers may move to other hosts, so each keeper gives its ranks their address.
+            return []
         # Give one address per host, or one per rank if hosts have different numbers of ranks.
         is_even = len({host.slots for host in self.hosts}) == 1
         addresses = []
@@ -294,8 +295,8 @@ class JobPlan:
         }
         restart_flags |= self._hang_timeouts()
         if len(self.hosts) > 1:
-            # If a host dies, no process reports the loss of its ranks: the other hosts have to miss
-            # their signs of life.
+            # If a host dies, no process reports the loss of its ranks. The other hosts notice it
+            # only by the missing heartbeats.
             restart_flags |= {
                 "--inprocess-heartbeat-interval": "2",
                 "--inprocess-heartbeat-timeout": "20",
@@ -318,7 +319,7 @@ class JobPlan:
         return flags
 
     def _replication_flags(self) -> dict[str, str]:
-        """Return the flags with which each rank also saves the tensors of a rank elsewhere.
+        """Return the flags with which each rank also saves the tensors of ranks on other hosts.
 
         Raises:
             LaunchError: Megatron cannot form the groups of ranks that save for each other.
@@ -326,19 +327,19 @@ class JobPlan:
         num_hosts = len(self.training_hosts)
         counts = {host.slots or 0 for host in self.training_hosts}
         if num_hosts == 1:
-            # The ranks of the host save for each other; only ranks in reserve are elsewhere.
+            # All training ranks are on one host, so they save for each other.
             distance, num_copies = 1, 2
         else:
-            # Ranks at the same place on different hosts save for each other. The hosts form groups
-            # of equal size, which are as small as possible, as each rank saves for its group.
+            # Ranks with the same local rank save for each other in groups of hosts. All groups have
+            # the same size, as small as possible, because a rank saves for its whole group.
             distance, num_copies = max(counts), 2
             while num_hosts % num_copies:
                 num_copies += 1
         if len(counts) > 1 or self.world_size % (distance * num_copies):
             raise LaunchError(
-                f"--keep-going saves the tensors of each rank twice, which requires equal numbers "
-                f"of processes on the training hosts, and there are {self.world_size} on "
-                f"{num_hosts}; give equal slots, or choose --non-persistent-ckpt-type global"
+                f"--keep-going saves the tensors of each rank twice, which needs equal numbers of "
+                f"processes on the training hosts, but there are {self.world_size} on "
+                f"{num_hosts}; give equal slots, or use --non-persistent-ckpt-type global"
             )
         return {
             "--replication-jump": str(distance),

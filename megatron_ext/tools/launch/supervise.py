@@ -240,8 +240,8 @@ class Watch:
             tail=connection.noise()[-5:],
             note=note,
         )
-        # The first host hosts the stores, and counts the losses: it ends the job if too many ranks
-        # are lost with this host (`keeper.py`).
+        # The keeper of the first host hosts the stores and counts the losses, and ends the job if
+        # too many ranks are lost with this host (`keeper.py`).
         may_continue = self._plan.reserve is not None and 0 in self._running
         if may_continue and not self._is_stopping:
             ranks = f"{self._plan.first_rank(index)} to {self._plan.first_rank(index + 1) - 1}"

@@ -1,12 +1,12 @@
-"""How long experts wait for each other in a traced run, for which rank, and what would help.
+"""Measures how long experts wait for each other in a traced run, and for which rank.
 
-The ranks of an expert group meet in each exchange of tokens. It ends for all of them at once, so a
-rank whose exchange takes longer than the shortest one of its group has waited for the slowest rank.
-This needs no common clock.
+An exchange of tokens ends at the same time on all ranks of an expert group. A rank whose exchange
+takes longer than the shortest one of its group has waited for the slowest rank. This comparison
+needs no common clock.
 
-Between two exchanges, all ranks of a group take the same time, in which each works or waits. So the
-step can shrink by what the busiest rank waits if other work fills the waits, but not below the work
-of that rank; and to the mean work if the experts are divided in another way.
+Between two exchanges, each rank of a group works or waits, and the sum is the same for all of them.
+If other work fills the waits, a step can shrink by the time that its busiest rank waits. If the
+experts are divided evenly, it can shrink to the mean work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _WORTH = 0.01
-"""Share of a step from which on waits are reported."""
+"""Waits of at least this share of a step are reported."""
 _MAX_LINES = 8
 
 
 class Place(NamedTuple):
-    """A layer, as the trace knows it."""
+    """A layer, as the trace identifies it."""
 
     stage: int
     layer: int
@@ -43,41 +43,41 @@ class ExpertGroup:
     """Global ranks."""
     step_ns: float
     waited_ns: Mapping[int, float]
-    """By global rank: how long it has waited for others of the group."""
+    """Global rank -> how long it has waited for other ranks of the group."""
     waited_by_layer_ns: Mapping[Place, Mapping[int, float]]
-    """The same by layer."""
+    """Layer -> global rank -> how long it has waited in this layer."""
     fillable_ns: float
-    """Waits of every rank: what a step loses to an order, not to a busy rank."""
+    """Waits of the busiest rank of each step, which another order of the actions could fill."""
     share_busiest: Mapping[int, float]
-    """By global rank: the share of steps in which it waited least."""
+    """Global rank -> the share of steps in which it waited least."""
     share_last: Mapping[int, float]
-    """By global rank: the share of exchanges in which it was the slowest."""
+    """Global rank -> the share of exchanges in which it was the slowest."""
     weights_ns: float
-    """Time of the weight gradients that run apart, on the rank that has the least."""
+    """Time of separate weight gradients, on the rank where it is shortest."""
 
     @property
     def slow_rank(self) -> int:
-        """The rank that waits least, because the others wait for it."""
+        """The rank that waits least, because the other ranks wait for it."""
         return min(self.ranks, key=self.waited_ns.__getitem__)
 
     @property
     def mean_ns(self) -> float:
-        """Waits of the mean rank, which an even division of the work would avoid."""
+        """Mean wait over the ranks, which an even division of the work would avoid."""
         return fmean(self.waited_ns.values())
 
     @property
     def persistent_ns(self) -> float:
-        """What the busiest rank of a step has to do in it beyond the mean rank."""
+        """Work of the busiest rank of a step beyond the mean over the ranks."""
         return self.mean_ns - self.fillable_ns
 
     @property
     def is_persistent(self) -> bool:
-        """Whether most of the waits are for a rank that has more work in the whole step."""
+        """Whether ranks wait mostly for a rank that has more work in the whole step."""
         return self.persistent_ns > self.fillable_ns
 
     @property
     def worst_place(self) -> Place:
-        """The layer in which the mean rank waits longest."""
+        """The layer with the longest mean wait."""
         return max(
             self.waited_by_layer_ns,
             key=lambda place: fmean(self.waited_by_layer_ns[place].values()),
@@ -90,7 +90,7 @@ class ExpertGroup:
 
 
 def expert_groups(run: Run) -> list[ExpertGroup]:
-    """Return the groups of experts whose exchanges were recorded, the longest waits first."""
+    """Return the expert groups whose exchanges were recorded, the longest waits first."""
     groups = []
     for surveys in _surveys_by_group(run).values():
         group = _group_of(surveys)
@@ -100,7 +100,7 @@ def expert_groups(run: Run) -> list[ExpertGroup]:
 
 
 def sentences(run: Run) -> Iterator[str]:
-    """Yield a sentence for each group that waits long, and what would help it."""
+    """Yield a sentence for each group with long waits, which also states what would help."""
     groups = expert_groups(run)
     worth_it = [group for group in groups if group.is_worth_it]
     if groups and not worth_it:
@@ -112,7 +112,7 @@ def sentences(run: Run) -> Iterator[str]:
 
 
 def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
-    """Return the surveys of each expert group that has all of its ranks."""
+    """Return (stage, group, expert-tensor rank) -> the surveys of complete expert groups."""
     expert_size = int(run.settings.get("expert_model_parallel_size") or 1)
     surveys: dict[tuple[int, int, int], list[RankSurvey]] = defaultdict(list)
     for survey in run.surveys:
@@ -122,7 +122,7 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
         expert_tensor_size = int(
             run.settings.get("expert_tensor_parallel_size") or tensor_size
         )
-        # Within a stage, Megatron numbers tensor ranks first, and expert groups follow each other.
+        # Within a stage, Megatron numbers tensor-parallel ranks first, and then expert groups.
         index = header.data * tensor_size + header.tensor
         number, within = divmod(index, expert_size * expert_tensor_size)
         surveys[header.pipeline, number, within % expert_tensor_size].append(survey)
@@ -134,7 +134,7 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
 
 
 def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
-    """Return the waits of a group; None: it has no exchange that all of its ranks recorded."""
+    """Return the waits of a group; None: there is no exchange that all of its ranks recorded."""
     shared_keys = set(surveys[0].exchange_ns)
     for survey in surveys[1:]:
         shared_keys &= survey.exchange_ns.keys()
@@ -184,7 +184,7 @@ def _for_one(
 
 
 def _weights_ns(survey: RankSurvey) -> float:
-    """Return the time of a rank's weight gradients in one step."""
+    """Return the time of the weight gradients of a rank in one step."""
     total_ns = 0
     for (name, _stage, _slice), sample_ns in survey.actions.items():
         if name == "weight_gradient":
@@ -204,7 +204,7 @@ def _sentence(group: ExpertGroup, run: Run) -> str:
 
 
 def _help_for(group: ExpertGroup, run: Run) -> str:
-    """Return what a queue of W and another division of experts would gain."""
+    """Return a sentence about the gain from waiting weight gradients, or from other experts."""
     slow_rank = group.slow_rank
     persistent = _percent(group, group.persistent_ns)
     num_waiting = run.settings.get("waiting_weights")
@@ -242,7 +242,7 @@ def _percent(group: ExpertGroup, time_ns: float) -> str:
 
 
 def table(run: Run) -> list[list[str]]:
-    """Return a row for each group and layer of the report: its waits by rank, in milliseconds."""
+    """Return a row of the report for each group and layer, with waits by rank in milliseconds."""
     rows = []
     for group in expert_groups(run):
         for place, waited_ns in sorted(group.waited_by_layer_ns.items()):

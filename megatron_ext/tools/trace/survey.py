@@ -126,7 +126,7 @@ class Link:
 
 
 class ExchangeKey(NamedTuple):
-    """An exchange of tokens; all ranks of an expert group have the same ones."""
+    """Identifies an exchange of tokens on all ranks of an expert group."""
 
     iteration: int
     kind: str
@@ -136,7 +136,7 @@ class ExchangeKey(NamedTuple):
     layer: int
     """Index within the stage."""
     number: int
-    """Exchanges of this layer and action before it."""
+    """Number of earlier exchanges in this layer and action."""
 
 
 @dataclass

@@ -100,7 +100,7 @@ ROLES = ("--forward-backward-disaggregating", *SAVED)
         ("a:1\nb:1", ("--keep-going", "--", "job.py", *SAVED, "--node-ips", "a", "b"),
          "leave out --node-ips"),
         ("a:1\nb:2", ("--keep-going", "--allow-uneven", "--dry-run", "--", "job.py", *SAVED),
-         "requires equal numbers of processes on the training hosts"),
+         "needs equal numbers of processes on the training hosts"),
         ("a:2", ("--keep-going", "--", "job.py", *ROLES), "cannot take over a role"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count the devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),

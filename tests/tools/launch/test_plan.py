@@ -320,7 +320,7 @@ def test_three_hosts_save_three_copies_and_uneven_ones_none() -> None:
     assert flag_value(flags, "--replication-factor") == "3"
     uneven = plan_of("a:1\nb:2", command, reserve=1, allow_uneven=True)
     with pytest.raises(
-        LaunchError, match="requires equal numbers of processes on the training hosts"
+        LaunchError, match="needs equal numbers of processes on the training hosts"
     ):
         uneven.completed()
     assert "--replication" not in (
