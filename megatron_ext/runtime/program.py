@@ -53,6 +53,8 @@ class Table:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """The actions of this rank with their transfers, in table order."""
+        if self.window is None:
+            return self.order.exchanges(self.rank)
         return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property

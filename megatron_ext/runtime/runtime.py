@@ -6,9 +6,11 @@ sums and logs training statistics.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,7 +84,8 @@ class Measured(Observer):
     """Peak number of live stage activations. With slices by length, those of the step's longest
     micro-batch count 1."""
     tables_s: float = 0.0
-    """Time in which steps waited for tables that depend on their lengths, in seconds."""
+    """Time in which steps waited for tables that depend on their lengths, and for what follows from
+    them, in seconds."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
@@ -321,16 +324,15 @@ class Runtime:
         """
         table = self._tables_by_length.pop(slice_tokens, None)
         if table is None:
-            begin_s = time.perf_counter()
-            table = make_table_by_length(
-                self.pipeline,
-                slice_tokens,
-                length_cost,
-                self.rank,
-                bypasses=self.bypasses,
-            )
-            self.measured.tables_s += time.perf_counter() - begin_s
-            self._agree_on(table)
+            with self._making_table():
+                table = make_table_by_length(
+                    self.pipeline,
+                    slice_tokens,
+                    length_cost,
+                    self.rank,
+                    bypasses=self.bypasses,
+                )
+                self._agree_on(table)
         # The latest is last. Steps rarely have the same lengths, and tables take memory.
         self._tables_by_length[slice_tokens] = table
         if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
@@ -338,6 +340,23 @@ class Runtime:
             self._programs.pop(oldest, None)
             self._checked.discard(oldest)
         return table
+
+    @contextmanager
+    def _making_table(self) -> Iterator[None]:
+        """Measure what makes the table of one step's lengths, without garbage collection.
+
+        Its many small objects would start full collections, each of which searches Megatron's
+        objects for longer than it takes to make the table.
+        """
+        is_collecting = gc.isenabled()
+        gc.disable()
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.measured.tables_s += time.perf_counter() - begin_s
+            if is_collecting:
+                gc.enable()
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
@@ -463,10 +482,12 @@ class Runtime:
         latest = self._programs.get(table)
         if latest is not None and latest[0] == ends:
             return latest[1]
-        begin_s = time.perf_counter()
-        program = make_program(table, ends, leads=self.peers.leads(self.rank))
+        leads = self.peers.leads(self.rank)
         if table.schedule.slice_sizes:
-            self.measured.tables_s += time.perf_counter() - begin_s
+            with self._making_table():
+                program = make_program(table, ends, leads=leads)
+        else:
+            program = make_program(table, ends, leads=leads)
         self._programs[table] = ends, program
         return program
 
@@ -506,7 +527,9 @@ class Runtime:
         if leader != dist.get_rank():
             return LedOrder(table, self.transport, leader, timeout_s)
         if table.schedule.slice_sizes:
-            policy = self.pipeline.policies_of(table.schedule, table.costs)(self.rank)
+            with self._making_table():
+                policies = self.pipeline.policies_of(table.schedule, table.costs)
+                policy = policies(self.rank)
         else:
             policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(

@@ -162,16 +162,15 @@ def sliced_by_length(
         ScheduleError: Forwards and backwards are on different ranks, or no order was found.
     """
     table = replace(
-        schedule,
-        num_microbatches=len(slice_sizes),
-        rows=_rows_of_slices(schedule, list(map(len, slice_sizes))),
-        slice_sizes=slice_sizes,
+        schedule, num_microbatches=len(slice_sizes), rows=(), slice_sizes=slice_sizes
     )
-    moved_table = _moved_ahead(table)
     # Every step has another table, so this must be fast. Search only for folded tables, whose
     # chunks need different leads, and only for one order.
-    if schedule.placement.name not in ("v", "w") and not stuck(moved_table):
-        return moved_table
+    if schedule.placement.name not in ("v", "w"):
+        rows = _rows_of_slices(schedule, list(map(len, slice_sizes)))
+        moved_table = _moved_ahead(replace(table, rows=rows))
+        if not stuck(moved_table):
+            return moved_table
     problem = _problem(schedule, table, costs)
     largest = max(map(max, slice_sizes))
     # The search starts a slice while memory is below the cap, so a slice may exceed the cap by as

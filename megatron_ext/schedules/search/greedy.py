@@ -363,7 +363,8 @@ class _Attempt:
             receiver = self._release(
                 arrival, Action(target, kind, microbatch, slice_index)
             )
-            if receiver != number:  # the rank of this action chooses later, in `run`
+            # The rank of this action chooses later, in `run`.
+            if receiver != number and self._may_prefer(receiver, arrival):
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
@@ -394,6 +395,14 @@ class _Attempt:
         self._ranks[number].future.append((time, _priority(action), action))
         return number
 
+    def _may_prefer(self, number: int, arrival: int) -> bool:
+        """Return whether a rank may choose an action that becomes possible at `arrival`."""
+        choice = self._ranks[number].choice
+        # A limit may also have held back other actions, which are possible again.
+        if choice is None or self.variant.limit is not None:
+            return True
+        return arrival <= choice[0]
+
     def _choose(self, number: int) -> None:
         """Choose the best action that a rank can start next, and queue its start."""
         rank = self._ranks[number]
@@ -406,7 +415,10 @@ class _Attempt:
                 still_future.append(choice)
         rank.future = still_future
         heaps = self._allowed(rank)
-        first = min((heap[0] for heap in heaps if heap), default=None)
+        first = None
+        for heap in heaps:
+            if heap and (first is None or heap[0] < first):
+                first = heap[0]
         if first is not None:
             rank.choice = (rank.free, *first)
         else:

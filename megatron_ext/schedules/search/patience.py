@@ -31,7 +31,7 @@ from megatron_ext.schedules.search.policies import (
 from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs, exchanging
 from megatron_ext.schedules.table.transforms import split_backwards
-from megatron_ext.schedules.table.validation import validate
+from megatron_ext.schedules.table.validation import is_ascending
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
@@ -93,7 +93,7 @@ def policies(
             "an order; leave --use-dpp out"
         )
     # `Progress` adds gradients in the order of micro-batches, so the table must do so too.
-    if not validate(schedule).ascending:
+    if not is_ascending(schedule):
         raise ScheduleError(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
             "which a dynamic order sums gradients; sort them, or leave --use-dpp out"

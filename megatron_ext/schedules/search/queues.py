@@ -15,8 +15,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -25,6 +26,7 @@ from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.communication import Transfer, exchanges
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.communication import Exchange
 
@@ -52,54 +54,87 @@ class _Moment(NamedTuple):
     """Index among the messages of the same action."""
 
 
+class _Departure(NamedTuple):
+    """What an action sends, and when."""
+
+    moment: _Moment
+    sends: list[Transfer]
+
+
 class MessageOrder:
-    """The order of all messages of a validated table, as each rank sees it."""
+    """The order of all messages of a validated table, as each rank sees it.
+
+    A rank needs only its own actions and those of the ranks that send to it, so everything is
+    derived when it is first needed.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        # By rank.
+        self._exchanges: dict[int, tuple[Exchange, ...]] = {}
+        self._departures: dict[int, list[_Departure]] = {}
+
+    @cached_property
+    def _timeline(self) -> Timeline:
         # Use unit costs, because costs of a user may differ so widely that times coincide by
         # rounding.
-        timeline = simulate(_with_equal_slices(schedule))
-        self.exchanges = [
-            exchanges(schedule, rank) for rank in range(len(schedule.rows))
-        ]
-        """By rank. A pair is one action here."""
-        # By rank: when each action or pair starts.
-        self._starts: list[list[float]] = []
-        # By rank: when each action ends and sends its results.
-        self._departures: list[list[_Moment]] = [[] for _ in schedule.rows]
-        # By rank: the messages that it receives, with their moments.
-        self._arrivals: list[list[tuple[_Moment, Transfer]]] = [
-            [] for _ in schedule.rows
-        ]
-        for rank, rank_exchanges in enumerate(self.exchanges):
-            begins = schedule.begins(rank)
-            self._starts.append([timeline.starts[rank][index] for index in begins])
-            for index, exchange in zip(begins, rank_exchanges, strict=True):
-                sends = _sends(exchange)
-                # An action that sends nothing sorts before all messages of the same time.
-                first = sends[0].message if sends else Message("B", -1, -1)
-                crosses = any(send.to_twin for send in sends)
-                moment = _Moment(timeline.ends[rank][index], first, crosses)
-                self._departures[rank].append(moment)
-                for number, send in enumerate(sends):
-                    transfer = Transfer("RECV", send.message, rank, send.to_twin)
-                    self._arrivals[send.peer].append(
-                        (moment._replace(number=number), transfer)
-                    )
+        return simulate(_with_equal_slices(self._schedule))
+
+    @cached_property
+    def _senders(self) -> list[set[int]]:
+        """By rank: the ranks that send to it."""
+        senders: list[set[int]] = [set() for _ in self._schedule.rows]
+        for outputs_by_stage in self._schedule.links.values():
+            for output in chain.from_iterable(outputs_by_stage):
+                if output.link is not None:
+                    source, target = output.link
+                    senders[target].add(source)
+        rank_of = self._schedule.placement.rank_of
+        for bypass in self._schedule.bypasses:
+            senders[rank_of[bypass.taker]].add(rank_of[bypass.stage])
+        return senders
+
+    def exchanges(self, rank: int) -> tuple[Exchange, ...]:
+        """Return the exchanges of a rank, in which a pair counts as one action."""
+        if rank not in self._exchanges:
+            self._exchanges[rank] = exchanges(self._schedule, rank)
+        return self._exchanges[rank]
+
+    def _departures_of(self, rank: int) -> list[_Departure]:
+        """Return when the results of each action of a rank leave, which is when it ends."""
+        if rank in self._departures:
+            return self._departures[rank]
+        departures = []
+        ends = self._timeline.ends[rank]
+        begins = self._schedule.begins(rank)
+        for index, exchange in zip(begins, self.exchanges(rank), strict=True):
+            sends = _sends(exchange)
+            # An action that sends nothing sorts before all messages of the same time.
+            first = sends[0].message if sends else Message("B", -1, -1)
+            crosses = any(send.to_twin for send in sends)
+            departures.append(_Departure(_Moment(ends[index], first, crosses), sends))
+        self._departures[rank] = departures
+        return departures
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank, in order.
 
         `leads` marks the twin that sends before it receives.
         """
-        starts = self._starts[rank]
+        starts_in_row = self._timeline.starts[rank]
+        starts = [starts_in_row[index] for index in self._schedule.begins(rank)]
         departures = []
-        for moment in self._departures[rank]:
+        for moment, _ in self._departures_of(rank):
             departures.append(moment._replace(answers=moment.answers and not leads))
         arrivals = []
-        for moment, transfer in self._arrivals[rank]:
-            answers = moment.answers and leads == transfer.to_twin
-            arrivals.append((moment._replace(answers=answers), transfer))
+        for source in sorted(self._senders[rank]):
+            for moment, sends in self._departures_of(source):
+                for number, send in enumerate(sends):
+                    if send.peer == rank:
+                        answers = moment.answers and leads == send.to_twin
+                        arrival = moment._replace(answers=answers, number=number)
+                        transfer = Transfer("RECV", send.message, source, send.to_twin)
+                        arrivals.append((arrival, transfer))
         posts = []
         for moment, transfer in sorted(arrivals):
             # Place the receive after the sends that precede it in the total order, and before the
@@ -172,7 +207,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     started: list[Meeting] = []
     posts = deque(order.posts(rank, leads=twin == 0))
     posted: set[Message] = set()
-    for index, exchange in enumerate(order.exchanges[rank]):
+    for index, exchange in enumerate(order.exchanges(rank)):
         for behind_inputs in (False, True):
             # Start the receives before the action first, then those that wait for its inputs.
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (

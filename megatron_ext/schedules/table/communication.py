@@ -15,10 +15,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.message import Message
+from megatron_ext.schedules.table.actions import Action
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_ext.message import MessageKind
-    from megatron_ext.schedules.table.actions import Action, Bypass, Row, Schedule
+    from megatron_ext.schedules.table.actions import Bypass, Kind, Row, Schedule
     from megatron_ext.schedules.table.placement import Hop
 
 
@@ -105,9 +108,27 @@ class _Messages:
         for bypass in schedule.bypasses:
             self._sent_bypasses[bypass.kind, bypass.stage].append(bypass)
             self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
+        # By kind and stage. All micro-batches and slices have the same messages; deriving them for
+        # each action would take ten times as long.
+        self._patterns: dict[tuple[Kind, int], Exchange] = {}
 
     def exchange(self, action: Action) -> Exchange:
         """Return an action with its messages, but without a partner."""
+        stage, kind, microbatch, slice_index = action
+        place = (kind, stage)
+        if place not in self._patterns:
+            self._patterns[place] = self._pattern(Action(stage, kind, 0))
+        pattern = self._patterns[place]
+        return Exchange(
+            action,
+            self._awaited_credits(action),
+            _renamed(pattern.inputs, microbatch, slice_index),
+            self._granted(action),
+            _renamed(pattern.outputs, microbatch, slice_index),
+        )
+
+    def _pattern(self, action: Action) -> Exchange:
+        """Return an action of micro-batch 0 with its messages, but without credits."""
         # On both ends, tensors of neighbouring stages precede bypasses.
         inputs = []
         for needed in self._schedule.needs(action):
@@ -126,13 +147,7 @@ class _Messages:
             outputs.append(
                 self._past_stages("SEND", bypass, action, peer_stage=bypass.taker)
             )
-        return Exchange(
-            action,
-            self._awaited_credits(action),
-            tuple(inputs),
-            self._granted(action),
-            tuple(outputs),
-        )
+        return Exchange(action, inputs=tuple(inputs), outputs=tuple(outputs))
 
     def _transfer(
         self,
@@ -190,6 +205,19 @@ class _Messages:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
         return (Transfer("SEND", Message("C", stage, granted), forward_rank),)
+
+
+def _renamed(
+    transfers: Sequence[Transfer], microbatch: int, slice_index: int
+) -> tuple[Transfer, ...]:
+    """Return the transfers of micro-batch 0 with the names of another micro-batch and slice."""
+    renamed = []
+    for verb, message, peer, to_twin in transfers:
+        name = Message(
+            message.kind, message.stage, microbatch, slice_index, message.part
+        )
+        renamed.append(Transfer(verb, name, peer, to_twin))
+    return tuple(renamed)
 
 
 # The kind of bypass that each kind of action receives and sends.

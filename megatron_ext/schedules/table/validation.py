@@ -7,8 +7,9 @@ and completes on every rank, whatever the timing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import Action, Kind, Schedule
@@ -35,15 +36,28 @@ _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """Properties of a correct table."""
+    """Properties of a correct table, each computed when it is first read."""
 
-    memory: Memory
-    slots: Mapping[Edge, int]
-    """Number of receive slots that each edge needs so that no send ever waits."""
-    ascending: bool
-    """Whether each stage runs its backwards (and its W) in the order of the micro-batches, and the
-    slices of each micro-batch in reverse. If so, gradients are summed in the same order as without
-    a pipeline, so they are bit-identical."""
+    schedule: Schedule
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peak memory of each rank."""
+        return measure(self.schedule)
+
+    @cached_property
+    def slots(self) -> Mapping[Edge, int]:
+        """Number of receive slots that each edge needs so that no send ever waits."""
+        return slots_needed(self.schedule)
+
+    @cached_property
+    def ascending(self) -> bool:
+        """Whether gradients are summed in the same order as without a pipeline, bit for bit.
+
+        Then each stage runs its backwards (and its W) in the order of the micro-batches, and the
+        slices of each micro-batch in reverse.
+        """
+        return is_ascending(self.schedule)
 
 
 def validate(schedule: Schedule) -> Report:
@@ -54,7 +68,7 @@ def validate(schedule: Schedule) -> Report:
     """
     check_actions(schedule)
     check_for_deadlock(schedule)
-    return Report(measure(schedule), slots_needed(schedule), _is_ascending(schedule))
+    return Report(schedule)
 
 
 def check_actions(schedule: Schedule) -> None:
@@ -86,8 +100,9 @@ def check_actions(schedule: Schedule) -> None:
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
+    nums_slices = list(map(schedule.num_slices_of, range(schedule.num_microbatches)))
     for key, bits in enumerate(done):
-        if bits not in _COMPLETE and _has_slice(schedule, key):
+        if bits not in _COMPLETE and _has_slice(schedule, key, nums_slices):
             raise ScheduleError(_missing(schedule, key, bits))
     if schedule.disaggregated:
         _check_forwards(schedule, forwards)
@@ -95,10 +110,13 @@ def check_actions(schedule: Schedule) -> None:
         _check_pairs(schedule, rank)
 
 
-def _has_slice(schedule: Schedule, key: int) -> bool:
-    """Return whether the place with the number `key` holds a slice."""
+def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool:
+    """Return whether the place with the number `key` holds a slice.
+
+    `nums_slices` has the number of slices by micro-batch.
+    """
     number, slice_index = divmod(key, schedule.num_slices)
-    return slice_index < schedule.num_slices_of(number % schedule.num_microbatches)
+    return slice_index < nums_slices[number % schedule.num_microbatches]
 
 
 def _check_row(
@@ -294,8 +312,8 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
         )
 
 
-def _is_ascending(schedule: Schedule) -> bool:
-    """Return whether each stage sums gradients in the same order as without a pipeline."""
+def is_ascending(schedule: Schedule) -> bool:
+    """Return whether each stage of a valid table sums gradients in the order without a pipeline."""
     # By stage and kind of gradient: the position in the sum of the last gradient added.
     last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
