@@ -25,6 +25,7 @@ from megatron_ext.config.batches import batches_of
 from megatron_ext.config.completion import with_stash
 from megatron_ext.config.flags import in_flags
 from megatron_ext.config.hosting import inspect
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.roles import roles_in_words
 from megatron_ext.errors import ArgumentsError, reworded
 from megatron_ext.schedules.comparison import evaluate
@@ -218,9 +219,12 @@ def running(pipeline: Pipeline) -> str:
         hosted = f" (two mirrored pipelines of {pipeline.pp // 2})"
     at_once = ""
     if config.slice_tokens is not None:
+        long_ones = f"micro-batches of more than {config.slice_tokens} tokens"
+        if config.slice_tokens == AUTO:
+            long_ones = "the longest ones"
         at_once = (
-            "; bubble and peak are for whole micro-batches, and each step cuts micro-batches of "
-            f"more than {config.slice_tokens} tokens into slices"
+            "; bubble and peak are for whole micro-batches, and each step cuts "
+            f"{long_ones} into slices"
         )
     if config.weights_at_once and schedule.splits_backward:
         at_once += "; W runs right after I"

@@ -119,8 +119,8 @@ _HELP = f"""
 --pipeline-slice-tokens slice_tokens T
     For data of variable or packed lengths: cut each micro-batch of L > T tokens into slices of
     equal cost, whose number is L / T, rounded up. The table is generated for the lengths of each
-    step. `megatron-ext plan` finds T if its flags include --lengths FILE and --slice-tokens auto
-    (default: whole micro-batches).
+    step. auto: the T that `megatron-ext plan` finds for such lengths if its flags include --lengths
+    FILE and --slice-tokens auto (default: whole micro-batches).
 --pipeline-waiting-weights waiting_weights N
     With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: postpone up to N
     weight gradients on each rank, each for one stage and micro-batch, and run them while the rank

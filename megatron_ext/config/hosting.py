@@ -25,6 +25,7 @@ from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.flags import MEGATRON_FIELDS
 from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.required_flags import missing_flags
 from megatron_ext.config.restarts import check_restart, place_local_checkpoints
@@ -609,7 +610,7 @@ def _check_slice_tokens(
 ) -> None:
     """Reject slices by length that tensor-parallel ranks cannot divide."""
     tokens = config.slice_tokens
-    if tokens is None or not getattr(args, "sequence_parallel", False):
+    if tokens in (None, AUTO) or not getattr(args, "sequence_parallel", False):
         return
     divisor = args.tensor_model_parallel_size
     with answer.collecting("slice_tokens"):

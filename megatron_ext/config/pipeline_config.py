@@ -154,9 +154,10 @@ class PipelineConfig:
     """Options of the schedule by name. Missing options get their defaults."""
     slices: int = 1
     """Number of slices of equal cost into which each micro-batch is cut (`docs/lengths.md`)."""
-    slice_tokens: int | None = None
+    slice_tokens: int | Literal["auto"] | None = None
     """Number of tokens T: a micro-batch of L tokens is cut into L / T slices of equal cost, rounded
-    up. None: every micro-batch has `slices` slices."""
+    up. `auto`: T follows from the lengths of each step. None: every micro-batch has `slices`
+    slices."""
     costs: Costs | None = None
     """Durations with which the table is generated and simulated. None: `Costs()`, all equal."""
     pairs: bool = False
@@ -360,7 +361,7 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
     """Return why micro-batches cannot be cut by their lengths."""
     if c.slice_tokens is None:
         return None
-    if c.slice_tokens < 1:
+    if isinstance(c.slice_tokens, int) and c.slice_tokens < 1:
         return "{slice_tokens:{c.slice_tokens}} must be at least 1; use {slice_tokens:4096}"
     if c.slices > 1:
         return (
@@ -535,9 +536,13 @@ def check_types(settings: object) -> None:
         value = getattr(settings, name)
         if is_of_type(value, hint):
             continue
-        fitting = []
-        for kind in kinds_of(hint):
+        fitting: list[str] = []
+        kinds = kinds_of(hint)
+        for kind in kinds:
             origin = get_origin(kind) or kind
+            if origin is Literal and int in kinds:
+                fitting += typing.get_args(kind)
+                continue
             if origin is Literal:
                 choices = typing.get_args(kind)
                 alike = get_close_matches(str(value), choices, 1)

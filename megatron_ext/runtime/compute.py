@@ -219,6 +219,8 @@ class Call:
     slice_bounds: Sequence[Sequence[int]] = ()
     """By micro-batch of the table: the first token of each slice, followed by the number of tokens.
     Empty: micro-batches are whole, or have slices of equal shares."""
+    packed_bounds: Sequence[tuple[int, ...]] = ()
+    """By micro-batch of the table: the bounds of its packed samples, if they were read ahead."""
 
 
 class _Stage(NamedTuple):

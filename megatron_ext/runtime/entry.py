@@ -125,6 +125,7 @@ def forward_backward(
         first_val_step=first_val_step,
         seq_length=length,
         slice_bounds=() if read_ahead is None else read_ahead.slice_bounds,
+        packed_bounds=() if read_ahead is None else read_ahead.packed_bounds,
     )
     with _timed(config), _offloading(config, runtimes.offloading, table):
         compute = runtime.run(

@@ -87,6 +87,10 @@ class ReadAhead(ReportOrder, Protocol):
         """By micro-batch of the table: the first token of each slice, and the number of tokens."""
 
     @property
+    def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """By micro-batch of the table: the bounds of its packed samples; empty without packing."""
+
+    @property
     def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
         """By micro-batch of the table: the tokens of each slice, the same on all ranks."""
 

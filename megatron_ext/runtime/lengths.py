@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.length_cost import LengthCost
-
-if TYPE_CHECKING:
-    import torch
 
 
 @contextmanager
@@ -78,6 +76,35 @@ class ItemSize(NamedTuple):
     """Pairs of tokens within a sample: the sum of the squared lengths."""
 
 
+def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the bounds of a micro-batch's packed samples, `[n]` or `[b, n]`; None without packing.
+
+    If there are padded ones, it returns those, as Megatron's script does.
+    """
+    # With Megatron's packing scheduler, middle stages read only the bounds. The padded bounds give
+    # them the same size as on stages with tokens; otherwise the stages would choose different
+    # orders.
+    bounds: torch.Tensor | None = item.get("cu_seqlens_padded")
+    if bounds is None:
+        bounds = item.get("cu_seqlens")
+    return bounds
+
+
+def packed_bounds_in(item: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the bounds of a micro-batch's packed samples in one row; empty if they are unknown.
+
+    With padding between samples, the forward step decides which bounds the model gets.
+    """
+    bounds = [
+        item[name]
+        for name in ("cu_seqlens", "cu_seqlens_padded")
+        if item.get(name) is not None
+    ]
+    if not bounds or not torch.equal(bounds[0], bounds[-1]):
+        return ()
+    return tuple(bounds[0].flatten().tolist())
+
+
 def item_size(item: Any) -> ItemSize | None:
     """Return the size of a micro-batch, or None if its lengths are unknown.
 
@@ -87,13 +114,7 @@ def item_size(item: Any) -> ItemSize | None:
     """
     if not isinstance(item, Mapping):
         return None
-    # With Megatron's packing scheduler, middle stages read only the bounds. The padded bounds give
-    # them the same size as on stages with tokens; otherwise the stages would choose different
-    # orders.
-    tokens = item.get("tokens")
-    bounds = item.get("cu_seqlens_padded")
-    if bounds is None:
-        bounds = item.get("cu_seqlens")
+    tokens, bounds = item.get("tokens"), packed_bounds_of(item)
     if bounds is None:
         if tokens is None:
             return None
@@ -111,10 +132,7 @@ def sample_lengths(item: Any) -> list[int]:
     Without packing, the rows of a micro-batch count as one sample. What is behind the last packed
     sample counts as another one.
     """
-    tokens = item.get("tokens")
-    bounds = item.get("cu_seqlens_padded")
-    if bounds is None:
-        bounds = item.get("cu_seqlens")
+    tokens, bounds = item.get("tokens"), packed_bounds_of(item)
     if bounds is None:
         return [int(tokens.shape[-1])]
     samples: list[int] = bounds.long().flatten().diff().tolist()

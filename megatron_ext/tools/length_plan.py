@@ -8,7 +8,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ScheduleError
@@ -125,7 +127,9 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
     # Slices suit the longest micro-batch when samples are packed in the order of the file.
     if text == "auto":
         packs = packs_in_file_order(lengths, sizes.max_tokens)
-        return automatic_slice_tokens(max(map(sum, packs)), sizes.pp)
+        tokens = [sum(pack) for pack in packs]
+        in_step = ceil(fmean(tokens) * sizes.num_microbatches)
+        return automatic_slice_tokens(max(tokens), in_step, sizes.pp)
     if not text.isdecimal() or int(text) < 1:
         raise ScheduleError(
             f"--slice-tokens {text} must be auto or a whole number of 1 or more"

@@ -73,8 +73,9 @@ class Header:
     micro-batch is a mean, divided by their number."""
     schedule: str = "Megatron's own"
     slices: int = 1
-    slice_tokens: int = 0
-    """The number of tokens by which micro-batches are cut into slices; 0: they are not."""
+    slice_tokens: int | str = 0
+    """The number of tokens by which micro-batches are cut into slices, or how it is chosen; 0: they
+    are not."""
     routing: str = ""
     """How activations of twins are routed, for schedules with twins."""
     balance: str = "off"

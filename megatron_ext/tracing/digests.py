@@ -28,6 +28,7 @@ import torch
 from megatron.core import parallel_state as groups
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
     NO_MICROBATCH,
@@ -95,6 +96,8 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         fields["schedule"] = pipeline.name
         fields["slices"] = config.slices
         fields["slice_tokens"] = config.slice_tokens or 0
+        if config.slice_tokens == AUTO:  # the number depends on these ranks too
+            fields["slice_tokens"] = f"{AUTO} on {pipeline.pp} ranks"
         fields["balance"] = config.balance
         if pipeline.placement.twin_hops:
             fields["routing"] = "twin"

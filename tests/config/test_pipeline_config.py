@@ -84,6 +84,10 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ({"chunks": 0}, "chunks=0 must be at least 1"),
         ({"chunks": "2"}, "chunks '2' must be a whole number or None"),
         (
+            {"slice_tokens": "long"},
+            "slice_tokens 'long' must be a whole number or auto or None",
+        ),
+        (
             {"schedule": "zb-v", "costs": (1, 2)},
             "costs (1, 2) must be a Costs object or None",
         ),

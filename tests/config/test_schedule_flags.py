@@ -236,6 +236,12 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"disable_parameter_transpose_cache": True, "variable_seq_lengths": True},
     ),
+    "slices whose length follows from each step": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-slice-tokens auto --sequence-parallel "
+        "--tensor-model-parallel-size 2",
+        8,
+        {"disable_parameter_transpose_cache": True},
+    ),
     "a checkpoint that is converted": (
         PP4 + "--pipeline-schedule zb-v --use-distributed-optimizer --ckpt-format torch "
         "--ckpt-convert-format torch_dist --ckpt-convert-save D --load D",

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
+# For each rank, of all micro-batches together.
+_MAX_SLICES_IN_STEP = 32
+
+
 def slices_needed(
     tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens"
 ) -> int:
@@ -43,14 +47,23 @@ def slices_needed(
     return count
 
 
-def automatic_slice_tokens(longest: int, pp: int) -> int:
-    """Return the tokens of a slice for `--slice-tokens auto`.
+def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
+    """Return the tokens of a slice for `auto`.
 
     The longest micro-batch then has two slices for each rank. While the pipeline fills, ranks wait
     for (pp - 1) slices. They also keep at most this many slices in addition to the longest
-    micro-batch, which is half of its size.
+    micro-batch, which is half of its size. In a step with many long micro-batches, it has fewer,
+    so that the step has about 32 slices for each rank: the wait is then at most 1/32 of the step,
+    and smaller slices would cost more than they gain.
+
+    Args:
+        longest: Number of tokens of the longest micro-batch.
+        tokens_in_step: Number of tokens of all micro-batches of a replica.
+        pp: Number of pipeline ranks.
     """
-    return max(1, ceil(longest / min(2 * pp, MAX_SLICES)))
+    of_longest = ceil(longest / min(2 * pp, MAX_SLICES))
+    of_step = ceil(tokens_in_step / (_MAX_SLICES_IN_STEP * pp))
+    return max(1, of_longest, of_step)
 
 
 def equal_cost_bounds(

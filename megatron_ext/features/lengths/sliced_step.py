@@ -11,6 +11,7 @@ of which the last ones may be empty.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -28,16 +29,19 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.balanced_step import fetched, item_cost
 from megatron_ext.features.lengths.length_balance import fills_of
 from megatron_ext.features.lengths.length_slices import (
+    automatic_slice_tokens,
     equal_cost_bounds,
     rising,
     slices_needed,
 )
-from megatron_ext.runtime.lengths import sample_lengths
+from megatron_ext.runtime.lengths import packed_bounds_in, sample_lengths
 
 if TYPE_CHECKING:
     from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
     from megatron_ext.runtime.feature import Model
     from megatron_ext.schedules.table.length_cost import LengthCost
+
+_LOG = logging.getLogger(__name__)
 
 _FLAG = "--pipeline-slice-tokens"
 # Sent instead of a number of slices by a rank that could not read its data. It is larger than any
@@ -56,6 +60,8 @@ class SlicedStep:
     their micro-batches."""
     slice_bounds: tuple[tuple[int, ...], ...]
     """[micro-batch of the table] -> the first token of each slice, then the number of tokens."""
+    packed_bounds: tuple[tuple[int, ...], ...]
+    """[micro-batch of the table] -> the bounds of its packed samples; empty without packing."""
     slice_tokens: tuple[tuple[int, ...], ...]
     """[micro-batch of the table][slice] -> the largest number of tokens on any replica."""
     length_cost: LengthCost
@@ -82,6 +88,9 @@ class _Reading:
         """[micro-batch of the table] -> its number in the data."""
         self.samples: list[list[int]] = []
         """[micro-batch of the table][sample] -> number of tokens."""
+        self.packed_bounds: list[tuple[int, ...]] = []
+        """[micro-batch of the table] -> the bounds of its packed samples; empty ones without
+        packing."""
 
     def iterators(self) -> list[Iterator[Any] | None]:
         """Return an iterator for each chunk, over its micro-batches in the order of the table."""
@@ -103,6 +112,9 @@ class LengthSlicer:
         config = model.pipeline.config
         assert config.slice_tokens is not None
         self._slice_tokens = config.slice_tokens
+        self._pp = model.pipeline.pp
+        # Whether `auto` has logged the number of tokens that it chose.
+        self._has_logged = False
         self._sorts = config.balance != "off"
         self._length_cost = length_cost
         self._fills = fills_of(model.pipeline.placement)
@@ -133,21 +145,32 @@ class LengthSlicer:
         """
         # Read the data on this rank, and compute the number of slices of each micro-batch.
         reading, failure = _Reading(len(iterators)), None
-        counts = [0] * num_microbatches
         try:
             if any(iterator is not None for iterator in iterators):
                 reading = self._read(iterators, num_microbatches)
-                counts = [
-                    slices_needed(sum(s), self._slice_tokens) for s in reading.samples
-                ]
-                for samples, count in zip(reading.samples, counts, strict=True):
-                    equal_cost_bounds(samples, count, self._length_cost, self._multiple)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
-            failure, counts = error, [_UNREADABLE] * num_microbatches
+            failure = error
+        slice_tokens = self._chosen_slice_tokens(reading)
+        counts = [0] * num_microbatches
+        try:
+            if reading.samples:
+                counts = self._numbers_of_slices(reading, slice_tokens)
+        except Exception as error:  # noqa: BLE001 - for the same reason
+            failure = error
+        if failure is not None:
+            counts = [_UNREADABLE] * num_microbatches
         # Agree within the replica. Ranks without data contribute 0, so number micro-batches from 1.
         order = [number + 1 for number in reading.order] or [0] * num_microbatches
-        shared = self._shared([counts, order], self._replica_groups)
+        nums_bounds = list(map(len, reading.packed_bounds)) or [0] * num_microbatches
+        *shared, shared_nums_bounds = self._shared(
+            [counts, order, nums_bounds], self._replica_groups
+        )
+        packed_bounds = self._packed_bounds(reading, shared_nums_bounds)
         differs = bool(reading.order) and [counts, order] != shared
+        for own_bounds, shared_bounds in zip(
+            reading.packed_bounds, packed_bounds, strict=False
+        ):
+            differs |= bool(own_bounds) and own_bounds != shared_bounds
         # Agree within the job. Only ranks with data notice a difference, so share that as well:
         # otherwise the other ranks would wait for them.
         *shared_counts, any_differs = self._shared(
@@ -163,16 +186,55 @@ class LengthSlicer:
             widths = [end - begin for begin, end in pairwise(microbatch_bounds)]
             tokens.append(widths + [0] * (max(shared_counts) - len(widths)))
         most_tokens = self._shared(tokens, [self._replicas])
-        slice_tokens = []
+        tokens_of_slices = []
         for widths, count in zip(most_tokens, shared_counts, strict=True):
-            slice_tokens.append(tuple(widths[:count]))
+            tokens_of_slices.append(tuple(widths[:count]))
         return SlicedStep(
             reading.iterators(),
             tuple(number - 1 for number in shared[1]),
             bounds,
-            tuple(slice_tokens),
+            packed_bounds,
+            tuple(tokens_of_slices),
             self._length_cost,
         )
+
+    def _chosen_slice_tokens(self, reading: _Reading) -> int:
+        """Return the tokens of a slice in this step. For `auto`, collective over the job.
+
+        `auto` depends on this step alone, so that a restarted job cuts it in the same way.
+        """
+        if isinstance(self._slice_tokens, int):
+            return self._slice_tokens
+        tokens = [sum(samples) for samples in reading.samples]
+        longest, in_step = self._shared(
+            [max(tokens, default=0), sum(tokens)],
+            [*self._replica_groups, self._replicas],
+        )
+        chosen = max(automatic_slice_tokens(longest, in_step, self._pp), self._multiple)
+        if not self._has_logged and not dist.get_rank():
+            _LOG.warning(
+                "%s auto: the first step cuts micro-batches of more than %d tokens into slices, "
+                "later ones as their lengths require; use %s %d to fix the number",
+                _FLAG,
+                chosen,
+                _FLAG,
+                chosen,
+            )
+        self._has_logged = True
+        return chosen
+
+    def _numbers_of_slices(self, reading: _Reading, slice_tokens: int) -> list[int]:
+        """Return how many slices each of this rank's micro-batches needs, in their order.
+
+        Raises:
+            ScheduleError: A micro-batch cannot be cut.
+        """
+        counts = []
+        for samples in reading.samples:
+            count = slices_needed(sum(samples), slice_tokens)
+            equal_cost_bounds(samples, count, self._length_cost, self._multiple)
+            counts.append(count)
+        return counts
 
     @staticmethod
     def _check(shared_counts: Sequence[int], *, any_differs: bool) -> None:
@@ -237,6 +299,7 @@ class LengthSlicer:
             ]
         reading.order = numbers
         reading.samples = [sample_lengths(held[number]) for number in numbers]
+        reading.packed_bounds = [packed_bounds_in(held[number]) for number in numbers]
         for number, samples in zip(numbers, reading.samples, strict=True):
             longest = max(samples, default=0)
             if self._max_positions is not None and longest > self._max_positions:
@@ -246,6 +309,26 @@ class LengthSlicer:
                     "raise --max-position-embeddings"
                 )
         return reading
+
+    def _packed_bounds(
+        self, reading: _Reading, nums_bounds: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the bounds of the packed samples of each micro-batch. Collective over a replica.
+
+        Ranks without data need them on the host, where reading them from the device in the middle
+        of a step would wait for it. `nums_bounds` has their number by micro-batch.
+        """
+        width = max(nums_bounds)
+        if width == 0:
+            return ()
+        rows = [[0] * width for _ in nums_bounds]
+        for row, bounds in zip(rows, reading.packed_bounds, strict=False):
+            row[: len(bounds)] = bounds
+        shared = self._shared(rows, self._replica_groups)
+        return tuple(
+            tuple(row[:num_bounds])
+            for row, num_bounds in zip(shared, nums_bounds, strict=True)
+        )
 
     def _bounds(
         self, reading: _Reading, counts: Sequence[int]

@@ -39,7 +39,7 @@ from megatron_ext.features.slices.sliceable import (
 )
 from megatron_ext.features.slices.sliced_layers import running_slice
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
-from megatron_ext.runtime.lengths import refusing_long_sequences
+from megatron_ext.runtime.lengths import packed_bounds_in, refusing_long_sequences
 from megatron_ext.schedules.table.slices import token_bounds
 from megatron_ext.upstream.signatures import megatron_arguments
 
@@ -203,8 +203,7 @@ class _Microbatch:
     packed: Any = None
     """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence per row."""
     documents_read: Callable[[], tuple[int, ...]] = tuple
-    """Returns `documents` if this rank has read the micro-batch on the host, else an empty
-    tuple."""
+    """Returns `documents` if this rank has them on the host, else an empty tuple."""
     documents: tuple[int, ...] = ()
     """The first token of each packed sequence, followed by the number of tokens, which may be
     repeated."""
@@ -420,8 +419,8 @@ class RunningSlice:
         self.kept.packed = packed
         documents = self.kept.documents_read()
         if len(documents) != len(bounds):
-            # This rank did not read the data. The copy waits for the device, so do this only once
-            # per micro-batch.
+            # This rank did not read the data, and the step has not read it ahead. The copy waits
+            # for the device, so do this only once per micro-batch.
             documents = tuple(bounds.tolist())
         self.kept.documents = documents
 
@@ -696,6 +695,8 @@ class SlicedData(MicrobatchData):
         bounds: [micro-batch] -> the first token of each slice, followed by the number of tokens.
         num_slices: Slice `s` of micro-batch `m` has the number `m * num_slices + s`.
         num_padding: Number of padding tokens in an empty slice.
+        packed_bounds: [micro-batch] -> the bounds of its packed sequences, if the step has read
+            them ahead.
     """
 
     def __init__(
@@ -704,6 +705,7 @@ class SlicedData(MicrobatchData):
         bounds: Sequence[Sequence[int]],
         num_slices: int,
         num_padding: int = 1,
+        packed_bounds: Sequence[tuple[int, ...]] = (),
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
         self._bounds = bounds
@@ -713,7 +715,7 @@ class SlicedData(MicrobatchData):
         # yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
         # Micro-batch -> bounds of its packed sequences.
-        self._documents: dict[int, tuple[int, ...]] = {}
+        self._documents: dict[int, tuple[int, ...]] = dict(enumerate(packed_bounds))
 
     def view(self, number: int) -> Iterator[Any] | None:
         """Return an iterator that yields one slice, or None without data."""
@@ -737,22 +739,21 @@ class SlicedData(MicrobatchData):
         item: Mapping[str, Any] = super().take(microbatch)
         slices = _cut(item, self._bounds[microbatch], self._num_padding)
         self._parts |= dict(enumerate(slices, microbatch * self._num_slices))
-        self._documents[microbatch] = _documents_on_host(item)
+        if microbatch not in self._documents:
+            self._documents[microbatch] = _documents_on_host(item)
         return item
 
     def documents(self, microbatch: int) -> tuple[int, ...]:
-        """Return the bounds of packed sequences if this rank has read them on the host, else ()."""
+        """Return the bounds of packed sequences if this rank has them on the host, else ()."""
         return self._documents.get(microbatch, ())
 
 
 def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
-    # Megatron's script passes the padded bounds to the model if there are any.
-    bounds = item.get("cu_seqlens_padded")
-    if bounds is None:
-        bounds = item.get("cu_seqlens")
-    if bounds is None or bounds.device.type != "cpu":
-        return ()
-    return tuple(bounds.flatten().tolist())
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        bounds = item.get(name)
+        if bounds is not None and bounds.device.type != "cpu":
+            return ()
+    return packed_bounds_in(item)
 
 
 def _cut(
@@ -847,7 +848,13 @@ class SlicedCompute(StageCompute):
         self.call = replace(
             call,
             data=[
-                SlicedData(data, self._bounds, self._num_slices, self._multiple)
+                SlicedData(
+                    data,
+                    self._bounds,
+                    self._num_slices,
+                    self._multiple,
+                    call.packed_bounds,
+                )
                 for data in call.data
             ],
             forward_step_func=self._forward_step,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.cut import UserCut
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.tools.compare.locate import LEARNED_MARGIN
 
@@ -144,6 +145,12 @@ def _difference(
         return "lengths"
     slices = (config.slices, config.slice_tokens)
     if slices != (reference_config.slices, reference_config.slice_tokens):
+        return "slices"
+    num_ranks = settings.pipeline_model_parallel_size
+    if (
+        config.slice_tokens == AUTO  # chosen for this number of ranks
+        and num_ranks != reference.checked_args.pipeline_model_parallel_size
+    ):
         return "slices"
     if config.disaggregation is not None and config.disaggregation.merged:
         return "merged"

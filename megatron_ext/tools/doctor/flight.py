@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config.batches import Batches, batches_of
@@ -22,6 +23,11 @@ from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
+from megatron_ext.features.lengths.length_slices import (
+    automatic_slice_tokens,
+    equal_cost_bounds,
+    slices_needed,
+)
 from megatron_ext.planning.choice import NOT_FORECAST
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
@@ -31,7 +37,10 @@ from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.rules import read_rules
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
 from megatron_ext.schedules.search.policies import arena_slots
+from megatron_ext.schedules.table.costs import MAX_ATTENTION
 from megatron_ext.schedules.table.cuts import parse_layout
+from megatron_ext.schedules.table.length_cost import LengthCost
+from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
 
@@ -252,8 +261,6 @@ def _unforeseen(answer: Preflight) -> str | None:
         return None
     if config.slices > 1:
         return "with --pipeline-slices, the planner would count whole micro-batches"
-    if config.slice_tokens is not None:
-        return "with --pipeline-slice-tokens, they depend on the lengths of each step"
     if config.dynamic is not None and config.dynamic.policy != DynamicOrder.policy:
         return f"with --dpp-policy {config.dynamic.policy}, ranks may keep all micro-batches"
     generator = config.generator
@@ -285,6 +292,13 @@ def _forecast(
     if plan is None:
         reason = "the planner has no forecast for this schedule or cut"
         yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
+        return
+    pipeline = answer.pipeline
+    if pipeline is not None and pipeline.config.slice_tokens is not None:
+        try:
+            yield _memory_by_length(pipeline, plan, device)
+        except ScheduleError as error:
+            yield Diagnosis.of("FAIL", "slices", reworded(str(error), in_flags))
         return
     differences, better = nearest(job, plan)
     remedy = ""
@@ -332,6 +346,65 @@ def _memory(
         return Diagnosis("FAIL", "memory", finding, remedy)
     finding += f", of which workspaces and fragmentation need {device.reserve_gib:g}"
     return Diagnosis("WARN", "memory", finding, remedy)
+
+
+def _memory_by_length(
+    pipeline: Pipeline, plan: Layout, device: DeviceKind
+) -> Diagnosis:
+    """Return a diagnosis of whether the memory is enough for slices of the longest micro-batches.
+
+    `plan` is the forecast for whole micro-batches, all of them as long as a sequence may be.
+    """
+    longest, microbatches = plan.job.sequence, pipeline.num_microbatches
+    slice_tokens = pipeline.config.slice_tokens
+    if not isinstance(slice_tokens, int):
+        slice_tokens = automatic_slice_tokens(
+            longest, longest * microbatches, pipeline.pp
+        )
+    model = plan.job.model
+    cost = pipeline.config.length_costs or LengthCost.of_model(model.hidden, model.ffn)
+    count = slices_needed(longest, slice_tokens)
+    bounds = equal_cost_bounds([longest], count, cost)
+    sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
+    # The pipeline is full by then, and keeps no more.
+    num_simulated = min(microbatches, 2 * pipeline.pp)
+    attention = min(cost.attention_share(longest), MAX_ATTENTION)
+    costs = replace(pipeline.costs, attention=attention)
+    table = pipeline.schedule_by_length((sizes,) * num_simulated, costs)
+    stash_ratio = pipeline.config.stash_ratio
+    whole_peaks = activation_peaks(pipeline.full, stash_ratio)
+    peaks = activation_peaks(table, stash_ratio)
+    buffers = measure(table).keys_and_values or (0.0,) * pipeline.pp
+    # Of one micro-batch on 1/pp of the model.
+    buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
+    needed_gib = []
+    for rank, whole_gib in enumerate(plan.memory_gib):
+        saved_share = 1 - peaks[rank] / whole_peaks[rank]
+        saved_gib = plan.kept_gib[rank] * saved_share
+        needed_gib.append(whole_gib - saved_gib + buffers[rank] * buffer_gib)
+    rank = needed_gib.index(max(needed_gib))
+    finding = (
+        f"rank {rank} needs {needed_gib[rank]:.1f} GiB of {device.memory_gib:g} ({device.name}, "
+        f"{plan.schedule}) if all micro-batches have {longest} tokens, in slices of about "
+        f"{slice_tokens}: it keeps {peaks[rank]:.3g} of them; time depends on the lengths of each "
+        "step and is not forecast"
+    )
+    if needed_gib[rank] <= device.memory_gib - device.reserve_gib:
+        return Diagnosis("OK", "memory", finding)
+    level: Literal["WARN", "FAIL"] = "WARN"
+    if needed_gib[rank] > device.memory_gib:
+        level = "FAIL"
+    remedy = "lower --pipeline-slice-tokens or --seq-length, or use more devices"
+    return Diagnosis(level, "memory", finding, remedy)
+
+
+def _keys_and_values_gib(plan: Layout) -> float:
+    """Return the keys and values of one micro-batch in all layers, on one tensor-parallel rank."""
+    model, sizes = plan.job.model, plan.sizes
+    heads = model.heads if model.is_latent else model.query_groups
+    width = heads * (model.head_size + model.value_size) / sizes.tp
+    tokens = plan.job.sequence * sizes.micro_batch
+    return 2 * tokens * width * model.num_layers / (1 << 30)
 
 
 def _idle_devices(

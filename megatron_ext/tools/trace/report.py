@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
@@ -248,9 +248,10 @@ def _planned_timeline(plan: Timeline) -> dict[str, Any]:
         row: list[Any] = []
         for action, begin_s, end_s in bars_of_rank:
             length_s = end_s - begin_s
-            row.append(
-                [action.kind, 1e6 * begin_s, 1e6 * length_s, str(action.microbatch)]
-            )
+            title = str(action.microbatch)
+            if action.slice:
+                title += f".{action.slice}"
+            row.append([action.kind, 1e6 * begin_s, 1e6 * length_s, title])
         rows.append(row)
     labels = [f"pipeline rank {rank}" for rank in range(len(rows))]
     return _timeline(f"planned: {plan.schedule.label}", labels, rows, plan.makespan)
@@ -261,10 +262,17 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
     timelines = []
     for title, number in _chosen_steps(run).items():
         iterations: dict[str, Iteration] = {}
+        replica_of: dict[str, int] = {}
+        # By replica and micro-batch. Only ranks that read data know their number.
+        tokens: dict[int, dict[int, int]] = defaultdict(dict)
         for rank in run.surveys[:_MAX_RANKS]:
+            replica_of[rank.header.label] = rank.header.data
             for iteration in rank.file.iterations(only=number):
                 # Megatron's rerun state machine may repeat a step; keep its last attempt.
                 iterations[rank.header.label] = iteration
+                lengths = iteration.figures.get("lengths", {})
+                for microbatch, (num_tokens, _) in lengths.items():
+                    tokens[rank.header.data][int(microbatch)] = num_tokens
         begins_ns: list[int] = []
         ends_ns: list[int] = []
         num_spans = 0
@@ -279,10 +287,12 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
         if num_spans > _MAX_SPANS:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
         rows = []
-        for iteration in iterations.values():
-            rows.append(
-                _bars(iteration.spans, iteration.begin_ns - begin_ns, finest_ns)
+        for label, iteration in iterations.items():
+            cut = _Cut(
+                iteration.figures.get("slice_sizes", ()), tokens[replica_of[label]]
             )
+            shift_ns = iteration.begin_ns - begin_ns
+            rows.append(_bars(iteration.spans, shift_ns, finest_ns, cut))
         length_s = (end_ns - begin_ns) / 1e9
         timelines.append(_timeline(f"{title} ({number})", iterations, rows, length_s))
     return timelines
@@ -314,8 +324,32 @@ def _timeline(
     return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
 
 
-def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any]]:
-    """Return the bars of a rank, each [kind, begin in us, length in us, title].
+class _Cut(NamedTuple):
+    """The micro-batches of a rank in a step whose slices depend on lengths."""
+
+    slice_sizes: Sequence[Sequence[float]]
+    """By micro-batch; empty if slices do not depend on lengths."""
+    tokens: Mapping[int, int]
+    """By micro-batch, if some rank has read their number."""
+
+    def words(self, attributes: Mapping[str, Any]) -> list[str]:
+        """Return what the page says about the slice of a span with these attributes."""
+        microbatch = attributes.get("microbatch", -1)
+        if not 0 <= microbatch < len(self.slice_sizes):
+            return []
+        facts = []
+        num_slices = len(self.slice_sizes[microbatch])
+        if num_slices > 1:
+            facts.append(f"slice {attributes.get('slice', 0) + 1} of {num_slices}")
+        if microbatch in self.tokens:
+            facts.append(f"micro-batch of {self.tokens[microbatch]} tokens")
+        return [", ".join(facts)] if facts else []
+
+
+def _bars(
+    spans: Sequence[Span], shift_ns: int, finest_ns: int, cut: _Cut
+) -> list[list[Any]]:
+    """Return the bars of a rank, each [kind, begin in us, length in us, title, slice].
 
     Consecutive spans shorter than `finest_ns` are merged into one bar.
     """
@@ -329,7 +363,8 @@ def _bars(spans: Sequence[Span], shift_ns: int, finest_ns: int) -> list[list[Any
         if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
             bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
-        bars.append([kind, begin_us, length_us, *_bar_titles(span)])
+        words = cut.words(span.attributes)
+        bars.append([kind, begin_us, length_us, *_bar_titles(span), *words])
     return bars
 
 
