@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -296,23 +297,43 @@ def test_w_that_fills_waits_keeps_the_bits(
     assert_equal(trained, stock(ranks, theirs))
 
 
-def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
-    """Train; return for each step what made the host wait between its first and last action."""
+Waits = dict[tuple[str, str, str], int]
+"""What made the host wait in a step: (what, line of the source, thread)."""
+
+
+def _count_waits() -> list[Waits]:
+    """Return a list that each later step of this process extends by its waits.
+
+    They are those between its first and last action.
+    """
     from torch_musa import host_waits
 
     from megatron_ext.runtime import runtime
 
-    found = []
+    waits_by_step: list[Waits] = []
 
     class CountingExecutor(runtime.Executor):
         def run(self) -> None:
             host_waits.reset()
             super().run()
-            found.append(host_waits.by_line())
+            waits_by_step.append(host_waits.by_line())
 
     runtime.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
+    return waits_by_step
+
+
+def _waits_in_steps(argv: list[str]) -> list[Waits]:
+    """Train with Megatron's script, and return the waits of its steps."""
+    waits_by_step = _count_waits()
     run_here("gpt", argv)
-    return found
+    return waits_by_step
+
+
+def _waits_of_lengths(job: Job) -> list[Waits]:
+    """Train on micro-batches of given lengths, and return the waits of the steps."""
+    waits_by_step = _count_waits()
+    train_lengths(job)
+    return waits_by_step
 
 
 _WAYS = {
@@ -340,6 +361,29 @@ def test_the_host_never_waits_in_a_step_of_slices_by_length(connections: int) ->
 
 
 @pytest.mark.parametrize("connections", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_the_host_never_waits_for_packed_samples(connections: int) -> None:
+    """Ranks without data have learnt their bounds before the step.
+
+    Without Transformer Engine, rotary embeddings and the attention of packed samples wait.
+    """
+    microbatches = ([((3, 14), 8, (5, 5, 21))], [(8, (1, 16), (9, 2, 30))])
+    job = Job(
+        microbatches,
+        schedule="zb-h1",
+        pp=2,
+        tp=2,
+        settings={"slice_tokens": T, "transport": "shm"},
+        is_packed=True,
+        only_first_reads=True,
+    )
+    env = queued(connections=connections)
+    for steps in run_ranks(4, _waits_of_lengths, job, device="musa", env=env):
+        assert len(steps) == 2
+        for _, where in chain.from_iterable(_waits_of_training(steps)):
+            assert "/megatron_ext/" not in where or where.endswith(" attend"), where
+
+
+@pytest.mark.parametrize("connections", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_slices_by_length_keep_the_bits(connections: int) -> None:
     """Steps with other lengths each, some of which are empty."""
     job = Job(
@@ -358,21 +402,22 @@ def _check_waits(more_flags: str, connections: int) -> None:
     flags += "--no-check-for-nan-in-loss-and-grad "
     env = queued(connections=connections)
     for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=env):
-        # The threads beside a staged transport are there to wait. In 0.16 Megatron's script waits
-        # for copies of lengths.
-        own = [
-            [
-                (what, where)
-                for what, where, thread in step
-                if "megatron-ext" not in thread
-            ]
-            for step in steps
-        ]
-        own = [
-            [line for line in step if "_broadcast_cu_seqlens" not in line[1]]
-            for step in own
-        ]
-        assert own == [[]] * 2
+        assert _waits_of_training(steps) == [[]] * 2
+
+
+def _waits_of_training(steps: list[Waits]) -> list[list[tuple[str, str]]]:
+    """Return what made the training's thread wait, and where, by step."""
+    waits_by_step = []
+    for waits in steps:
+        lines = []
+        for what, where, thread in waits:
+            # The threads beside a staged transport are there to wait. In 0.16 Megatron's script
+            # waits for copies of lengths.
+            if "megatron-ext" in thread or "_broadcast_cu_seqlens" in where:
+                continue
+            lines.append((what, where))
+        waits_by_step.append(lines)
+    return waits_by_step
 
 
 _ORDERS = {

@@ -250,13 +250,16 @@ class Counting(Observer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.saved, self.kept = model, 0, 0
+        self.saved_by_action: dict[Action, int] = {}
         self.compute: Any = None
 
     def begin_step(self, compute: StageCompute) -> None:
         self.compute = compute
 
     def end_action(self, position: int, action: Action) -> None:
-        self.saved = max(self.saved, sum(self.kept_now()))
+        saved = sum(self.kept_now())
+        self.saved_by_action[action] = saved
+        self.saved = max(self.saved, saved)
         between = kept_state().microbatches.values()
         pairs = [pair for kept in between for pair in kept.attention.values()]
         tensors = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,11 @@ from megatron_ext.features.lengths.length_slices import (
     slices_needed,
 )
 from megatron_ext.features.lengths.sliced_step import LengthSlicer
-from megatron_ext.runtime.lengths import cost_of_model, sample_lengths
+from megatron_ext.runtime.lengths import (
+    cost_of_model,
+    packed_bounds_in,
+    sample_lengths,
+)
 from megatron_ext.schedules.table.length_cost import LengthCost
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
@@ -36,6 +41,13 @@ def _items(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Item]:
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)
         yield {"tokens": torch.randint(1, 9, (1, length), generator=generator)}
+
+
+def _packed(*samples_by_microbatch: tuple[int, ...]) -> Iterator[Item]:
+    """Yield micro-batches with these samples."""
+    for samples in samples_by_microbatch:
+        bounds = torch.tensor([list(accumulate(samples, initial=0))])
+        yield {"tokens": torch.zeros(1, sum(samples)), "cu_seqlens": bounds}
 
 
 def _forward_step(
@@ -84,6 +96,7 @@ def _train(schedule: str, pp: int, options: dict[str, Any]) -> Any:
     runtimes: Any = configuration.runtimes
     [runtime] = runtimes
     assert runtime.measured.tables_s > 0
+    assert gc.isenabled(), "tables are made without garbage collection"
     gradients = {chunk.number: chunk.weight.grad for chunk in model}
     return (
         gradients,
@@ -143,7 +156,9 @@ def _slicer(replicas: Any, pipeline_group: Any, **settings: Any) -> LengthSlicer
     chunk = torch.nn.Linear(1, 1)
     chunk.max_sequence_length = MAX_POSITIONS  # type: ignore[assignment]
     model: Any = SimpleNamespace(
-        pipeline=make_pipeline("1f1b", 2, 3, slice_tokens=SLICE_TOKENS, **settings),
+        pipeline=make_pipeline(
+            "1f1b", 2, 3, **{"slice_tokens": SLICE_TOKENS, **settings}
+        ),
         groups=SimpleNamespace(
             tp=single, pp=pipeline_group or single, dp=replicas or single
         ),
@@ -216,6 +231,57 @@ def test_ranks_agree_on_slices() -> None:
     assert "different lengths; pass the same data" in failed[3]
     assert failed[3] == also_failed[3]
     assert f"the model has {MAX_POSITIONS} positions" in failed[4]
+
+
+def _agree_on_packed() -> Any:
+    """Return what two stages make of packed samples, which only the first one reads."""
+    dist.init_process_group("gloo")
+    rank, slicer = dist.get_rank(), _slicer(None, dist.group.WORLD)
+    data = [_packed((4, 5, 0), (20,), (1, 1)) if rank == 0 else None]
+    step = slicer.step(data, 3)
+    unpacked = slicer.step([_items((3, 4)) if rank == 0 else None], 2)
+    # The same lengths of micro-batches, but other samples.
+    other_samples = ((4, 5), (20,)) if rank == 0 else ((5, 4), (20,))
+    with pytest.raises(ScheduleError, match="different lengths"):
+        slicer.step([_packed(*other_samples)], 2)
+    return step.packed_bounds, unpacked.packed_bounds
+
+
+def test_ranks_without_data_learn_the_bounds_of_packed_samples() -> None:
+    """Reading them from the device in the middle of a step would wait for it."""
+    for packed_bounds, unpacked_bounds in run_ranks(2, _agree_on_packed):
+        assert packed_bounds == ((0, 4, 9, 9), (0, 20), (0, 1, 2))
+        assert unpacked_bounds == ()
+
+
+def _choose() -> Any:
+    """Return the slices of steps whose number of tokens two replicas choose together."""
+    dist.init_process_group("gloo")
+    by_rank = [(64, 1), (3, 9)], [(64,) * 64, (1,) * 64], [(0, 0), (0, 0)]
+    slicer = _slicer(dist.group.WORLD, None, slice_tokens="auto")
+    counts = []
+    for lengths in by_rank:
+        own_lengths = lengths[dist.get_rank()]
+        step = slicer.step([_items(own_lengths)], len(own_lengths))
+        counts.append(list(map(len, step.slice_tokens)))
+    return counts
+
+
+def test_auto_follows_from_the_lengths_of_the_step() -> None:
+    """Two slices for each of two ranks in the longest one, and not many more than 64 in a step."""
+    for counts in run_ranks(2, _choose):
+        assert counts == [[4, 1], [1] * 64, [1, 1]]
+
+
+def test_padded_samples_have_no_bounds() -> None:
+    """The forward step decides which of the two it gives the model."""
+    bounds, padded = torch.tensor([[0, 3, 9]]), torch.tensor([[0, 4, 9]])
+    assert packed_bounds_in({"cu_seqlens": bounds}) == (0, 3, 9)
+    assert packed_bounds_in({"cu_seqlens_padded": padded}) == (0, 4, 9)
+    both = {"cu_seqlens": bounds, "cu_seqlens_padded": bounds.clone()}
+    assert packed_bounds_in(both) == (0, 3, 9)
+    assert packed_bounds_in({"cu_seqlens": bounds, "cu_seqlens_padded": padded}) == ()
+    assert packed_bounds_in({"tokens": bounds}) == ()
 
 
 def test_lengths_of_samples() -> None:

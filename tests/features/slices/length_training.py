@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,11 +26,14 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.runtime.runtime import in_force
-from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.placement import linear
+from megatron_ext.transport.torch_dist import groups_of_ranks
 from tests.pipelines import make_pipeline, use
 from tests.planning.model_memory import Counting
 from tests.runtime.small_gpt import VOCABULARY
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 NUM_LAYERS = 4
 LEARNING_RATE = 0.05
@@ -54,6 +58,8 @@ class Job:
     max_positions: int = 64
     is_packed: bool = False
     """Whether micro-batches have `cu_seqlens`."""
+    only_first_reads: bool = False
+    """Whether only the first of the tensor-parallel ranks has data, as in Megatron's script."""
     is_tied: bool = False
     rows: int = 1
     """Sequences in a micro-batch."""
@@ -83,10 +89,11 @@ class Trained:
     """Seconds of each training step on this rank."""
     tables_s: float = 0.0
     """Seconds in which these steps waited for their tables."""
-    kept_bytes: int = 0
-    """Peak of what autograd and waiting weight gradients keep, if the job measures it."""
-    planned: float = 0.0
-    """The table's peak of activations, in longest micro-batches on 1/pp of the model."""
+    kept_bytes: dict[Action, int] = field(default_factory=dict)
+    """What autograd and waiting weight gradients keep after each action of the last step, if the
+    job measures it."""
+    sizes: dict[Action, float] = field(default_factory=dict)
+    """By action of this rank's row, in order: its tokens, relative to the longest micro-batch."""
 
 
 def items(job: Job, step: int, replica: int) -> Iterator[Item]:
@@ -110,12 +117,21 @@ def items(job: Job, step: int, replica: int) -> Iterator[Item]:
 
 
 def forward_step(
-    data: Iterator[Item], model: Any
+    data: Iterator[Item] | None, model: Any, host_group: Any = None
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Run a stage on a micro-batch, or on a slice of it."""
+    """Run a stage on a micro-batch, or on a slice of it.
+
+    In `host_group`, only the first rank has data.
+    """
     stage: Any = unwrap_model(model)
     device = next(stage.parameters()).device
-    item = {name: tensor.to(device) for name, tensor in next(data).items()}
+    item: Any = None if data is None else next(data)
+    if host_group is not None:
+        received = [item]
+        first_rank, *_ = torch.distributed.get_process_group_ranks(host_group)
+        torch.distributed.broadcast_object_list(received, first_rank, host_group)
+        [item] = received
+    item = {name: tensor.to(device, non_blocking=True) for name, tensor in item.items()}
     packed = None
     if "cu_seqlens" in item:
         bounds = item["cu_seqlens"][0]
@@ -227,6 +243,35 @@ def _chunks(job: Job, placement: Any, num_chunks: int | None, device: Any) -> li
     return chunks
 
 
+def _data(job: Job, step: int, num_chunks: int) -> list[Iterator[Item] | None]:
+    """Return the data of each stage of this rank."""
+    replica = parallel_state.get_data_parallel_rank()
+    if job.only_first_reads and parallel_state.get_tensor_model_parallel_rank() > 0:
+        return [None] * num_chunks
+    return [items(job, step, replica) for _ in range(num_chunks)]
+
+
+def _step_function(job: Job) -> Callable[..., Any]:
+    """Return the forward step of this rank. Collective over the job."""
+    if not job.only_first_reads:
+        return forward_step
+    members = tuple(
+        torch.distributed.get_process_group_ranks(
+            parallel_state.get_tensor_model_parallel_group()
+        )
+    )
+    host_groups = groups_of_ranks([members], 60.0, backend="gloo")
+    return partial(forward_step, host_group=host_groups[members])
+
+
+def _sizes(schedule: Schedule, rank: int) -> dict[Action, float]:
+    """Return the size of the slice of each action of a rank (`Trained.sizes`)."""
+    sizes = {}
+    for action in schedule.rows[rank]:
+        sizes[action] = schedule.sizes_of(action.microbatch)[action.slice]
+    return sizes
+
+
 def train(job: Job) -> Trained:
     """Train on this rank, on the device that is in force."""
     backend = devices.current()
@@ -254,10 +299,12 @@ def train(job: Job) -> Trained:
     if job.measures_memory:
         configuration.observers.append(counter)
 
+    step_function = _step_function(job)
+
     def run(step: int, **keywords: Any) -> list[Any]:
         reports: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[items(job, step, replica) for _ in chunks],
+            forward_step_func=step_function,
+            data_iterator=_data(job, step, len(chunks)),
             model=chunks if num_chunks else chunks[0],
             num_microbatches=len(job.steps[step][replica]),
             seq_length=job.max_positions,
@@ -293,9 +340,8 @@ def train(job: Job) -> Trained:
             trained.gradients[key] = parameter.main_grad.cpu()
             trained.weights[key] = parameter.data.cpu()
     if job.measures_memory:
-        trained.kept_bytes = counter.saved
-        schedule = counter.compute.table.schedule
-        trained.planned = activation_peaks(schedule)[pp_rank]
+        trained.kept_bytes = counter.saved_by_action
+        trained.sizes = _sizes(counter.compute.table.schedule, pp_rank)
     if pipeline is not None:
         [runtime] = in_force()
         trained.tables_s = runtime.measured.tables_s

@@ -181,6 +181,13 @@ def test_replicas_share_out_samples(steps: list[list[tuple[int, ...]]]) -> None:
     assert sorted(reports) == sorted(expected_reports)
 
 
+@pytest.mark.short_s(8)
+def test_auto_cuts_as_the_number_that_it_chooses() -> None:
+    """In bits: 15 tokens in a step whose longest of 60 has two slices for each of two ranks."""
+    job = Job(by_step((60, 8, 8, 1)), pp=2, settings={"slice_tokens": 15})
+    check(job, schedule="zb-h1", settings={"slice_tokens": "auto"})
+
+
 def test_evaluation_names_a_micro_batch_without_tokens() -> None:
     job = Job(by_step((8, 0, 3)), settings=BY_LENGTH, evaluates=True)
     with pytest.raises(RanksFailed, match=r"micro-batch 1 has no tokens.*loss_mask 0"):

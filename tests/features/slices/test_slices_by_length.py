@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,10 +25,12 @@ from megatron_ext.features.lengths.length_slices import (
 from megatron_ext.runtime import program
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH
+from megatron_ext.schedules.search import queues
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.schedules.search.queues import check_queues
+from megatron_ext.schedules.table import communication
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.slices import MAX_SLICES
@@ -144,6 +147,36 @@ def test_the_table_of_a_step_is_checked_once(monkeypatch: pytest.MonkeyPatch) ->
     assert "order" in vars(table), "the check and the program share it"
 
 
+def test_a_rank_derives_the_messages_of_its_neighbours_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of all ranks would take longer than all else that the table of a step needs."""
+    derived = []
+
+    def recorded(table: Schedule, rank: int, *window: Any) -> Any:
+        derived.append(rank)
+        return communication.exchanges(table, rank, *window)
+
+    monkeypatch.setattr(queues, "exchanges", recorded)
+    monkeypatch.setattr(program, "exchanges", recorded)
+    for name, rank, neighbours in (
+        ("zb-v", 4, [3, 4, 5]),
+        ("zb-h1", 0, [0, 1]),
+        ("interleaved", 7, [0, 6, 7]),
+    ):
+        derived.clear()
+        pipeline = make_pipeline(name, 8, 3, slice_tokens=8, transport="shm")
+        table = program.make_table_by_length(
+            pipeline, [[8], [8, 8], [4]], COST, rank=rank
+        )
+        peers = program.Peers(range(8))
+        shapes: Any = {"F": [None], "B": [None]}
+        program.make_program(
+            table, program.PipelineEnds.of_shapes(peers, shapes, torch.float32)
+        )
+        assert sorted(derived) == neighbours
+
+
 def test_a_dynamic_order_keeps_to_the_peak_of_the_table() -> None:
     lengths = [3, 8, 9, 61, 64, 5]
     for name in ("zb-h1", "1f1b"):
@@ -237,7 +270,9 @@ def test_numbers_of_slices() -> None:
     with pytest.raises(ScheduleError, match="use --pipeline-slice-tokens 9 or more"):
         slices_needed(513, 8)
     assert rising([3.0, 1.0, 1.0]) == (1, 2, 0)
-    assert automatic_slice_tokens(131072, 8) == 8192
-    assert automatic_slice_tokens(1, 8) == 1
+    assert automatic_slice_tokens(131072, 128 * 8192, 8) == 8192
+    assert automatic_slice_tokens(1, 1, 8) == automatic_slice_tokens(0, 0, 8) == 1
     # At most 64 slices.
-    assert slices_needed(1000, automatic_slice_tokens(1000, 100)) <= 64
+    assert slices_needed(1000, automatic_slice_tokens(1000, 1000, 100)) <= 64
+    # A step of 128 equal micro-batches has enough of them.
+    assert automatic_slice_tokens(2048, 128 * 2048, 2) == 4096

@@ -100,6 +100,16 @@ CASES = {
         DEVICE + "--pipeline-schedule zb-v --pipeline-slices 4 --transformer-impl local "
         "--no-masked-softmax-fusion", "layout", "OK", "would count whole micro-batches",
     ),
+    "slices by length": (
+        DEVICE + "--pipeline-schedule zb-h1 --pipeline-slice-tokens auto --transformer-impl local "
+        "--no-masked-softmax-fusion --use-distributed-optimizer", "memory", "OK",
+        "if all micro-batches have .* tokens, in slices of about",
+    ),
+    "too many slices by length": (
+        DEVICE + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 1 --transformer-impl local "
+        "--no-masked-softmax-fusion", "slices", "FAIL",
+        "would have 4096 slices of 1 tokens",
+    ),
     "an order without a bound": (
         DEVICE + "--use-dpp --dpp-policy breadth-first", "layout", "OK", "may keep all",
     ),

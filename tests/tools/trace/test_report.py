@@ -130,6 +130,26 @@ def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
     assert forwards[3][0][1] == pytest.approx(33_000, rel=1e-3)
 
 
+def test_bars_name_slices_and_the_tokens_of_their_micro_batch(tmp_path: Path) -> None:
+    sizes = ((0.25,), (0.5, 0.5))
+    run = write_run(
+        tmp_path,
+        pp=2,
+        microbatches=2,
+        slice_sizes=sizes,
+        sizes=((2, 4), (8, 64)),
+        settings={"slice_tokens": 4},
+    )
+    measured, *_ = content(report.page(read_run(run)))["timelines"]
+    for row in measured["rows"]:
+        forwards = [bar[3:] for bar in row["spans"] if bar[0] == "F"]
+        assert forwards == [
+            ["0", "micro-batch of 2 tokens"],
+            ["1", "slice 1 of 2, micro-batch of 8 tokens"],
+            ["1.1", "slice 2 of 2, micro-batch of 8 tokens"],
+        ]
+
+
 def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     settings = {"device": "cpu", "cpus": "0,1"}
     costs = Costs(stages=((0.01,) * 3, (0.01,) * 3, (0.015,) * 3, (0.01,) * 3))
