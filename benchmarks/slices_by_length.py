@@ -77,7 +77,7 @@ ENDS = PipelineEnds.of_shapes(
 
 
 _PARTS = ("simulated", "sleeping", "model")
-_FORWARD_S = 0.2
+_FORWARD_S = 0.8
 """Sleep for the longest sample on a rank of `sleeping`."""
 _LIMIT_S = 900.0
 """Longest time of one system on real processes."""
