@@ -23,7 +23,10 @@
             shared memory and over TCP. Beside it, the time of a restart of the whole job with
             `--max-restarts 1`. Counted are the steps that were repeated, and the runs whose final
             weights differ from those of one undisturbed run over shared memory in any bit. Every
-            recovery is also printed when it ends. Takes an hour on two busy cores. Needs
+            recovery is also printed when it ends. Takes ten minutes, or an hour on two busy cores.
+            Needs nvidia-resiliency-ext.
+`kept`      the time of a step with `--keep-going`, relative to the same job without it, in turn.
+            Local checkpoints are switched off: they cost what Megatron logs for them. Needs
             nvidia-resiliency-ext.
 """
 
@@ -73,6 +76,15 @@ _STEPS_BETWEEN_KILLS = 4
 _STEPS_AFTER_KILLS = 60
 """Enough for the loss of a rank in reserve to be noticed before the job ends."""
 _LONGEST_STEP_S = 0.3
+_TIMED_MODEL = (
+    LLAMA.replace("--hidden-size 32 --ffn-hidden-size 88", "--hidden-size 256")
+    .replace("--seq-length 16", "--seq-length 128")
+    .replace("--max-position-embeddings 16", "--max-position-embeddings 128")
+    .replace("--train-iters 3", "")
+)
+"""A model whose steps take long enough to show a cost of 1 %."""
+_TIMED_STEPS = 40
+_STEPS_TO_SETTLE = 10
 _PAUSE = "pause before the first restart"
 _PARTS = {
     "noticed, the other processes ended": r"restart 1 of 1 in (\S+) s",
@@ -417,16 +429,58 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
     return rows
 
 
+def _step_ms(directory: Path, *flags: str) -> float:
+    """Return the median time of a step of a job, in milliseconds."""
+    directory.mkdir()
+    saved = str(directory / "saved")
+    argv = [
+        sys.executable, "-m", "megatron_ext", "launch", *flags, "--num-microbatches", "8",
+        "--raw", "--", "pretrain_gpt.py", *_TIMED_MODEL.split(), "--pipeline-schedule", "zb-h1",
+        "--pipeline-transport", "shm", "--save", saved, "--load", saved, "--save-interval",
+        "100000", "--train-iters", str(_TIMED_STEPS), "--no-save-optim",
+    ]  # fmt: skip
+    if flags:
+        argv += ["--non-persistent-ckpt-type", "global"]
+    with start(directory, argv, subprocess.STDOUT, _TRAINING_TIMEOUT_S) as job:
+        output, _ = job.communicate()
+    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", output)
+    if job.returncode != 0 or len(times_ms) != _TIMED_STEPS:
+        raise SystemExit(output[-6000:])
+    return statistics.median(float(time_ms) for time_ms in times_ms[_STEPS_TO_SETTLE:])
+
+
+def kept(directory: Path, rounds: int) -> list[Row]:
+    """Return the cost of `--keep-going` in a step."""
+    ratios = []
+    for number in range(rounds):
+        without_ms = _step_ms(directory / f"plain-{number}")
+        with_ms = _step_ms(directory / f"kept-{number}", "--keep-going")
+        print(
+            f"{without_ms:.1f} ms, with --keep-going {with_ms:.1f} ms", file=sys.stderr
+        )
+        ratios.append(with_ms / without_ms)
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    name = "a step with --keep-going, relative to one without"
+    return [(name, f"{statistics.median(ratios):.3f} ({spread})", "1.01")]
+
+
 def main() -> None:
     """Measure and print the table of docs/launching.md."""
     parser = options(__doc__, "one round, few hosts and lines")
     # What each part runs: rounds, hosts, lines.
-    parts = {torchrun: 5, hosts: 64, lines: 1_000_000, restart: 3, survive: 20}
+    parts = {
+        torchrun: 5,
+        hosts: 64,
+        lines: 1_000_000,
+        restart: 3,
+        survive: 20,
+        kept: 5,
+    }
     names = [part.__name__ for part in parts]
     parser.add_argument("what", nargs="+", choices=names, help="what is measured")
     args = parser.parse_args()
     if args.quick:
-        parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1, survive: 2}
+        parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1, survive: 2, kept: 1}
     rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_launch_") as scratch:
         for part, count in parts.items():
