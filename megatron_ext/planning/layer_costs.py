@@ -407,7 +407,7 @@ class _Ledger:
         self.input_s += backward_s
 
     def launch(self, module: str, kernels: float) -> None:
-        """Count kernels if they are outside of graphs."""
+        """Count only kernels that run outside graphs."""
         is_in_experts = module in ("moe", "moe_act")
         # By value of `graphs`: whether kernels of this module are outside; `step` covers all of
         # them.

@@ -474,7 +474,7 @@ class _Offer(NamedTuple):
 
 
 def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> Reach:
-    """Find, by trying, which peers' devices this rank's device reaches. Collective over all ranks.
+    """Probe which peers' devices this rank's device can reach. Collective over all ranks.
 
     Args:
         peers: Global ranks of the peers; each of them lists this rank too.

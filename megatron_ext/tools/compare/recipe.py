@@ -90,7 +90,7 @@ class Recipe:
     def value(self, flag: str) -> str | None:
         """Return the last value of a Megatron flag in the recipe, or None."""
         value = None
-        # As in argparse, the last value of a flag counts.
+        # As in argparse, the last value wins if a flag is given more than once.
         for group in _groups(self.flags):
             name, equals, text = group[0].partition("=")
             if name == flag:

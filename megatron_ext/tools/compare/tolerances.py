@@ -75,7 +75,7 @@ def are_rounding(rounded: Deviations) -> bool:
 
 REASONS = {
     "dropout": "dropout draws other masks; add --hidden-dropout 0 --attention-dropout 0 to judge",
-    "flags": "Megatron's flags differ, so sums may have another order",
+    "flags": "Megatron's flags differ, so sums may be accumulated in a different order",
     "lengths": "--pipeline-balance sums over micro-batches in another order",
     "slices": "slices sum over the tokens of a micro-batch in another order",
     "merged": "merged forward ranks sum over the width of a layer in another order",
