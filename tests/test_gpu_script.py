@@ -206,6 +206,25 @@ def test_each_rank_of_torchrun_gets_the_first_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.usefixtures("emulated_musa", "a_training_loop")
+def test_the_comparison_ends_with_its_table_on_the_emulated_device() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests" / "gpu" / "compare.sh")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, CHECKS: "emulated", "PYTHON": sys.executable},
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for schedule in ("zb-h1", "zb-v"):
+        label = f"{schedule} --pipeline-transport shm"
+        [row] = re.findall(rf"^{label} +\d.*", done.stdout, re.M)
+        assert "bit-equal" in row, done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1900)  # six minutes alone, and other tests run beside it
 @pytest.mark.usefixtures("emulated_musa")
 def test_all_checks_run_on_the_emulated_device() -> None:
