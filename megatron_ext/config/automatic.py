@@ -102,19 +102,19 @@ def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
 
 @dataclass(frozen=True)
 class WaitingChoice:
-    """What `--pipeline-waiting-weights auto` means for a job."""
+    """The number that `--pipeline-waiting-weights auto` chooses for a job."""
 
     number: int
     reason: str
-    """Why none can wait, or the memory that they need."""
+    """The reason why no W can wait, or the memory that the waiting W need."""
     basis: str = ""
-    """The devices that the number is for; empty: it does not depend on them."""
+    """The devices for which the number was chosen. Empty: it does not depend on devices."""
 
 
 def waiting_weights(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> WaitingChoice:
-    """Return how many W may wait in the memory that the planner's forecast leaves free.
+    """Return the number of W that fit into the memory that the planner's forecast leaves free.
 
     Args:
         args: Megatron's arguments before its validation, or equivalent sizes.
@@ -124,9 +124,10 @@ def waiting_weights(
     try:
         free_memory = _room_for_waiting(args, config, device)
     except (ArgumentsError, ScheduleError) as error:
+        # Run without waiting W, and log the reason without its remedy.
         reason, _, _remedy = str(error).partition("; ")
         return WaitingChoice(0, reason)
-    assert device is not None, "without its memory, nothing is forecast"
+    assert device is not None, "a forecast needs the memory of the device"
     basis = f"for {device.name} with {free_memory.limit_gib:.1f} GiB"
     return WaitingChoice(free_memory.number, str(free_memory), basis)
 
@@ -134,23 +135,23 @@ def waiting_weights(
 def _room_for_waiting(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> WaitingWeights:
-    """Return how many W may wait in a job.
+    """Return the number of W that may wait in a job, with their memory.
 
     Raises:
-        ArgumentsError: Its settings exclude it, or its memory cannot be forecast.
-        ScheduleError: The schedule excludes it, or has no forecast.
+        ArgumentsError: A setting excludes waiting W, or the memory cannot be forecast.
+        ScheduleError: The schedule excludes waiting W, or has no forecast.
     """
     if not config.pairs:
         raise ArgumentsError("no forward and backward run as a pair")
     for rule in RULES.get("waiting_weights", ()):
         if rule.refuses(args):
             raise ArgumentsError(f"with {rule.flag} {rule.reason}")
-    assert config.schedule is not None, "pairs are those of a table"
+    assert config.schedule is not None, "only tables have pairs"
     if config.schedule.startswith(CSV_PREFIX):
         raise ScheduleError(f"the planner has no forecast for {config.schedule}")
     if device is None:
         raise ArgumentsError("the memory of the devices is not known here")
-    # The description of a job is that of any schedule, so leave out what this one has set.
+    # `question_of` describes a job for any schedule, so remove the settings of this schedule.
     undecided = replace(
         config, schedule=AUTO, chunks=None, options={}, waiting_weights=0
     )
@@ -162,13 +163,14 @@ def _room_for_waiting(
 
 
 def memory_here() -> DeviceKind | None:
-    """Return a description of this process's device that is right about its memory alone.
+    """Return a description of this process's device, in which only the memory is reliable.
 
-    None without a device that has a memory of its own.
+    None: the device has no separate memory.
     """
     name, memory_gib = devices.name_and_memory()
     if memory_gib is None:
         return None
+    # The description needs a speed, so take that of an H100 if the kind is unknown.
     return replace(kind_of(name) or DEVICES["h100"], name=name, memory_gib=memory_gib)
 
 

@@ -84,6 +84,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     # Megatron checks this too, but its message would count each mirrored pipeline as a replica.
     if twins == 2:
         _check_evaluation(sizes, requested.sizes[-1], micro_batch, replicas)
+    # If Megatron decreases a batch, it rounds down as this division does.
     counts = {batch: batch // step for batch in requested.sizes}
     return Batches(micro_batch, replicas, twins, counts)
 
@@ -162,6 +163,7 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     if not batches:
         _, last = by_threshold[-1]
         batches = [last]
+    # Suggest the same thresholds, with sizes that are multiples of a step.
     fitting = " ".join(
         f"{at:.0f}:{_rounded_up(size, step)}" for at, size in by_threshold
     )
@@ -184,6 +186,7 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
             f"--global-batch-size={full} in steps of {increment}; use "
             f"--global-batch-size={lower} or {lower + increment}, or leave --rampup-batch-size out"
         )
+    # Suggest the nearest ramp whose sizes are all multiples of a step.
     first = _rounded_up(start, step)
     fitting_increment = _rounded_up(increment, step)
     last = first + _rounded_up(max(0, full - first), fitting_increment)

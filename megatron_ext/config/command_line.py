@@ -79,6 +79,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
     if flags:
+        # Megatron's own scripts reject unknown flags too.
         if unknown_words and not is_user_script:
             parser.error(f"unrecognized arguments: {' '.join(unknown_words)}")
         suggestions = _suggestions(parser, unknown_words)
@@ -139,6 +140,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
             texts_by_dest[_DESTINATIONS.get(dest, dest)] = texts
         else:
             texts.append(word)
+    # Guess the type of each flag from the number and the form of its words.
     settings: dict[str, Any] = {}
     for dest, texts in texts_by_dest.items():
         if dest in _TEXTS:

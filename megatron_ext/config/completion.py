@@ -97,6 +97,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     if config.stash_ratio > 1:
         return config
     granularity = settings.get("recompute_granularity")
+    # The deprecated form of --recompute-granularity=selective.
     if settings.get("recompute_activations"):
         granularity = "selective"
     recomputed_layers = _WholeLayers()
@@ -140,6 +141,7 @@ def _recomputed_layers(
     if not chunks:
         generator = config.generator
         chunks = 1 if generator is None else generator.num_chunks // generator.twins
+    # `count` is a number per stage, so multiply it by the number of stages.
     recomputed = count * chunks * settings["pipeline_model_parallel_size"]
     num_layers = settings.get("num_layers") or recomputed
     return _WholeLayers(share=min(1.0, recomputed / num_layers))

@@ -171,6 +171,7 @@ class UserCut:
         flag, value = chosen
         if flag == _CHUNKS:
             return int(value)
+        # `count` stages, segments or layers must be a multiple of `divisor`.
         pp = self.sizes.pipeline_model_parallel_size
         divisor = pp
         if flag == LAYOUT:
@@ -255,6 +256,7 @@ class UserCut:
         # Megatron asserts that the layers of a rank divide into its chunks.
         if any(count < 1 or count % chunks for count in end_counts):
             return None
+        # Spread the remaining layers evenly over the ranks between the ends.
         num_between = placement.num_ranks - len(end_counts)
         layers_between = self.num_layers - sum(end_counts)
         if num_between:

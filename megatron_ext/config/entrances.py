@@ -289,6 +289,7 @@ def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
 
 def warning(pipeline: Pipeline) -> str | None:
     """Return advice if the static order is at least as fast when no message is late, else None."""
+    # Without jitter, nothing arrives late.
     calm = quiet(pipeline.costs)
     static = pipeline.static().full
     ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan

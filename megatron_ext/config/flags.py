@@ -218,7 +218,7 @@ def _row(key: str, text: str) -> _Row:
     # A flag without a field has no annotation.
     default_kind = str if metavar else bool
     kind, *more_kinds = kinds_of(get_type_hints(owner).get(name, default_kind))
-    # A number, or a word such as `auto`.
+    # The words that a flag accepts besides numbers, such as `auto`.
     words = [word for literal in more_kinds for word in typing.get_args(literal)]
     choices = (
         typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
@@ -244,7 +244,7 @@ def _row(key: str, text: str) -> _Row:
 
 
 def _number_or(words: Sequence[str], text: str) -> int | str:
-    """Parse the value of a flag that takes a whole number or one of some words."""
+    """Parse the value of a flag that accepts a whole number or one of `words`."""
     if text in words:
         return text
     try:

@@ -105,6 +105,7 @@ def preflight(
     Returns:
         The result of all checks. Refusals are listed in it, and not raised.
     """
+    # Collect the user's settings from any of these descriptions of a job.
     line: CommandLine | None = None
     answer = Preflight()
     if isinstance(arguments, Namespace):
@@ -127,6 +128,7 @@ def preflight(
             settings["world_size"] = user_args.get("world_size")
     if answer.refusals:
         return answer
+    # Only a command line of Megatron's script shows which required flags are missing.
     script_defaults = None
     if line is not None and line.is_pretraining:
         script_defaults = line.defaults
@@ -315,7 +317,7 @@ def _with_waiting(
     in_job: bool,
     device_kind: DeviceKind | None,
 ) -> PipelineConfig:
-    """Return a configuration with the number of W that may wait under `auto`, and log it."""
+    """Return a configuration with the number of waiting W that `auto` chooses, and log it."""
     from megatron_ext.config import automatic
 
     if in_job:
@@ -357,6 +359,7 @@ def _choose(
     if in_job:
         device_kind = automatic.device_here()
     ranking = automatic.ranking(args, requested, device_kind)
+    # Check the candidates in the planner's order, until enough of them are accepted.
     accepted: list[Candidate] = []
     refused: list[str] = []
     first = None
@@ -519,6 +522,7 @@ def _make_tables(
         batch = f"{subject} with {batches.explained(global_batch)}"
         if fills_groups and count % pp:
             # Megatron's interleaved schedule needs full groups of micro-batches.
+            # Suggest the nearest batches above and below.
             fewer = count // pp * pp
             fitting = [str(batches.global_batch(fewer + pp))]
             if fewer:

@@ -544,6 +544,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     """
     fields = vars(built)
     args = Namespace(**fields)
+    # Rules read the names of arguments, which differ from some names of fields.
     for dest, name in MEGATRON_FIELDS.items():
         if name in fields:
             setattr(args, dest, fields[name])
@@ -564,6 +565,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
         )
     else:
+        # Flags would drop these settings, but a program has already built its model with them.
         rules_of_table = dropped(pipeline)
         if pipeline.is_folded:
             rules_of_table += RULES["placed"]

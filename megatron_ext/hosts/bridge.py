@@ -259,6 +259,7 @@ def _sizes(in_force: active.Active) -> _Sizes | None:
     pipeline = in_force.pipeline or in_force.transport_only
     if pipeline is None:
         return None
+    # A pipeline counts the micro-batches of one twin, but users count those of both.
     return _Sizes(pipeline.pp, pipeline.num_microbatches * pipeline.config.twins)
 
 
@@ -303,6 +304,7 @@ def _prepare(
             )
         vars(arguments).update(vars(flags))
     values = entrances.prepare(arguments, requested, wording=wording)
+    # Check this after `prepare`, which chooses the schedule and its placement.
     _refuse_decentralized(settings.container)
     active.required().host = _Hosted(settings, arguments)
     # Save these too: Bridge or this module derives them from other settings.
@@ -467,6 +469,7 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     losses, *other_results = call(*args, **kwargs)
     if not active.is_folded():
         return losses, *other_results
+    # In a folded pipeline, send the losses from the first rank to the last rank, which logs them.
     share_mtp_losses(groups)
     return share_losses(losses, groups), *other_results
 

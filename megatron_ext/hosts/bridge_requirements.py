@@ -34,6 +34,7 @@ def problems() -> Iterator[str]:
     # A plain source tree has no version. Accept it, and hold it to the oldest requirements.
     version = installed("megatron-bridge")
     release = min(_CORES) if version is None else releases.parse_release(version)
+    # The other requirements are only known for supported versions.
     if release not in _CORES:
         yield (
             f"megatron-bridge {version} is installed, but {SUPPORTED} is supported; pip install "

@@ -178,6 +178,7 @@ def _check_sizes(**arguments: object) -> bool:
     Raises:
         ArgumentsError: A value is invalid, or some sizes are missing.
     """
+    # None means that the argument was not passed.
     sizes = {name: value for name, value in arguments.items() if value is not None}
     for name, value in sizes.items():
         if name == "layout":

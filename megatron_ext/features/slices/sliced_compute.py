@@ -845,9 +845,9 @@ class SlicedCompute(StageCompute):
             bounds = token_bounds(schedule.slices, call.seq_length, self._multiple)
             self._bounds = [bounds] * schedule.num_microbatches
         self._user_step = call.forward_step_func
-        self.call = replace(
-            call,
-            data=[
+        sliced_data: list[MicrobatchData] = []
+        for data in call.data:
+            sliced_data.append(
                 SlicedData(
                     data,
                     self._bounds,
@@ -855,9 +855,9 @@ class SlicedCompute(StageCompute):
                     self._multiple,
                     call.packed_bounds,
                 )
-                for data in call.data
-            ],
-            forward_step_func=self._forward_step,
+            )
+        self.call = replace(
+            call, data=sliced_data, forward_step_func=self._forward_step
         )
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
