@@ -81,7 +81,7 @@ class Pipeline:
 
     @property
     def dynamic(self) -> DynamicOrder | None:
-        """Settings of the dynamic order; None: every rank runs the order of the table."""
+        """Settings of the dynamic order, or None if every rank runs the order of the table."""
         return self.config.dynamic
 
     @property
@@ -266,13 +266,13 @@ class Environment:
     local_rank: int = 0
     """Index of this process on its host."""
     local_world_size: int | None = None
-    """Number of processes on this host; None: all processes of the job are here."""
+    """Number of processes on this host, or None if all processes of the job are here."""
     run: tuple[str, str] = ("", "")
     """torchrun's run id and restart count; empty strings without torchrun."""
     rendezvous_host: str = "localhost"
     """Host of the store through which the processes find each other: torchrun's MASTER_ADDR."""
     host_address: str | None = None
-    """Address at which other hosts reach this one; None: it is derived from the rank."""
+    """Address at which other hosts reach this one, or None if it is derived from the rank."""
 
     @classmethod
     def read(cls) -> Environment:
@@ -322,18 +322,18 @@ class Active:
 
     config: PipelineConfig
     pipeline: Pipeline | None = None
-    """The pipeline that our runtime executes; None: Megatron's own schedules run."""
+    """The pipeline that our runtime executes, or None if Megatron's own schedules run."""
     transport_only: Pipeline | None = None
     """Megatron's own schedule if our transport carries its messages, else None."""
     job: Job | None = None
-    """The disaggregated job of this process; None: forwards and backwards share ranks."""
+    """The disaggregated job of this process, or None if forwards and backwards share ranks."""
     choice: Choice | None = None
-    """The schedule that `auto` has chosen; None: the schedule was not chosen by `auto`."""
+    """The schedule that `auto` has chosen, or None if `auto` has not chosen one."""
     seed: int | None = None
-    """Base seed of random numbers drawn by micro-batch; None: Megatron's generators are not
+    """Base seed of random numbers drawn by micro-batch, or None if Megatron's generators are not
     reseeded."""
     requested: PipelineConfig | None = None
-    """The argument of `configure`; None: the configuration comes from flags."""
+    """The argument of `configure`, or None if the configuration comes from flags."""
     is_sized: bool = True
     """Whether the sizes of the job are known; False: a host has not given them yet."""
     observers: list[Observer] = field(default_factory=list)
@@ -342,7 +342,7 @@ class Active:
     environment: Environment = field(default_factory=Environment.read)
     """The place of this process among the processes that the launcher started together."""
     iteration: int | None = None
-    """The training step in progress, counted across resumed runs; None: unknown."""
+    """The training step in progress, counted across resumed runs, or None if unknown."""
     runtimes: Aborting | None = None
     """State of the runtime (`runtime.in_force`); None before its first step."""
     roles: Closing | None = None
@@ -383,7 +383,7 @@ class _InForce:
     num_transports: Counter[str] = field(default_factory=Counter)
     """Purpose -> number of transports opened so far in this attempt, under any configuration."""
     attempt: int | None = None
-    """How often the job has restarted within the same processes; None: it cannot do so."""
+    """How often the job has restarted within the same processes, or None if it cannot do so."""
 
 
 # The one active configuration.
@@ -431,7 +431,7 @@ def begin_attempt(number: int | None) -> None:
 
 
 def attempt() -> int | None:
-    """Return how often the job has restarted within the same processes; None: it cannot do so."""
+    """Return how often the job has restarted within the same processes; None if it cannot do so."""
     return _PROCESS.attempt
 
 
@@ -446,7 +446,7 @@ def clear_configuration() -> None:
 
 
 def pipeline() -> Pipeline | None:
-    """Return the pipeline that our runtime executes; None: Megatron's own schedules run."""
+    """Return the pipeline that our runtime executes, or None if Megatron's own schedules run."""
     in_force = active()
     return None if in_force is None else in_force.pipeline
 
@@ -464,7 +464,7 @@ def transport_only() -> Pipeline | None:
 
 
 def job() -> Job | None:
-    """Return the disaggregated job of this process; None: forwards and backwards share ranks."""
+    """Return the disaggregated job of this process; None if forwards and backwards share ranks."""
     in_force = active()
     return None if in_force is None else in_force.job
 

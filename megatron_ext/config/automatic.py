@@ -55,7 +55,7 @@ def question_of(
     Args:
         args: Megatron's arguments before its validation, or equivalent sizes.
         config: The configuration, whose schedule is `auto` or `auto:FOLDER`.
-        device: Description of the devices; None: unknown.
+        device: Description of the devices, or None if unknown.
 
     Raises:
         ArgumentsError: The sizes are inconsistent, or the folder has a run with other sizes.
@@ -119,7 +119,7 @@ def waiting_weights(
     Args:
         args: Megatron's arguments before its validation, or equivalent sizes.
         config: The completed configuration, which names a schedule.
-        device: Description of the devices; None: unknown.
+        device: Description of the devices, or None if unknown.
     """
     try:
         free_memory = _room_for_waiting(args, config, device)
@@ -165,7 +165,7 @@ def _room_for_waiting(
 def memory_here() -> DeviceKind | None:
     """Return a description of this process's device, in which only the memory is reliable.
 
-    None: the device has no separate memory.
+    Returns None if the device has no separate memory.
     """
     name, memory_gib = devices.name_and_memory()
     if memory_gib is None:
@@ -177,7 +177,7 @@ def memory_here() -> DeviceKind | None:
 def device_here() -> DeviceKind | None:
     """Return the description of this process's device, with its memory.
 
-    None: the process has no device, or the planner does not know its kind.
+    Returns None if the process has no device, or if the planner does not know its kind.
     """
     name, memory_gib = devices.name_and_memory()
     kind = kind_of(name)
@@ -205,7 +205,7 @@ def _has_layers(cut: UserCut) -> bool:
 def _layers_by_stage(
     args: Namespace, cut: UserCut, schedule: str, placement: Placement
 ) -> Sequence[int] | None:
-    """Return the layers per stage as Megatron will build them; None: the number is unknown.
+    """Return the layers per stage as Megatron will build them, or None if the number is unknown.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.

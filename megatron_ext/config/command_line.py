@@ -35,7 +35,7 @@ class CommandLine:
     settings: dict[str, Any]
     """Values by the names of Megatron's arguments and ours. Flags that are not given are absent."""
     script: str | None = None
-    """The script to start; None: the words are only flags."""
+    """The script to start, or None if the words are only flags."""
     unknown: dict[str, str | None] = field(default_factory=dict)
     """Flags that neither Megatron nor this package defines -> a similar flag that exists, or None.
     """

@@ -67,7 +67,7 @@ class UserCut:
     counts_loss: bool
     """Whether Megatron counts the loss as a layer of the last stage."""
     layer_description: str | None
-    """The argument that describes each layer individually; None: no such argument is set."""
+    """The argument that describes each layer individually, or None if no such argument is set."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> UserCut:
@@ -206,7 +206,7 @@ class UserCut:
 
     @property
     def end_layers(self) -> tuple[int | None, int | None]:
-        """Layers on the first and the last rank; None: as many as on the ranks between them."""
+        """Layers on the first and the last rank; None for as many as on the ranks between them."""
         sizes = self.sizes
         return (
             sizes.decoder_first_pipeline_num_layers,
@@ -216,7 +216,7 @@ class UserCut:
     def layers_by_stage(self, placement: Placement) -> list[int] | None:
         """Return the number of layers in each stage if Megatron would build this many stages.
 
-        None: under the user's flags, Megatron would build other stages or fail.
+        Returns None if Megatron would build other stages or fail under the user's flags.
 
         Raises:
             ArgumentsError: The flags contradict each other, or the number of layers is missing.
@@ -249,7 +249,7 @@ class UserCut:
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
         """Return the layers of each stage if the first or the last rank has another number of them.
 
-        None: the layers do not divide. The layers of a rank are spread evenly over its chunks.
+        The layers of a rank are spread evenly over its chunks. Returns None if layers do not divide.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]

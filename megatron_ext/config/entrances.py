@@ -63,8 +63,9 @@ def prepare(
 
     Args:
         args: Megatron's arguments before its validation. They are changed in place.
-        requested: The argument of `configure`. None: flags among the arguments choose the pipeline.
-        script_defaults: A training script's values for arguments that were not given. None: the
+        requested: The argument of `configure`. If None, flags among the arguments choose the
+            pipeline.
+        script_defaults: A training script's values for arguments that were not given. If None, the
             arguments may lack some that Megatron needs.
         wording: Renders settings for the reader of errors and log lines.
 

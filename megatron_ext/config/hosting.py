@@ -94,12 +94,13 @@ def preflight(
             Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing
             settings get Megatron's defaults. Checks that need missing sizes of the model or of the
             batch are skipped.
-        config: The pipeline, as for `configure`. None: flags among the arguments choose it.
-        world_size: Number of ranks in the job. None: `world_size` of the arguments, or one replica.
-        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`. None: taken from
-            the configuration or the arguments.
-        device_kind: The planner's description of the devices, for `--pipeline-schedule auto`. None:
-            unknown.
+        config: The pipeline, as for `configure`. If None, flags among the arguments choose it.
+        world_size: Number of ranks in the job. Default: `world_size` of the arguments, or one
+            replica.
+        device: Kind of the job's devices, one of `megatron_ext.devices.CHOICES`. If None, it is
+            taken from the configuration or the arguments.
+        device_kind: The planner's description of the devices, for `--pipeline-schedule auto`, or
+            None if it is unknown.
         num_candidates: How many of the best accepted schedules to return under `auto`.
 
     Returns:
@@ -244,9 +245,9 @@ def inspect(
 
     Args:
         args: Megatron's arguments, before Megatron validates them. They are not changed.
-        requested: The pipeline. None: flags among the arguments choose it.
+        requested: The pipeline. If None, flags among the arguments choose it.
         in_job: Whether this is a process of the job, with the job's device and software.
-        script_defaults: A training script's values for arguments that were not given. None: the
+        script_defaults: A training script's values for arguments that were not given. If None, the
             arguments may lack some that Megatron needs.
         device_kind: As in `preflight`. A process of the job detects its device instead.
         num_candidates: As in `preflight`.

@@ -303,7 +303,7 @@ def rules_of(
     """Return the rules for a configuration and its table, with the flag that each group concerns.
 
     `table` is the schedule's table, or the table of Megatron's own schedule if our transport
-    carries its messages. None: rules about tables do not apply.
+    carries its messages. If None, rules about tables do not apply.
     """
     is_stock = config.is_stock
     has_roles = config.disaggregation is not None

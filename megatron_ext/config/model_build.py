@@ -14,9 +14,9 @@ class ModelBuild:
     """Number of pipeline ranks for Megatron: half of the real number if two pipelines are mirrored.
     """
     virtual_pipeline_model_parallel_size: int | None
-    """Number of model chunks per rank. None: one chunk."""
+    """Number of model chunks per rank. Default: one chunk."""
     pipeline_model_parallel_layout: str | None
-    """The layers of each stage, in Megatron's notation. None: Megatron splits them evenly."""
+    """The layers of each stage, in Megatron's notation. If None, Megatron splits them evenly."""
     replicas: int
     """Number of Megatron's data-parallel replicas on these ranks: 2 for mirrored pipelines, else 1.
     """

@@ -60,7 +60,7 @@ class DynamicOrder:
     policy: PolicyName = "hint"
     """The rule that chooses among ready actions (`schedules/search/policies.py`)."""
     extra_activations: int | None = None
-    """With `hint`: micro-batches that a rank may keep beyond the table's peak. None: 1."""
+    """With `hint`: micro-batches that a rank may keep beyond the table's peak. Default: 1."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -107,10 +107,10 @@ class Tracing:
     interval: int = 100
     """Length of an interval, in iterations."""
     iterations: int | None = None
-    """Number of iterations to record in each interval. None: 10, or the whole interval if it is
+    """Number of iterations to record in each interval. Default: 10, or the whole interval if it is
     shorter."""
     directory: Path | None = None
-    """Output folder of this run. None: a folder in benchmark/, named after the run's sizes."""
+    """Output folder of this run. Default: a folder in benchmark/, named after the run's sizes."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -148,18 +148,18 @@ class PipelineConfig:
     None: Megatron's own 1F1B or interleaved schedule, or with `dynamic` the table of one of these
     in dynamic order."""
     chunks: int | None = None
-    """Number of stages on each rank, if the schedule accepts different numbers. None: the default
-    of the schedule, or 1 under Megatron's own schedules."""
+    """Number of stages on each rank, if the schedule accepts different numbers. If None, the
+    schedule determines it, and Megatron's own schedules have 1."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of the schedule by name. Missing options get their defaults."""
     slices: int = 1
     """Number of slices of equal cost into which each micro-batch is cut (`docs/lengths.md`)."""
     slice_tokens: int | Literal["auto"] | None = None
     """Number of tokens T: a micro-batch of L tokens is cut into L / T slices of equal cost, rounded
-    up. `auto`: T follows from the lengths of each step. None: every micro-batch has `slices`
+    up. `auto`: T is derived from the lengths of each step. If None, every micro-batch has `slices`
     slices."""
     costs: Costs | None = None
-    """Durations with which the table is generated and simulated. None: `Costs()`, all equal."""
+    """Durations with which the table is generated and simulated. Default: `Costs()`, all equal."""
     pairs: bool = False
     """Whether a forward and the backward of another micro-batch run as one action, so that each
     hides the expert communication of the other. For models with experts on several ranks. Flags set
@@ -169,14 +169,14 @@ class PipelineConfig:
     waits for tokens. Each keeps the operands of one stage and micro-batch in memory. `auto`: as
     many as fit into the memory that the planner's forecast leaves free."""
     dynamic: DynamicOrder | None = None
-    """Settings of the dynamic order. None: every rank runs the order of the table."""
+    """Settings of the dynamic order. If None, every rank runs the order of the table."""
     balance: Balance = "off"
     """`off`: each replica runs its micro-batches in the order of the data. `order`: their lengths
     determine the order in which they enter the pipeline. `pack`: in addition, all micro-batches are
     first distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
-    """Cost as a function of length, for `balance`, `slices` and `slice_tokens`. None: derived from
-    the shape of the model."""
+    """Cost as a function of length, for `balance`, `slices` and `slice_tokens`. If None, it is
+    derived from the shape of the model."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W, divided by the memory that it holds between
     F and I; at least 1. Bounds on memory take it into account. With flags, it is derived from
@@ -185,7 +185,7 @@ class PipelineConfig:
     """Whether W runs right after I, so that a rank holds the operands of one W at a time. With
     flags, this is set if every layer is recomputed."""
     transport: TransportName | None = None
-    """Transport of tensors. None: torch, or auto with `dynamic` or `disaggregation`."""
+    """Transport of tensors. Default: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
     """How device tensors reach other ranks if the transport is not torch. auto: with the transport
     `auto`, directly between devices for each pair of ranks that supports it; otherwise staged."""
@@ -194,12 +194,12 @@ class PipelineConfig:
     checksums: bool = False
     """Whether to checksum the bytes of messages if the transport is not torch."""
     disaggregation: Disaggregation | None = None
-    """Settings of disaggregation. None: forwards and backwards of a stage share a rank."""
+    """Settings of disaggregation. If None, forwards and backwards of a stage share a rank."""
     tracing: Tracing | None = None
-    """Settings of traces. None: nothing is recorded."""
+    """Settings of traces. If None, nothing is recorded."""
     hang_timeout_s: float | None = None
-    """The longest time that a training step may make no progress. None: the time-out of the process
-    groups applies."""
+    """The longest time that a training step may make no progress. If None, the time-out of the
+    process groups applies."""
     message_timeout_s: float = 600.0
     """The longest time that a rank waits for one message."""
     variable_seq_lengths: bool = False
@@ -238,7 +238,7 @@ class PipelineConfig:
 
     @property
     def generator(self) -> Generator | None:
-        """The generator of the table. None: a file has the table, or no schedule is chosen yet."""
+        """The generator of the table; None if a file has the table or no schedule is chosen yet."""
         name = self.schedule
         if name is None or name.startswith(CSV_PREFIX) or self.is_automatic:
             return None
@@ -251,7 +251,7 @@ class PipelineConfig:
 
     @property
     def trace_folder(self) -> Path | None:
-        """The folder of the traced run whose costs the planner uses. None: it uses a forecast."""
+        """The folder of the traced run whose costs the planner uses; None if it uses a forecast."""
         if self.schedule is None or not self.schedule.startswith(f"{AUTO}:"):
             return None
         return Path(self.schedule.removeprefix(f"{AUTO}:"))

@@ -73,9 +73,9 @@ class Preflight:
     suggestions: dict[str, str | None] = field(default_factory=dict)
     """Unknown flag -> a similar flag that exists, or None."""
     config: PipelineConfig | None = None
-    """The pipeline that the flags describe; None: the flags contradict each other."""
+    """The pipeline that the flags describe, or None if the flags contradict each other."""
     pipeline: Pipeline | None = None
-    """The pipeline that runs; None: Megatron's own schedules run, or the configuration is
+    """The pipeline that runs, or None if Megatron's own schedules run or the configuration is
     rejected."""
     transport_only: Pipeline | None = None
     """Megatron's own schedule if our transport carries its messages, else None."""

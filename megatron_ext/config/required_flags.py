@@ -59,8 +59,8 @@ def missing_flags(
 
     Args:
         args: The settings from the flags.
-        defaults: A training script's values for arguments that are not given. None: the arguments
-            do not come from a script, so any of them may be missing.
+        defaults: A training script's values for arguments that are not given. If None, the
+            arguments do not come from a script, so any of them may be missing.
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
         return

@@ -175,7 +175,7 @@ class Job:
         return self.ranks.role_rank(self.place)
 
     def name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank (None: of this process) for error messages."""
+        """Return the name of a global rank, by default of this process, for error messages."""
         if rank is None:
             rank = self.rank
         role, dp, pp, tp = self.ranks.place(rank)

@@ -22,7 +22,7 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizes:
-    """Sizes of a job, by the names of Megatron's arguments. None: the size is not given.
+    """Sizes of a job, by the names of Megatron's arguments. None means that it is not given.
 
     Sizes are integers of at least 0. Numbers of ranks and stages are at least 1.
     """

@@ -200,7 +200,8 @@ def layout_string(
         mtp_num_layers: Number of layers of multi-token prediction.
         layout: The user's layout, if any.
         first: Work of the first stage besides its layers, in units of one layer.
-        last: Work of the last stage besides its layers. None: the layers of multi-token prediction.
+        last: Work of the last stage besides its layers. Default: the layers of multi-token
+            prediction.
 
     Raises:
         ScheduleError: The layout does not fit this model, or no model can be built on the

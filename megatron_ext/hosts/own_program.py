@@ -75,9 +75,9 @@ def configure(
             pipelines together.
         num_layers: Transformer layers of the model, not counting layers of multi-token prediction.
         mtp_num_layers: Layers of multi-token prediction.
-        layout: The layers of each stage, in Megatron's notation. None: the same number in each
+        layout: The layers of each stage, in Megatron's notation. Default: the same number in each
             stage.
-        world_size: Number of ranks in the job. None: one pipeline.
+        world_size: Number of ranks in the job. Default: one pipeline.
         seed: Seed of the run. Required if random numbers are drawn by micro-batch, as with
             `dynamic`.
 

@@ -40,7 +40,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     nothing.
 
     Args:
-        agent_pid: Process id of the agent. None: read it from the environment, if it is set.
+        agent_pid: Process id of the agent. If None, read it from the environment, if it is set.
     """
     if agent_pid is None:
         agent_pid = int(os.environ.get(AGENT_PID, "0"))

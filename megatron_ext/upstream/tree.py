@@ -204,7 +204,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
     A failed transfer leaves nothing behind. An existing tree at the right tag is kept.
 
     Args:
-        destination: The folder to create. None: `cache_dir()`.
+        destination: The folder to create. Default: `cache_dir()`.
         url: The repository, which may be a mirror.
 
     Returns:

@@ -106,10 +106,10 @@ class BalancedStep:
     costs: Costs
     length_cost: LengthCost
     replicas: ReplicaExchange | None = None
-    """Replicas that redistribute micro-batches. None: this replica runs those that it reads."""
+    """Replicas that redistribute micro-batches. If None, this replica runs what it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """[micro-batch of the table] -> its number in the data, over all `replicas`. None: no data has
-    been read yet."""
+    """[micro-batch of the table] -> its number in the data, over all `replicas`. None before the
+    data is read."""
     _received: dict[int, Any] | None = field(default=None, init=False)
     """With `replicas`: number in the data -> item, for the micro-batches that this replica runs."""
 

@@ -70,8 +70,8 @@ class LengthGains(NamedTuple):
     """Step time with `--pipeline-balance pack`: micro-batches are distributed over replicas and
     ordered."""
     sliced: float | None
-    """Step time with `--pipeline-slice-tokens` in addition to `pack`; None: the schedule does not
-    support slices by length."""
+    """Step time with `--pipeline-slice-tokens` in addition to `pack`, or None if the schedule does
+    not support slices by length."""
     sliced_peak: float | None
     """Peak of the activations on a rank with these slices, in longest micro-batches on 1/pp of the
     model."""
@@ -108,7 +108,7 @@ def predict_lengths(
         sizes: Sizes of a step.
         length_cost: Cost of a sample as a function of its length.
         costs: Durations of actions on the mean micro-batch, and of messages.
-        slice_tokens: Number of tokens in a slice; None: micro-batches stay whole.
+        slice_tokens: Number of tokens in a slice, or None if micro-batches stay whole.
 
     Returns:
         The predictions, sorted by the step time under `pack`, and the reasons why other schedules

@@ -51,7 +51,7 @@ class LengthSteps(Feature):
 def _sharing_replicas(model: Model) -> ReplicaExchange | None:
     """Return the exchange between data-parallel replicas that redistribute micro-batches.
 
-    None: each replica runs the micro-batches that it reads.
+    Returns None if each replica runs the micro-batches that it reads.
     """
     if model.pipeline.config.balance != "pack":
         return None

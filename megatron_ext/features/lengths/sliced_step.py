@@ -54,7 +54,7 @@ class SlicedStep:
     """The data of one training step on this rank, and its slices (`runtime.feature.ReadAhead`)."""
 
     iterators: Sequence[Iterator[Any] | None]
-    """[chunk] -> the micro-batches in the order of the table; None: the chunk reads no data."""
+    """[chunk] -> the micro-batches in the order of the table; None if the chunk reads no data."""
     order: tuple[int, ...]
     """[micro-batch of the table] -> its number in the data, over all replicas that redistribute
     their micro-batches."""
@@ -83,7 +83,7 @@ class _Reading:
 
     def __init__(self, num_chunks: int) -> None:
         self.items_by_chunk: list[dict[int, Any] | None] = [None] * num_chunks
-        """[chunk][number in the data] -> item; None: the chunk reads no data."""
+        """[chunk][number in the data] -> item, or None if the chunk reads no data."""
         self.order: list[int] = []
         """[micro-batch of the table] -> its number in the data."""
         self.samples: list[list[int]] = []
@@ -120,7 +120,7 @@ class LengthSlicer:
         self._fills = fills_of(model.pipeline.placement)
         self._exchange = replicas
         self._device = device_of(model.chunks)
-        # The largest number of tokens in a sample. None: unlimited, or this rank does not know it.
+        # The largest number of tokens in a sample. None if it is unlimited or unknown on this rank.
         # Samples may differ in length even without --variable-seq-lengths, because messages of
         # slices always contain the shapes of their tensors.
         reader = unwrap_model(model.chunks[0])

@@ -91,7 +91,7 @@ class PairSteps(Feature):
         )
 
     def _weights(self, step: Step) -> WaitingWeights | None:
-        """Return the W of a step that may run before their place in the table; None: no W may."""
+        """Return the W of a step that may run before their place in the table; None if no W may."""
         if not self._fills_waits:
             return None
         _check_waiting(step)

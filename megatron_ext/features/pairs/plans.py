@@ -54,9 +54,9 @@ class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs. Actions outside of pairs use plans too."""
 
     weights: WaitingWeights | None = None
-    """Runs W before its place in the table; None: W runs where the table places it."""
+    """Runs W before its place in the table. If None, W runs where the table places it."""
     streams: SideStreams | None = None
-    """The streams of actions and W; None: actions run on the current stream."""
+    """The streams of actions and W, or None if actions run on the current stream."""
     observers: Sequence[Observer] = field(default=(), init=False)
     """Observers of the exchanges of tokens."""
 

@@ -201,7 +201,7 @@ class _Microbatch:
     )
     """(id of a router, index among its balancing losses) -> sums over the slices so far."""
     packed: Any = None
-    """Megatron's `PackedSeqParams` of the whole micro-batch; None: one sequence per row."""
+    """Megatron's `PackedSeqParams` of the whole micro-batch. None if each row is one sequence."""
     documents_read: Callable[[], tuple[int, ...]] = tuple
     """Returns `documents` if this rank has them on the host, else an empty tuple."""
     documents: tuple[int, ...] = ()
@@ -306,7 +306,7 @@ class RunningSlice:
         This runs the forward of Megatron's `DotProductAttention` or `TEDotProductAttention`. The
         queries are `[s, b, heads, width]`, or `[s, heads, width]` if sequences are packed. The mask
         is `[b, 1, s, tokens up to the end of the slice]`, and True where a token must not attend.
-        None: causal.
+        None means causal attention.
         """
         packed = arguments.get("packed_seq_params")
         first = 0

@@ -202,7 +202,7 @@ class Published:
     look: tuple[tuple[int, ...], torch.dtype] | None
     """Shape and dtype of the tensor and of its gradient."""
     stage: int | None
-    """The stage of this rank that published the tensor; None: it was received."""
+    """The stage of this rank that published the tensor, or None if it was received."""
     origin: torch.Tensor | None = None
     """The tensor in the graph of its stage, if it has a graph."""
     takers: _Sum = field(default_factory=_Sum)
