@@ -249,7 +249,7 @@ class UserCut:
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
         """Return the layers of each stage if the first or the last rank has another number of them.
 
-        The layers of a rank are spread evenly over its chunks. Returns None if layers do not divide.
+        The layers of a rank are spread evenly over its chunks. None if the layers do not divide.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
