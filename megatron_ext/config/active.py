@@ -128,7 +128,7 @@ class Pipeline:
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
-        """Return the same pipeline, with slices for a given share of attention in a forward."""
+        """Return the same pipeline, with slices for a given fraction of attention in a forward."""
         costs = replace(self.costs, attention=share)
         return replace(self, config=replace(self.config, costs=costs))
 

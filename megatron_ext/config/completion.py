@@ -82,7 +82,7 @@ class _WholeLayers:
     """The layers that are recomputed as a whole."""
 
     share: float = 0.0
-    """Share of these layers in all layers."""
+    """Fraction of all layers that are recomputed as a whole."""
     at_a_time: int = 1
     """Number of layers that are recomputed together, from one saved input."""
 

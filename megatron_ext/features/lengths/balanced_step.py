@@ -147,7 +147,7 @@ class BalancedStep:
             Number of a micro-batch in the data -> its item.
         """
         # All ranks of a replica that read data see the same lengths, so they choose the same order
-        # without a message. Ranks that read no data only know the table's micro-batches.
+        # without a message. Ranks without data only use the micro-batch numbers of the table.
         replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)

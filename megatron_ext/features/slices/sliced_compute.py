@@ -258,7 +258,7 @@ class RunningSlice:
 
     @property
     def share(self) -> float:
-        """Share of the slice in the tokens of the micro-batch, which must not be empty."""
+        """Fraction of the micro-batch's tokens in this slice. The micro-batch must not be empty."""
         return (self.end - self.begin) / self.num_tokens
 
     def with_earlier(
@@ -320,7 +320,7 @@ class RunningSlice:
             # separate memory, and then it assumes that the queries are contiguous.
             query = query.contiguous()
             if first > 0:
-                # It rejects keys that do not start at the start of their memory.
+                # It rejects keys that start in the middle of their memory.
                 key, value = key.clone(), value.clone()
         # A slice has fewer queries than keys, and its last query may attend to the last key. So the
         # causal mask must be aligned at the bottom right.

@@ -445,8 +445,8 @@ class TreeCompute(StageCompute):
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
-            # Insert the gradients in place, before those of published tensors: the root refers to
-            # this list since the forward.
+            # Insert the gradients in place, before the gradients of published tensors, because the
+            # root has referred to this list since the forward.
             gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
