@@ -111,6 +111,7 @@ class UserCut:
             ArgumentsError: The user set several such flags.
         """
         sizes = self.sizes
+        # A pattern without "|" does not set the stages.
         segments = self.pattern if self.pattern and "|" in self.pattern else None
         values = {
             LAYOUT: sizes.pipeline_model_parallel_layout,

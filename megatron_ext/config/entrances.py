@@ -167,6 +167,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
 
 def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
     """Yield log lines about the pipeline or roles that run, and about their limitations."""
+    # `args.rank` is 0 on one rank of each role, but `job.rank` is the rank in the whole job.
     job = in_force.job
     if job is not None:
         if job.rank == 0:
@@ -206,6 +207,7 @@ def _reads_mask(args: Namespace) -> bool:
 def running(pipeline: Pipeline) -> str:
     """Return a log line about the pipeline that runs, with its simulated bubble and memory."""
     config = pipeline.config
+    # The figures are for a full batch.
     if config.dynamic is None:
         timeline = evaluate(pipeline.full, pipeline.costs)
         peak = max(activation_peaks(timeline.schedule, config.stash_ratio))

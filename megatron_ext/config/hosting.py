@@ -561,6 +561,7 @@ def _add_stages(
         has_layers = getattr(args, "num_layers", None) or getattr(
             args, "hybrid_layer_pattern", None
         )
+        # Without layers, `stage_arguments` would fail. In a job, that is an error of the user's.
         if in_job or has_layers:
             built = stages.stage_arguments(args, cut, placement, subject)
             answer.arguments = built.values

@@ -337,6 +337,7 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         )
     if c.slices == 1:
         return None
+    # field -> whether it is set
     excluded = {
         "disaggregation": c.disaggregation is not None,
         "pairs": c.pairs,
@@ -460,6 +461,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
             "{balance:{c.balance}} is for schedules of this package; add {schedule:NAME}, such as "
             "1f1b or interleaved, or leave it out"
         )
+    # Settings that only our tables use.
     of_tables = {
         "costs": c.costs is not None,
         "options": bool(c.options),
@@ -536,6 +538,7 @@ def check_types(settings: object) -> None:
         value = getattr(settings, name)
         if is_of_type(value, hint):
             continue
+        # Describe the accepted types for the error message.
         fitting: list[str] = []
         kinds = kinds_of(hint)
         for kind in kinds:

@@ -47,6 +47,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
     is_ours = answer.pipeline is not None or answer.transport_only is not None
     if not is_ours or not getattr(args, "inprocess_restart", False):
         return
+    # Only a process of the job knows the software of the job.
     if in_job and find_spec("nvidia_resiliency_ext") is None:
         refusal = Refusal(
             "inprocess_restart",

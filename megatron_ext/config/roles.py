@@ -120,6 +120,7 @@ def rank_map(
     replicas, num_left_over = divmod(world_size, ranks_of_replica)
     if replicas and not num_left_over:
         return RankMap(tp, pp, replicas * cp, merged)
+    # Show the rule with the sizes of this job, and suggest the nearest numbers of processes.
     rule = f"2 x TP x PP = 2 x {tp} x {pp}"
     note = " (an even data-parallel size, which it halves)"
     if merged:

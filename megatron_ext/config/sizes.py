@@ -66,6 +66,7 @@ class JobSizes:
         mistakes: list[str] = []
         for size in fields(cls):
             value = settings.get(size.name)
+            # Configuration objects may contain a layout as lists of names.
             if size.name == "pipeline_model_parallel_layout":
                 value = layout_text(value)
             if value is None:

@@ -260,6 +260,8 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
         ConfigurationError: There are too few ranks, or an odd number for mirrored pipelines.
     """
     pp = args.pipeline_model_parallel_size
+    # Name the schedule as the user chose it: by --pipeline-schedule or a field, or by a switch such
+    # as --use-dpp.
     schedule, switch = "{schedule:{c.schedule}}", "{schedule}"
     flag, _, name = chooser(args, config).partition("=")
     if not name:

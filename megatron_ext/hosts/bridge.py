@@ -357,6 +357,7 @@ def _refuse_decentralized(container: Any) -> None:
         return
     in_force = active.required()
     pipeline = in_force.pipeline
+    # Name the first feature that uses these groups.
     remedy = "set it to False"
     if in_force.config.tracing is not None:
         reason = "tracing places its ranks"

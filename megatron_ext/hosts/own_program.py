@@ -164,6 +164,7 @@ def _check_entrance(config: object) -> None:
             "MEGATRON_EXT_DISABLE=1 disables everything that configure activates; unset it, or "
             "leave configure out to use Megatron's own schedule"
         )
+    # Reject flags instead of choosing one of two configurations.
     flags = requested_flags()
     if flags:
         raise ArgumentsError(

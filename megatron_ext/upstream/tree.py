@@ -132,6 +132,7 @@ def check_tree(tree: Path) -> None:
     if fits and installed in (None, release):
         return
     remedy = f"Get it with {how_to_get()}"
+    # A supported tree can also be used with the wheel of its release.
     if release is not None and fits:
         minor_release = f"{release[0]}.{release[1]}"
         remedy += f"; or install its megatron-core: pip install 'megatron-core=={minor_release}.*'"

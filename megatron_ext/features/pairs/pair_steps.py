@@ -131,6 +131,7 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
                 f"{type(chunk).__name__} cannot run in pairs, because it has no method "
                 f"build_schedule_plan like Megatron's GPTModel; {remedy}"
             )
+    # A step with `**kwargs` may pass the argument on.
     accepts_flag = any(
         parameter.name == "return_schedule_plan"
         or parameter.kind is parameter.VAR_KEYWORD

@@ -321,6 +321,8 @@ class _Placing:
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
         """Return the actions that a rank runs next: a pair, one action, or no action."""
         forwards, backwards = self._ready(rank)
+        # In order of preference: a pair of different micro-batches, a backward that need not wait
+        # for a partner, a forward within the lead, a W, and then an action that could have waited.
         for backward in backwards:
             for forward in forwards:
                 if forward.microbatch != backward.microbatch:

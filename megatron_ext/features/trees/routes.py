@@ -52,6 +52,7 @@ def declare(
     Raises:
         ScheduleError: A name is not a string or appears twice, or the boundary is unknown.
     """
+    # A string is an iterable of its characters, so reject it before it is converted.
     for names in (publishes, takes):
         if isinstance(names, str):
             raise ScheduleError(

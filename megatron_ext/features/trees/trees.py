@@ -549,6 +549,7 @@ def agree_trees(
     own_declarations = dict(zip(stages, map(declared, chunks), strict=True))
     everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everybody, own_declarations, group=group)
+    # The ranks of a pipeline have different stages, so no entry is overwritten.
     by_stage: dict[int, Declared] = {}
     for declarations in everybody:
         by_stage.update(declarations)
