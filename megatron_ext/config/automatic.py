@@ -74,15 +74,25 @@ def question_of(
     # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as a choice of
     # the user.
     chunks = cut.chunks_if_even
+    if chunks == 1:
+        chunks = None
+    # If the batch is unknown, use a number that fills the pipeline, as other checks do.
+    num_microbatches = 2 * pp
+    if batches is not None:
+        num_microbatches = batches.num_microbatches
+    num_layers = None
+    if _has_layers(cut):
+        num_layers = cut.num_layers
+
+    def layers_of(schedule: str, placement: Placement) -> Sequence[int] | None:
+        return _layers_by_stage(args, cut, schedule, placement)
+
     training = choice.Training(
         ranks=pp,
-        # If the batch is unknown, use a number that fills the pipeline, as other checks do.
-        num_microbatches=2 * pp if batches is None else batches.num_microbatches,
-        cut=lambda schedule, placement: _layers_by_stage(
-            args, cut, schedule, placement
-        ),
-        chunks=None if chunks == 1 else chunks,
-        num_layers=cut.num_layers if _has_layers(cut) else None,
+        num_microbatches=num_microbatches,
+        cut=layers_of,
+        chunks=chunks,
+        num_layers=num_layers,
         costs=config.costs,
         pairs=reference.pairs,
         slices=config.slices,

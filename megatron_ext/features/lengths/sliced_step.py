@@ -293,10 +293,8 @@ class LengthSlicer:
         # Without an exchange, the numbers count only the micro-batches of this replica.
         numbers = sorted(held)
         if self._sorts:
-            numbers = [
-                numbers[place]
-                for place in rising([costs[number] for number in numbers])
-            ]
+            order = rising([costs[number] for number in numbers])
+            numbers = [numbers[place] for place in order]
         reading.order = numbers
         reading.samples = [sample_lengths(held[number]) for number in numbers]
         reading.packed_bounds = [packed_bounds_in(held[number]) for number in numbers]
