@@ -2,8 +2,8 @@
 
 A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator that takes an id
 and a target. The docstring of the decorated function gives the reason for the patch: what goes
-wrong without it. Importing a table imports neither torch nor Megatron. Add a patch to the table of its
-upstream area. For a new table, write the module and list it here.
+wrong without it. Importing a table imports neither torch nor Megatron. Add a patch to the table of
+its upstream area. For a new table, write the module and list it here.
 """
 
 from __future__ import annotations
