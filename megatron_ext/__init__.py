@@ -1,14 +1,14 @@
 """Better pipelines for an unmodified Megatron-LM.
 
-Importing this package arms its patches; put it first:
+Importing this package arms its patches, so import it first:
 
     import megatron_ext
     from megatron.training import pretrain
 
-or leave the script as it is and start it with `python -m megatron_ext SCRIPT.py FLAGS`. With no
-flag of ours given, a CUDA machine trains exactly as without the import. `MEGATRON_EXT_DISABLE=1`
-makes the import do nothing; `deactivate()` undoes it. Neither torch nor Megatron is imported here:
-patches are applied when those are.
+or leave the script unchanged and start it with `python -m megatron_ext SCRIPT.py FLAGS`. If none of
+this package's flags is used, training on a CUDA machine is the same as without the import.
+`MEGATRON_EXT_DISABLE=1` makes the import do nothing; `deactivate()` undoes it. The import loads
+neither torch nor Megatron: each patch is applied when its target module is imported.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MODULE_OF = {
     "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.features.trees.routes",
 }
-"""Names that are imported at first use."""
+"""Public name -> module that defines it; the module is imported at first use."""
 
 
 def __getattr__(name: str) -> Any:
@@ -76,6 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
+    # `routes` is itself a module; all other names are attributes of theirs.
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
@@ -85,7 +86,7 @@ def __dir__() -> list[str]:
 
 
 def activate() -> None:
-    """Arm all patches; modules already imported are patched now. Idempotent."""
+    """Arm all patches, and patch the modules that are already imported. Idempotent."""
     from megatron_ext import hosts, patches
 
     patches.arm()
@@ -93,7 +94,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Restore all changes: attributes, their copies, import hooks, environment variables.
+    """Undo all changes: attributes, their copies, import hooks and environment variables.
 
     This also ends the active configuration.
     """
@@ -121,6 +122,7 @@ if os.environ.get("MEGATRON_EXT_DISABLE", "0") != "1":
     try:
         activate()
     except ModuleNotFoundError:
-        # `plan` needs the standard library alone; cli.py names what a command lacks.
+        # `plan` needs only the standard library. If another command needs the missing module,
+        # cli.py reports it in one line.
         if sys.argv[:1] != ["-m"] and not sys.argv[0].endswith("megatron-ext"):
             raise

@@ -17,15 +17,16 @@ def main() -> int:
 
 def _record(script: str, argv: list[str]) -> int:
     """Run a script so that torchrun can show which rank failed first, and how."""
+    # Without wrapt, `import megatron_ext` has armed no patch, so report it instead of training.
     try:
-        import wrapt  # noqa: F401 - what `import megatron_ext` could not do without it
+        import wrapt  # noqa: F401
     except ModuleNotFoundError as error:
         print(f"megatron_ext: error: {cli.lacking(error)}", file=sys.stderr)
         return 2
     from megatron_ext.training import runner
     from megatron_ext.upstream import parent
 
-    # If `megatron-ext launch` started it.
+    # Both calls do nothing unless `megatron-ext launch` started this process.
     parent.die_with_parent()
     parent.use_sockets_folder()
     from torch.distributed.elastic.multiprocessing.errors import record

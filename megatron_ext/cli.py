@@ -1,7 +1,7 @@
 """The `megatron-ext` command: a subcommand for each task other than training.
 
 Each `_add_*` registers a subcommand and its `_run_*`, which returns an exit code. Only the `_run_*`
-functions import torch and Megatron, so `--help` and errors are immediate.
+functions import torch and Megatron, so `--help` and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
 
 _REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
+"""Packages that may be missing from an environment; `main` reports them in one line."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing to a disk that is full, over quota or limited in file size."""
 _REMOVED = {
     "--fp8": "use --precision fp8",
     "--markdown": "python website/patch_table.py prints that table",
@@ -54,7 +56,7 @@ _GROUPS = {
         "patches": "megatron-ext patches check",
     },
 }
-"""Group and its page of documentation -> command -> an example of its use."""
+"""(Group, its documentation page) -> command -> example."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +70,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; the command's own parser reports arguments that are left over."""
+        """Parse the arguments; the parser of the subcommand reports unknown ones."""
+        # argparse would report them with the usage of the main parser.
         parsed, unknown_words = self.parse_known_args(args, namespace)
         if unknown_words:
             command = getattr(parsed, "parser", self)
@@ -84,7 +87,7 @@ def _overview(commands: dict[str, str]) -> str:
         "usage: megatron-ext COMMAND ...",
         "",
         "Better pipelines for an unmodified Megatron-LM. Train on this machine, or with --hostfile",
-        "on many, with `megatron-ext launch -- pretrain_gpt.py FLAGS`, or with torchrun:",
+        "on several, with `megatron-ext launch -- pretrain_gpt.py FLAGS`, or with torchrun:",
         "`torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
     ]
     for (group, page), examples in _GROUPS.items():
@@ -98,7 +101,7 @@ def _overview(commands: dict[str, str]) -> str:
 def lacking(error: ModuleNotFoundError) -> str:
     """Return the error line for a module missing from this Python installation."""
     checkout = Path(__file__).resolve().parents[1]
-    # No index has the package yet, so in a checkout, recommend installing the checkout.
+    # The package is not on any index yet, so from a checkout, recommend installing the checkout.
     is_checkout = (checkout / "pyproject.toml").is_file()
     package = f"-e {shlex.quote(str(checkout))}" if is_checkout else "megatron-ext"
     return (
@@ -145,17 +148,15 @@ def _add_patches(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "patches",
         help="show or check the patches on Megatron",
-        description="Show what is changed in Megatron, or check that it still fits.",
+        description="Show the changes to Megatron, or check that they still fit it.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("list", help="show every patch, its state and its reason")
     show.add_argument(
-        "--all", action="store_true", help="also show each name redirected in torch"
+        "--all", action="store_true", help="also show each redirected torch name"
     )
     show.add_argument("--json", action="store_true", help="print JSON")
-    actions.add_parser(
-        "check", help="compare every target with the installed release's"
-    )
+    actions.add_parser("check", help="compare every target with the installed release")
     parser.set_defaults(run=_run_patches)
 
 
@@ -163,11 +164,11 @@ def _add_upstream(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "upstream",
         help="get, find or check the Megatron-LM tree",
-        description="Get, find or check the Megatron-LM tree whose scripts train.",
+        description="Get, find or check the Megatron-LM tree with the training scripts.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = actions.add_parser(
-        "fetch", help="clone Megatron-LM at the wheel's release, verified"
+        "fetch", help="clone Megatron-LM at the wheel's release and verify it"
     )
     fetch.add_argument(
         "--path", type=Path, help="destination (default: below ~/.cache)"
@@ -201,6 +202,7 @@ def _run_patches(args: argparse.Namespace) -> int:
     problems = listing.problems(rows)
     for line in problems:
         print(line)
+    # A pending row could not be checked, because its module cannot be imported here.
     rows = [row for row in rows if row.state != "other release"]
     checked = sum(row.state != "pending" for row in rows)
     note = (
@@ -224,7 +226,7 @@ def _run_upstream(args: argparse.Namespace) -> int:
         return 0
     core = releases.core_version() or "(none)"
     print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
-    # The latter raises an error that says how to get one
+    # Without a tree, `require_tree` raises an error that says how to get one.
     tree = upstream.find_tree() or upstream.require_tree()
     version, commit, problems = upstream.tree_status(tree)
     commit_text = commit[:12] if commit else "not a git checkout"
@@ -238,11 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `megatron-ext` command.
 
     Args:
-        argv: Arguments without the program's name. None: those of the process.
+        argv: Arguments without the program's name; None uses `sys.argv[1:]`.
 
     Returns:
-        The exit code: 0; 1 for a check with findings; 2 for a mistake of the user; 3 for runs whose
-        numbers differ.
+        The exit code: 0 for success, 1 for a check with findings, 2 for a user error, 3 for runs
+        whose numbers differ.
     """
     try:
         parser = build_parser()
@@ -255,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         code = int(args.run(args))
-        # Flush while we can still report errors: at exit, Python would print a traceback for a full
-        # disk.
+        # Flush while errors can still be reported: at exit, Python would print a traceback for a
+        # full disk.
         sys.stdout.flush()
         return code
     except MegatronExtError as error:
@@ -277,9 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_ROOM:
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # buffered output is written at exit
+        # Python writes the buffered output again at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(
             f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr
         )

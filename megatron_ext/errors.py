@@ -1,8 +1,8 @@
 """The exception tree of the package.
 
 Every message gives the value, the rule and the remedy. `UserError` and its subclasses are mistakes
-that the user can fix; the command line prints them in one line and exits with code 2. The others
-are failures of the machine or of upstream, and keep their traceback.
+that the user can fix; the command line prints them in one line and exits with code 2. All other
+errors are failures of the machine or of upstream, and keep their traceback.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-_MAX_WORD = 200
-_MAX_LINE = 2000
+_MAX_WORD = 200  # characters
+_MAX_LINE = 2000  # characters
 
 
 Wording = Callable[[str, str], str]
-"""Formats a setting for one kind of reader, from its field or flag and its value (may be empty)."""
+"""Formats a setting for one kind of reader. Takes its field or flag, and its value or ''."""
 
 # A setting in a message: `--flag`, or `--flag=value` if the value belongs to it.
 _SETTING = re.compile(r"(--[a-z0-9][a-z0-9-]*)(?:=(\S*?)(?=[,;:)]*(?:\s|$)))?")
@@ -32,7 +32,7 @@ def in_python(field: str, value: str) -> str:
 
 
 class _Settings(dict[str, object]):
-    """Values for a template: the given ones, and any setting in the reader's terms."""
+    """Values for a template; a missing key is the name of a setting."""
 
     def __init__(self, wording: Wording, values: Mapping[str, object]) -> None:
         super().__init__(values)
@@ -43,7 +43,7 @@ class _Settings(dict[str, object]):
 
 
 class _Setting(NamedTuple):
-    """A setting that is formatted with its value as the format specification."""
+    """A setting in a template; the format specification is its value (`{slices:4}`)."""
 
     field: str
     wording: Wording
@@ -56,7 +56,7 @@ class MegatronExtError(Exception):
     """Base of every error that megatron_ext raises on purpose."""
 
     def __reduce__(self) -> tuple[Callable[..., MegatronExtError], tuple[object, ...]]:
-        """Copy and pickle without the constructor, whose arguments may be others than `args`."""
+        """Copy and pickle without calling the constructor, which may not accept `args`."""
         return _restored, (type(self), self.args, vars(self))
 
 
@@ -86,13 +86,13 @@ class ConfigurationError(ArgumentsError):
     """
 
     def __init__(self, template: str, **values: object) -> None:
-        """Keep the template. Keyword arguments are the values for `{name.attribute}` in it."""
+        """Keep the template, and the values for its fields, such as `{name.attribute}`."""
         self.template = template
         self.values = values
         super().__init__(self.worded(in_python))
 
     def worded(self, wording: Wording) -> str:
-        """Return the message with its settings in the reader's terms."""
+        """Return the message with its settings as the reader knows them."""
         return self.template.format_map(_Settings(wording, self.values))
 
 
@@ -113,11 +113,11 @@ class LaunchError(UserError):
 
 
 class HangError(MegatronExtError):
-    """No rank makes progress; the message names the rank that the others wait for.
+    """No rank makes progress; the message names the rank that all other ranks wait for.
 
     Args:
         message: The waits, from one rank to the next.
-        rank: Global rank that the others wait for; None if several wait for each other.
+        rank: Global rank that all other ranks wait for; None if several wait for each other.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -134,11 +134,11 @@ class EffectMissing(MegatronExtError):
 
 
 class TransportError(MegatronExtError):
-    """A message could not be carried; gives the peer, the message and the seconds waited."""
+    """A message could not be delivered; names the peer, the message and the seconds waited."""
 
 
 class TransportTimeout(TransportError):
-    """A peer is alive, but a message did not arrive, or was not received, in time."""
+    """The peer is alive, but a message did not arrive, or was not received, in time."""
 
 
 class PeerDied(TransportError):
@@ -149,7 +149,7 @@ class PeerAborted(TransportError):
     """A peer aborted; the message repeats its reason.
 
     Args:
-        message: Which message could not be carried, and why.
+        message: Which message could not be delivered, and why.
         reason: Why the first rank gave up, with its number; passed on unchanged to further peers.
     """
 
@@ -163,11 +163,11 @@ class PeerClosed(TransportError):
 
 
 class MessageMismatch(TransportError):
-    """The shape or dtype of a message differs from the schedule."""
+    """The shape or dtype of a message is not what the schedule requires."""
 
 
 def shortened(text: str, limit: int = _MAX_WORD) -> str:
-    """Return the text; if it exceeds the limit of characters, its middle is left out."""
+    """Return the text without its middle if it has more characters than the limit."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -175,11 +175,11 @@ def shortened(text: str, limit: int = _MAX_WORD) -> str:
 
 
 def line_of(message: object) -> str:
-    """Return a message in printable form, whatever its parts contain.
+    """Return a message that is safe to print.
 
-    Shortens long words, and escapes control characters of terminals.
+    Long words are shortened, and control characters are escaped.
     """
-    # Messages quote file names and words of peers, which may contain terminal control sequences.
+    # Messages quote file names and text from peers, which may contain terminal control sequences.
     words = re.sub(
         rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message)
     )
@@ -192,11 +192,11 @@ def line_of(message: object) -> str:
 
 
 def reworded(message: str, wording: Wording) -> str:
-    """Return a message in a reader's terms; its settings are `--flag` or `--flag=value`."""
+    """Return a message with each `--flag` and `--flag=value` in it as the reader knows it."""
     return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
 
 
-# argparse has no error codes, only text.
+# argparse has no error codes, so errors can only be recognised by their text.
 _INVALID_VALUE = re.compile(r"argument (.*?): invalid (\w+) value: (.*)")
 _INVALID_CHOICE = re.compile(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*")
 _MISSING = re.compile(
@@ -221,7 +221,7 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
         return f"{', '.join(names)} {verb} missing; {see_help}"
     if match := _UNKNOWN.fullmatch(message):
         return _unknown_arguments(parser, match[1].split(), see_help)
-    # Show unrecognised text unchanged, for example after a change in another Python.
+    # Show any other text unchanged: a newer Python may word its errors differently.
     return f"{message.removeprefix('argument ')}; {see_help}"
 
 
@@ -246,7 +246,7 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
 
 
 def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) -> str:
-    """Return the error for words that a parser does not know, each with the closest flag."""
+    """Return the error for unknown arguments, each with the closest flag."""
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
@@ -268,9 +268,9 @@ def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) 
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, or the line that raised it if the message is empty.
+    """Return an error's message, or the source line that raised it if the message is empty.
 
-    A division by zero gets both, because its message alone says too little.
+    An arithmetic error gets both, because its message alone does not identify the operands.
     """
     place = traceback.extract_tb(error.__traceback__)[-1]
     line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
@@ -290,7 +290,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_for_peers(error: BaseException) -> str:
-    """Return why this rank gives up, for its peers: the first rank's reason if known."""
+    """Return why this rank gives up, in words for its peers: the first rank's reason if known."""
     if isinstance(error, PeerAborted) and error.reason:
         return error.reason
     if isinstance(error, MegatronExtError):
@@ -300,7 +300,7 @@ def reason_for_peers(error: BaseException) -> str:
 
 
 class UpstreamMismatch(MegatronExtError):
-    """The installed Megatron is not the one that a patch was written for.
+    """The installed Megatron differs from the release that a patch was written for.
 
     The target is `module:attribute.path`; `expected` and `found` are, for example, signatures.
     """

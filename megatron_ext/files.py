@@ -1,4 +1,4 @@
-"""Files named by the user: bounded reads, and writes that are atomic or in place."""
+"""Reads files with a size limit, and writes files atomically or in place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 _MAX_DEPTH = 50
-"""Maximum nesting of brackets in JSON: far more than any of our formats needs, and far below
-Python's recursion limit for code that prints or compares the content."""
+"""Maximum nesting of brackets in JSON. None of our formats nests nearly as deep, and code that
+prints or compares the content stays far below Python's recursion limit."""
 
 
 def is_replaceable(path: Path) -> bool:
     """Return whether a new file can replace this one.
 
-    Devices and pipes, and files in a folder that accepts no new ones, are written in place.
+    Devices, pipes, and files in a folder without write permission must be written in place.
 
     Raises:
         OSError: Links form a cycle, or pass through a folder without access permission.
@@ -37,7 +37,8 @@ def is_replaceable(path: Path) -> bool:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which then replaces the file, or the target of a link.
 
-    If the block raises, the file is unchanged. The paths of devices and pipes are yielded as given.
+    If the block raises, the file is unchanged. If a new file cannot replace the file
+    (`is_replaceable`), this yields the path itself.
 
     Raises:
         OSError: The file cannot be written.
@@ -46,12 +47,13 @@ def replacing(path: Path) -> Iterator[Path]:
         yield path
         return
     final = Path(os.path.realpath(path))
-    # Use the same disk, or the new file could not replace the old one.
+    # A rename works only within one file system.
     with tempfile.TemporaryDirectory(prefix=".part-", dir=final.parent) as folder:
         scratch = Path(folder) / final.name
         yield scratch
         if final.exists():
-            if not os.access(final, os.W_OK):  # its owner has write-protected it
+            # A rename would succeed here, because it needs write access to the folder only.
+            if not os.access(final, os.W_OK):
                 raise PermissionError(
                     errno.EACCES, os.strerror(errno.EACCES), str(path)
                 )
@@ -60,32 +62,32 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file with this text, in UTF-8 and without changing line ends.
+    """Replace the content of a file with this text, in UTF-8 and with unchanged line ends.
 
     Raises:
-        OSError: It cannot be written; the old content is intact.
+        OSError: The file cannot be written; the old content is intact.
     """
     with replacing(path) as scratch:
         scratch.write_text(text, encoding="utf-8", newline="")
 
 
 def cannot_write(path: Path, error: OSError, remedy: str) -> str:
-    """Return an error line for a file that cannot be written, with reason and remedy."""
+    """Return the error line for a file that cannot be written, with the reason and the remedy."""
     return f"{path} cannot be written: {error.strerror or error}; {remedy}"
 
 
 def read_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file.
 
-    Reading a pipe without a writer would block forever, and a device never ends.
+    Pipes and devices are rejected: a pipe without a writer would block, and a device may not end.
 
     Raises:
-        OSError: It cannot be read; `strerror` says why.
-        UnicodeDecodeError: It is not text.
+        OSError: The file cannot be read; `strerror` says why.
+        UnicodeDecodeError: The file is not text.
     """
     # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - Path.open takes no descriptor
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory", str(path))
@@ -93,6 +95,7 @@ def read_text(path: Path, max_bytes: int) -> str:
             raise OSError(
                 0, "it is not a regular file, but a pipe or a device", str(path)
             )
+        # Read one byte more than the limit instead of trusting the size: the file may be growing.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))
@@ -103,8 +106,8 @@ def read_json(path: Path, max_bytes: int) -> Any:
     """Return the content of a regular JSON file.
 
     Raises:
-        OSError: It cannot be read; `strerror` says why.
-        ValueError: It is not text, not JSON, or nested too deeply.
+        OSError: The file cannot be read; `strerror` says why.
+        ValueError: The content is not text, not JSON, or nested too deeply.
     """
     return parse_json(read_text(path, max_bytes))
 
@@ -113,14 +116,14 @@ def parse_json(text: str) -> Any:
     """Return the content of an untrusted JSON text.
 
     Raises:
-        ValueError: It is not JSON, or nested too deeply.
+        ValueError: The text is not JSON, or nested too deeply.
     """
     too_deep = f"it nests brackets more than {_MAX_DEPTH} deep"
     try:
         content = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    # Only texts with that many brackets need the walk, and they are rare.
+    # Few texts have enough brackets to need the walk.
     if text.count("[") + text.count("{") > _MAX_DEPTH and not _is_flat(content):
         raise ValueError(too_deep)
     return content

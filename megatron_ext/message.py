@@ -1,7 +1,7 @@
 """The name of a message between ranks, from the table to the wire.
 
-The tables of `megatron_ext/schedules` derive messages, and the transports carry them. Neither may
-import the other, so their shared name is defined here, with the standard library only.
+The tables in `megatron_ext/schedules` name messages, and the transports carry them. Neither package
+may import the other, so the shared name is defined here, with the standard library only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
-"""F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
-ahead. D: a decision of the rank that leads others. W: weights, and notices about them. P: tensors
-that a stage published, past the stages between. G: their gradients."""
+"""F: an activation. B: the gradient of an activation. C: a credit, which lets a rank run one more
+micro-batch ahead. D: a decision of the leading rank. W: weights, and notices about them. P: tensors
+that a stage publishes for a later stage, bypassing the stages between. G: the gradients of P."""
 
 _OF_MICROBATCHES: dict[MessageKind, str] = {
     "F": "the activation that stage {} needs",
@@ -23,25 +23,24 @@ _OF_MICROBATCHES: dict[MessageKind, str] = {
 
 
 class Message(NamedTuple):
-    """Identity of a tensor that crosses ranks, unique within a step for each pair of ranks."""
+    """Identity of a tensor sent between two ranks, unique within a step for this pair of ranks."""
 
     kind: MessageKind
     stage: int
-    """F, B: the stage that needs the tensor. C: the stage that may begin a micro-batch. W: the
+    """F, B: the stage that needs the tensor. C: the stage that may start a micro-batch. W: the
     stage whose weights are sent. P, G: the stage that produced the tensor. D: 0."""
     microbatch: int
-    """D: number of the decision in a step. W: 0 says whether weights follow, n is the n-th bucket.
-    """
+    """D: number of the decision in a step. W: 0 is the notice whether weights follow, n > 0 is the
+    n-th bucket."""
     slice: int = 0
     """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0
     """F, B: index of the tensor if stages exchange several at once. P, G: 1 for the twin, which may
-    receive other tensors from the same stage."""
+    receive different tensors from the same stage."""
     header: bool = False
-    """F, P, W: the message describes how to read the tensors that follow under the same identity.
-    """
+    """F, P, W: the message describes how to read the tensors that follow with the same identity."""
     launched: bool = False
-    """A notice: the sender has launched the computation of the tensor, which follows."""
+    """This is a notice: the sender has launched the computation of the tensor, which follows."""
 
     @property
     def notice(self) -> Message:
@@ -55,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def for_host(self) -> bool:
-        """Whether the host acts on the message, so that its tensor never goes to a device."""
+        """Whether the host reads the message, so that it stays in host memory."""
         return self.header or self.kind in ("C", "D")
 
     def __str__(self) -> str:

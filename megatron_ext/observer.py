@@ -12,31 +12,33 @@ if TYPE_CHECKING:
 
     from megatron_ext.schedules.table.actions import Action, Kind
 
-# A plain tuple, because one is created between every two actions, where the device may wait.
+# A plain tuple is cheap to create: this happens between every two actions, when the device may be
+# idle.
 Executed = tuple[int, "Action", float]
-"""(position in table order, action, seconds of host time). Each action of a pair counts as half of
-the pair's time."""
+"""(position in table order, action, seconds of host time). The time of a pair is divided equally
+between its two actions."""
 
 
 class Observer(TransportObserver):
     """Observes the training of one rank; override the methods you need.
 
-    Append it to the `observers` of the active configuration before the first step. A runtime passes
-    the observers to its transport, which also reports messages between steps; to the data (`read`);
-    and in training to the executor, after `begin_step`. The patches in `patches/trace.py` report
-    the parts of a training step outside its table, and the actions of Megatron's own schedules.
+    Append it to the `observers` of the active configuration before the first step. The transport
+    reports messages, also between steps. The data iterator calls `read`. During a training step,
+    after `begin_step`, the executor reports the actions of a table. The patches in
+    `patches/trace.py` report the parts of a training step outside its table, and the actions of
+    Megatron's own schedules.
     """
 
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Called when a training step begins: the schedule, reductions and the optimizer."""
+        """Called when a training step begins, which includes reductions and the optimizer."""
 
     def end_schedule(self) -> None:
-        """Called when the schedule of a training step, and reductions in it, are complete."""
+        """Called when the schedule of a training step and the reductions in it are complete."""
 
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        Every other step ends with the optimizer. Only Megatron's optimizers report that; with
+        All other steps end with the optimizer. Only Megatron's optimizers report their end; with
         any other optimizer, this is called at the next evaluation or step.
         """
 
@@ -44,7 +46,7 @@ class Observer(TransportObserver):
         """Called when a rank enters a collective part of a step: `reduce` or `optimizer`."""
 
     def end_collective(self, name: str) -> None:
-        """Called when the rank has left that part, with or without an error."""
+        """Called when the rank has left a collective part of a step, with or without an error."""
 
     def begin_step(self, compute: Any) -> None:
         """Called when a table's training step begins, with the `StageCompute` that runs it."""
@@ -59,10 +61,10 @@ class Observer(TransportObserver):
         """Called when the configuration ends."""
 
     def begin_action(self, action: Action) -> None:
-        """Called when an action's inputs are here; a pair's forward begins first and ends last."""
+        """Called when an action's inputs have arrived; a pair's forward begins first, ends last."""
 
     def end_action(self, position: int, action: Action) -> None:
-        """Called when the action at a position of its row has run, before its results leave."""
+        """Called when the action at a position of its row has run, before its results are sent."""
 
     def begin_exchange(self) -> None:
         """Called before experts exchange tokens, in the stream of the exchange; pairs only."""

@@ -3,11 +3,11 @@
     masked_softmax_fusion & fp16 | bf16 & transformer_impl=local
         its kernel takes as many queries as keys; add --no-masked-softmax-fusion
 
-The lines at the margin say which settings are rejected, optionally after their name in messages:
-`words: conditions`. `a` means that it is set, `a=x,y` that it is or contains one of these, `a!=x,y`
-that it is something else, `a>1` that it is above a number or an argument, `!a` the opposite;
-`a | b & c` is (a or b) and c. The indented lines contain the reason and, unless it is just to leave
-the flags out, the remedy.
+The unindented lines are the conditions under which settings are rejected, optionally with a name
+for messages: `words: conditions`. In a condition, `a` means that the argument a is set, `a=x,y`
+that it is or contains x or y, `a!=x,y` that it is neither, `a>1` that it is above a number or
+another argument, and `!a` negates. `a | b & c` means (a or b) and c. The indented lines contain the
+reason and the remedy; without a remedy, the message recommends leaving the flags out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megatron_ext.errors import reworded
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
-# Flags whose name differs from that of their argument.
+# Argument -> its flag, if their names differ.
 _SPELT = {
     "fp4": "--fp4-format",
     "fp8": "--fp8-format",
@@ -32,7 +32,7 @@ HYBRID_MODELS = (
     "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): "
     "is_hybrid_model | hybrid_override_pattern | hybrid_layer_pattern"
 )
-"""Words and conditions of a rule about models with other layers than attention."""
+"""Name and conditions of a rule about models that have layers other than attention."""
 
 
 class Condition(NamedTuple):
@@ -43,7 +43,7 @@ class Condition(NamedTuple):
     operator: str
     """`=`, `!=` or `>`; empty if the argument only has to be set."""
     operands: tuple[str, ...]
-    """Values; for `>`, numbers or arguments, of which the first one set is used."""
+    """Values to compare with. For `>`, numbers or arguments; the first one that is set applies."""
 
     @classmethod
     def read(cls, text: str) -> Condition:
@@ -57,7 +57,7 @@ class Condition(NamedTuple):
         return cls(bool(negation), name, operator, values)
 
     def holds(self, args: object) -> bool:
-        """Return whether the condition holds for these attributes (None if missing)."""
+        """Return whether the condition holds for these attributes; a missing one is None."""
         return self._compares(args) != self.is_negated
 
     def _compares(self, args: object) -> bool:
@@ -71,7 +71,7 @@ class Condition(NamedTuple):
         for item in values:
             if item is None:
                 continue
-            # A value may be a member of an enumeration.
+            # Compare an enumeration's member by its name, without the name of the class.
             word = str(item).rpartition(".")[2]
             if (word in self.operands) == (self.operator == "="):
                 return True
@@ -108,7 +108,8 @@ class Rule(NamedTuple):
     reads: tuple[str, ...]
     """The arguments that the rule reads; the first one names the rule."""
     flag: str
-    """The rejected settings. Here and in the next two, settings are `--flag` or `--flag=value`."""
+    """The rejected settings. In this, `reason` and `remedy`, settings are written `--flag` or
+    `--flag=value`."""
     reason: str
     remedy: str
     """Flags to leave out, to use or to add instead."""
@@ -117,17 +118,17 @@ class Rule(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Reason and remedy in one line, in flags."""
+        """Reason and remedy in one line, with settings written as flags."""
         return reworded(f"{self.reason}; {self.remedy}", _as_given)
 
     def refuses(self, args: object) -> bool:
-        """Return whether these attributes (None if missing) are rejected."""
+        """Return whether these attributes are rejected; a missing one is None."""
         return all(
             any(condition.holds(args) for condition in term) for term in self.terms
         )
 
     def without(self, args: object) -> dict[str, Any]:
-        """Return the attributes that turn off the settings that the first term rejects."""
+        """Return values of attributes that turn off the settings that the first term rejects."""
         changes: dict[str, Any] = {}
         for condition in self.terms[0]:
             if not condition.holds(args):
@@ -150,7 +151,7 @@ def dest_of(flag: str) -> str:
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """Return the entries of a list: lines at the margin, each with the indented lines after it."""
+    """Return the entries of a text: unindented lines, each with the indented lines after them."""
     blocks = re.findall(
         r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE
     )
@@ -172,7 +173,7 @@ def _read_rule(settings: str, explanation: str) -> Rule:
             Condition.read(alternative) for alternative in text.split(" | ")
         ]
         terms.append(tuple(alternatives))
-    # Put names before bounds, because the first one names the rule.
+    # Put names before bounds, because the first of `Rule.reads` names the rule.
     names: list[str] = []
     bounds: list[str] = []
     phrases: list[str] = []

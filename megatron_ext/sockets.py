@@ -1,7 +1,7 @@
 """Finds the sockets of this process, including those of C++ libraries, and shuts them down.
 
-Gloo and torch's stores have no call that ends a wait for a lost peer. If their sockets are shut
-down, the waiting thread gets an error at once.
+Gloo and torch's stores cannot cancel a wait for a lost peer. If their sockets are shut down, the
+waiting thread gets an error at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class OpenSocket(NamedTuple):
 
     descriptor: int
     inode: int
-    """Identifies the socket, because the next socket may get its descriptor."""
+    """Identifies the socket: once it is closed, the next socket may get its descriptor."""
 
     def listening_port(self) -> int | None:
-        """Return the TCP port at which it listens; None if it does not listen."""
+        """Return the TCP port that the socket listens on; None if it does not listen."""
         with self._duplicate() as duplicate:
             if duplicate is None or not duplicate.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -40,7 +40,7 @@ class OpenSocket(NamedTuple):
             return int(duplicate.getsockname()[1])
 
     def tcp_ends(self) -> TcpEnds | None:
-        """Return the ports of its connection; None if it is closed or not a TCP connection."""
+        """Return the ports of the connection; None if the socket is closed or not connected."""
         with self._duplicate() as duplicate:
             if duplicate is None:
                 return None
@@ -61,7 +61,8 @@ class OpenSocket(NamedTuple):
     @contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:
         """Yield a duplicate for the body; None if the socket is closed or not a TCP socket."""
-        # Compare the inode of the duplicate: the owner may close the original after a comparison.
+        # Duplicate first, then compare the inode of the duplicate. In the other order, the owner
+        # could close the original in between, and another socket would be duplicated.
         try:
             duplicate = socket.socket(fileno=os.dup(self.descriptor))
         except OSError:
@@ -81,9 +82,8 @@ def open_sockets() -> set[OpenSocket]:
     """Return all sockets of this process."""
     sockets = set()
     for entry in list(_DESCRIPTORS.iterdir()):
-        with suppress(
-            OSError
-        ):  # closed in the meantime, such as the one of this listing
+        # An entry may be closed by now, as is the descriptor of this listing itself.
+        with suppress(OSError):
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":
                 sockets.add(OpenSocket(int(entry.name), int(inode.strip("[]"))))

@@ -1,4 +1,4 @@
-"""Versions of installed packages, and of the very files of this one."""
+"""Versions of installed packages, and a hash of this package's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def installed(distribution: str) -> str | None:
 
 
 def code_hash() -> str:
-    """Return a short hash of this package's Python files: two checkouts may share a version."""
+    """Return a short hash of this package's Python files, as two checkouts may share a version."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

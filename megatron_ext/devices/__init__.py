@@ -1,7 +1,8 @@
 """The device backends `cpu`, `cuda` and `musa`, and the selection of one for this process.
 
-The process selects once, before Megatron is imported; `auto` picks the first backend whose software
-stack is installed. Only modules of this package name devices and collective backends.
+Each process selects its backend once, before Megatron is imported; `auto` picks the first backend
+whose software stack is installed. Only modules of this package name devices and collective
+backends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def requested(argv: Sequence[str] | None = None) -> str:
     source = _VARIABLE
     if not name:
         # This runs before any Megatron parser, because Megatron copies names of the device while it
-        # is imported. Once the flags are parsed, `config/hosting.py` checks that both agree.
+        # is imported. Once the flags are parsed, `config/hosting.py` checks that both values agree.
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
         name = str(parser.parse_known_args(argv)[0].device)
@@ -95,30 +96,30 @@ def current() -> Device:
 
 
 def take(name: str) -> Device:
-    """Select a backend, unless one is in use already; return the one in use.
+    """Select a backend unless one is already in use; return the backend in use.
 
     Raises:
         DeviceError: See `select`.
     """
-    # Keep the first choice: Megatron may already have copied names of that device.
+    # Keep the first backend: Megatron may already have copied names of that device.
     if _PROCESS.device is None:
         _PROCESS.device = select(name)
     return _PROCESS.device
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """Return the device of a rank's model; some layouts leave its chunks without parameters."""
+    """Return the device of a rank's model, even if its chunks have no parameters."""
     import torch
 
     parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
     if parameter is not None:
         return parameter.device
-    # `torch.cuda` is redirected, so this is the device of the process, whatever its kind.
+    # `torch.cuda` is redirected, so this is the current device of any backend.
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def off_cuda() -> bool:
-    """Return whether this process computes on a device that is not CUDA, upstream's only target."""
+    """Return whether this process computes on a device other than CUDA, upstream's only target."""
     return current().name != "cuda"
 
 
@@ -146,7 +147,7 @@ def named(name: str) -> Device:
 
 
 def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
-    """Return Megatron's arguments that the device corrects; reject those that it cannot accept.
+    """Return corrected values of Megatron's arguments; reject values that the device cannot accept.
 
     `chosen` is the backend that the user chose, one of `CHOICES`.
 
@@ -167,7 +168,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
         if requested_value == needed or not reason:
             continue
         # Only warn: scripts written for GPUs always name NCCL, and each device has only one
-        # backend.
+        # collective backend.
         if dest == "distributed_backend":
             _LOG.warning(
                 "--distributed-backend %s: %s is used, %s",
@@ -188,7 +189,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
 
 
 def name_and_memory() -> tuple[str, float | None]:
-    """Return the name of this process's device and its GiB; None: it has no memory of its own."""
+    """Return the name of this process's device, and its memory in GiB; None on the host."""
     device = current()
     if device.is_host:
         return device.name, None
@@ -197,9 +198,9 @@ def name_and_memory() -> tuple[str, float | None]:
 
 
 def name_by_driver(directory: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """Return the name of this machine's first accelerator; None: its driver does not show it.
+    """Return the name of this machine's first accelerator; None if its driver does not show it.
 
-    It does without torch, for commands that only plan.
+    This does not import torch, so that commands that only plan stay fast.
     """
     if os.environ.get(_VARIABLE) == "cpu":
         return None
@@ -218,9 +219,9 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 def count_devices(
     directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Return the number of accelerators that the environment allows, or else the drivers show.
+    """Return the number of accelerators that the environment allows, or that the drivers show.
 
-    It does not import torch, so that commands that only plan stay fast.
+    This does not import torch, so that commands that only plan stay fast.
     """
     # Check the environment first: the drivers also show devices that this job must not use.
     if environ.get(_VARIABLE) == "cpu":

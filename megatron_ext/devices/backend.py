@@ -1,13 +1,13 @@
 """The interface of a device backend: a name, a collective backend, redirects and rules.
 
-Upstream is written for one kind of device and spells it everywhere: `torch.cuda.current_device()`,
-`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend maps that spelling to its own device
+Upstream is written for one kind of device and names it everywhere: `torch.cuda.current_device()`,
+`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend maps these names to its own device
 with *redirects*: attribute assignments into torch, listed as data. The backend itself assigns
-nothing; `megatron_ext.patches.device` turns the table into registry patches, so `megatron-ext
+nothing; `megatron_ext.patches.device` turns the redirects into registry patches, so `megatron-ext
 patches list` shows every redirect and `deactivate()` undoes it.
 
-Only code that requests a CUDA device is translated. A tensor always reports the device that it is
-really on.
+Only requests for a CUDA device are translated. A tensor always reports the device that it is
+actually on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Redirect(NamedTuple):
 
     target: str
     """`module:attribute.path`, as in `megatron_ext.patches.registry.Patch`."""
-    # `make` takes the original as an argument, so the tables hold no references to torch and can be
-    # built before torch is imported.
+    # `make` takes the original as an argument, so a redirect holds no reference to the original
+    # value of the attribute.
     make: Callable[[Any], object]
     """Called once with the original, when the redirect is installed; returns the new value."""
     reason: str
@@ -40,8 +40,8 @@ class Redirect(NamedTuple):
 class Device(ABC):
     """A device backend. By default, its torch module has the same interface as `torch.cuda`.
 
-    The constructor does not import torch. The host remembers connections (`follow_collectives`);
-    all others are stateless.
+    The constructor does not import torch. Backends have no state, except that the host remembers
+    connections (`follow_collectives`).
     """
 
     name: str
@@ -52,28 +52,28 @@ class Device(ABC):
     """Backend name for `torch.distributed.init_process_group`."""
 
     is_host = False
-    """Whether the device is the host itself, which runs everything in order and in host memory."""
+    """Whether the device is the host itself, which runs everything in order, in host memory."""
 
     environment: Mapping[str, tuple[str, str]] = {}
     """Environment variable -> (value, reason). Set when the backend is armed, unless the user has
     set it."""
 
     kernels: Mapping[str, tuple[str, str]] = {}
-    """Package whose kernels upstream uses by default -> (its module, the remedy if it is not
-    installed)."""
+    """Package whose kernels upstream uses by default -> (its module, the remedy if the package is
+    not installed)."""
 
     argument_defaults: Mapping[str, tuple[object, str]] = {}
-    """Upstream argument (dest) -> (value, reason). The value becomes the parser's default. If an
-    explicit flag has another value, it is rejected with the reason; with an empty reason, it is
-    accepted. `distributed_backend` is corrected instead, with a warning."""
+    """Upstream argument (dest) -> (value, reason). The value becomes the parser's default. A flag
+    with another value is rejected with the reason, or accepted if the reason is empty.
+    `distributed_backend` is corrected instead, with a warning."""
 
     lacks: tuple[Rule, ...] = ()
-    """Combinations of upstream's arguments that this device rejects; upstream itself checks for
-    CUDA only."""
+    """Combinations of upstream's arguments that this device rejects. Upstream's own checks assume
+    CUDA."""
 
     known_lacks: tuple[str, ...] = ()
-    """Regular expressions that match the start of warnings about features that this device cannot
-    have. Each warning is shown once, on one rank."""
+    """Regular expressions that match the start of warnings about features that this device does not
+    support. Each warning is shown once, on one rank."""
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -92,9 +92,9 @@ class Device(ABC):
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or the module with its interface.
+        """`torch.cuda`, or the device's module with the same interface.
 
-        The functions of `torch.cpu` do nothing.
+        On the host this is `torch.cpu`, whose functions do nothing.
         """
         import torch
 
@@ -123,19 +123,19 @@ class Device(ABC):
     def timing_event(self) -> torch.Event:
         """Return a new event that can be recorded in the device's stream.
 
-        A thread that waits for it sleeps, and gets a RuntimeError if earlier work failed.
+        A thread that waits for the event sleeps, and gets a RuntimeError if earlier work failed.
         """
         # blocking: without it, the waiting thread would spin on a core.
         event: torch.Event = self.runtime.Event(enable_timing=True, blocking=True)
         return event
 
-    def follow_collectives(self) -> None:  # noqa: B027 - only gloo's need it
-        """Remember the connections of process groups from here on, for `abort_collectives`."""
+    def follow_collectives(self) -> None:  # noqa: B027 - only gloo needs it
+        """Remember the connections of new process groups, for `abort_collectives`."""
 
-    def abort_collectives(self) -> None:  # noqa: B027 - only gloo's need it
+    def abort_collectives(self) -> None:  # noqa: B027 - only gloo needs it
         """End the waits for lost ranks in collectives that torch cannot abort. Groups stay broken.
 
-        Another thread than the waiting one calls it, after `follow_collectives`.
+        Call it after `follow_collectives`, from a thread that is not itself waiting.
         """
 
     def copies(self, device: torch.device) -> Copies:

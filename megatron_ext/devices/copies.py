@@ -1,6 +1,6 @@
 """Copies between host and device that overlap with computation, on devices with streams.
 
-Written for the interface that `torch.cuda` defines and torch_musa mirrors. Devices differ only in
+The code uses the interface that `torch.cuda` defines and torch_musa mirrors. Devices differ only in
 how they register existing host memory with their driver.
 """
 
@@ -29,9 +29,8 @@ class Copied(NamedTuple):
         Raises:
             RuntimeError: The device failed, in these copies or in earlier work.
         """
-        with self.runtime.device(
-            self.device
-        ):  # a new thread starts on the first device
+        # A new thread starts on the first device.
+        with self.runtime.device(self.device):
             for mark in self.marks:
                 mark.synchronize()
 
@@ -39,8 +38,7 @@ class Copied(NamedTuple):
 class Copies:
     """Asynchronous copies, with a separate stream for each direction.
 
-    Until a copy is complete, its source must not change, and only work on the device may use the
-    result.
+    Until a copy is complete, its source must not change, and the host must not read the result.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
@@ -69,21 +67,22 @@ class Copies:
     ) -> tuple[torch.Tensor, Copied]:
         """Start to copy a contiguous tensor to the host, after all work of the current stream.
 
-        The bytes go to `target`, which has the same shape and dtype and lies in memory registered
-        by `pin`, or to new pinned memory.
+        `target` has the same shape and dtype, in memory that `pin` has registered. Without it, the
+        bytes go to new pinned memory.
         """
         host = target
         if host is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # The kernels that write the tensor may still be queued in the current stream.
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
         return host, Copied(self._runtime, self._device, (self._mark(self._down),))
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Start to copy a tensor to the device. This blocks if the tensor is not pinned.
+        """Start to copy a tensor to the device. This call blocks if the tensor is not pinned.
 
-        Work queued later in the current stream waits for the copy.
+        Work that is queued later in the current stream waits for the copy.
         """
         # Allocate in the copy stream, so that the copy need not wait for computation;
         # `record_stream` below tells the allocator that the current stream uses the memory too.
@@ -110,7 +109,8 @@ class Copies:
             if code == 0:
                 return True
             try:
-                # The next kernel reports and clears the driver's last error
+                # The driver keeps its last error. Launch a kernel here that reports and clears it;
+                # otherwise the next kernel of the training would fail.
                 torch.zeros(1, device=self._device)
             except RuntimeError as error:
                 _log.debug("cleared an error of the driver: %s", error)
@@ -119,7 +119,7 @@ class Copies:
                 f"(error {code} of its driver)"
             )
         _log.warning(
-            "%s: messages are copied to the device while their rank waits", problem
+            "%s: the rank waits while messages are copied to the device", problem
         )
         return False
 

@@ -1,8 +1,8 @@
 """The host as a device: all of Megatron on CPUs, with gloo collectives.
 
-Upstream asserts CUDA in its first line. Redirects let the host answer calls of `torch.cuda` (see
-`host`), map every CUDA device name to the CPU (see `translate`), and make every process group a
-gloo group. Meant for laptops, CI and tests, not for speed.
+Upstream asserts at start-up that CUDA is available. Redirects make the functions of `torch.cuda`
+report the host (see `host`), map every CUDA device name to the CPU (see `translate`), and make
+every process group a gloo group. This backend is meant for laptops, CI and tests, not for speed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CpuDevice(Device):
         "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
         "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
         "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
-        # Every group is already a gloo group with its own threads; additional ones are not needed.
+        # Every group is already a gloo group, so the additional groups would be redundant.
         "enable_gloo_process_groups": (False, ""),
     }
     lacks = (
@@ -88,7 +88,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._connections: GlooConnections | None = None
-        """Those of gloo's groups; None: nobody follows them."""
+        """Connections of gloo's groups; None until `follow_collectives`."""
 
     def missing(self) -> str | None:
         """Check for gloo; every torch build has everything else that this backend needs."""
@@ -120,12 +120,12 @@ class CpuDevice(Device):
         return host.peak_rss_bytes()
 
     def follow_collectives(self) -> None:
-        """Remember the connections of gloo's groups from here on."""
+        """Remember the connections of new gloo groups."""
         if self._connections is None:
             self._connections = GlooConnections()
 
     def abort_collectives(self) -> None:
-        """Shut the connections of gloo's groups down: gloo's own `abort` ends no wait."""
+        """Shut down the connections of gloo's groups, because gloo's `abort` does not end waits."""
         if self._connections is not None:
             self._connections.shut_down()
 
@@ -170,13 +170,13 @@ _OF_ACCELERATOR = {
 
 def _context(original: Any) -> object:
     """Return a context manager that does nothing, with a separate class for each redirect."""
-    # Undo recognises copies of our values in other modules by identity, so no value may serve two
-    # redirects.
+    # Undo recognises copies of our values in other modules by identity, so two redirects must not
+    # share a value.
     return type(original.__name__, (nullcontext,), {})
 
 
 def _namespaces() -> Iterator[Redirect]:
-    """List the redirects of `torch.cuda`, and of `torch.accelerator`, which torch itself calls."""
+    """List the redirects of `torch.cuda` and `torch.accelerator`; torch itself calls the latter."""
     import torch
 
     generator = torch.default_generator
@@ -189,8 +189,8 @@ def _namespaces() -> Iterator[Redirect]:
         generator.set_state(new_state)
 
     answers: dict[str, Callable[[Any], object]] = {
-        # The device. Use a device instead of an index: without an accelerator, torch rejects index
-        # 0.
+        # The device. The current device is not an index, because torch rejects index 0 if there is
+        # no accelerator.
         "is_available": returning(True),
         "is_initialized": returning(True),
         "is_bf16_supported": returning(True),
@@ -208,8 +208,8 @@ def _namespaces() -> Iterator[Redirect]:
         "current_stream": returning(host.STREAM),
         "default_stream": returning(host.STREAM),
         "stream": answering(nullcontext),
-        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back; the
-        # generator's own method does not.
+        # Random numbers. torch.manual_seed calls manual_seed_all, so the latter must seed the
+        # generator directly: calling torch.manual_seed would recurse forever.
         "default_generators": to(host.Generators()),
         "get_rng_state": answering(generator.get_state),
         "get_rng_state_all": answering(lambda: [generator.get_state()]),
@@ -219,8 +219,8 @@ def _namespaces() -> Iterator[Redirect]:
         "seed": to(generator.seed),
         "set_rng_state": calling(set_state),
         "set_rng_state_all": to(lambda states: set_state(states[0])),
-        # torch queues these calls until CUDA is initialised, which never happens here, so restored
-        # random number states would be lost silently.
+        # torch queues these calls until CUDA is initialised. That never happens here, so a restored
+        # random number state would be lost silently.
         "_lazy_call": to(lambda function, **_kwargs: function()),
         # Memory.
         "device_memory_used": answering(host.rss_bytes),
@@ -243,9 +243,8 @@ def _namespaces() -> Iterator[Redirect]:
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
-        if hasattr(
-            torch.cuda, name
-        ):  # some names are newer than the oldest supported torch
+        # Some names are newer than the oldest supported torch.
+        if hasattr(torch.cuda, name):
             yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ANSWERS)
@@ -265,8 +264,8 @@ def _namespaces() -> Iterator[Redirect]:
         ("torch._C:_accelerator_getAccelerator", nothing),
     ):
         yield Redirect(target, make, _NO_ACCELERATOR)
-    # Code that skips the check because torch.cuda is available gets the same answers as from
-    # torch.cuda.
+    # Some code calls torch.accelerator without this check, because torch.cuda is available. It gets
+    # the same results as from torch.cuda.
     for name, accelerator_name in _OF_ACCELERATOR.items():
         if hasattr(torch.accelerator, accelerator_name):
             yield Redirect(
@@ -277,27 +276,28 @@ def _namespaces() -> Iterator[Redirect]:
 def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
     """List the redirects of gloo's groups and collectives.
 
-    `followed` returns what remembers the connections of new groups; None: nothing does.
+    `followed` returns the object that remembers the connections of new groups, or None.
     """
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         yield Redirect(
             f"{module}:all_gather_into_tensor",
             _flat_gather,
-            "gloo wants input and output with equally many dimensions, NCCL only equal sizes",
+            "gloo requires input and output with equally many dimensions, NCCL only equal sizes",
         )
     yield Redirect(
         "torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
         partial(_one_worker, followed=followed),
-        "two worker threads of a group that end coalesced collectives at the same moment free "
-        "the same memory",
+        "two worker threads of a group free the same memory if they end coalesced collectives at "
+        "the same moment",
     )
 
 
 class GlooConnections:
     """The connections of gloo's groups, which another thread can shut down.
 
-    A group listens at a port of its own, and its ranks connect pair by pair: a connection belongs
-    to it if one end has the port of a rank's listener. Other threads may open others meanwhile.
+    Each rank of a group listens on a separate port, and the ranks connect in pairs. So a connection
+    belongs to the group if one of its ends has the port of a rank's listener. This rule excludes
+    connections that other threads open at the same time.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class GlooConnections:
 
     @contextmanager
     def listeners_opened(self) -> Iterator[list[int]]:
-        """Yield a list that has, after the body, the ports at which the body began to listen."""
+        """Yield a list that contains, after the body, the ports that the body listens on."""
         before = open_sockets()
         ports: list[int] = []
         yield ports
@@ -317,13 +317,16 @@ class GlooConnections:
     def opened_to_peers(
         self, store: Any, rank: int, size: int, ports: list[int]
     ) -> Iterator[None]:
-        """Remember the connections of a group whose ranks listen at some ports and connect.
+        """Remember the connections that the body opens between the ranks of a group.
 
-        The body is collective over the group's ranks, which exchange their ports in its store.
+        The body is collective over the group's ranks, which exchange the ports of their listeners
+        through the group's store.
         """
         store.set(f"megatron_ext/ports/{rank}", ",".join(map(str, ports)))
         before = open_sockets()
         yield
+        # For each pair, one rank connects to the listener of the other, so either end may have the
+        # listener's port.
         ports_of_peers: set[int] = set()
         for peer in range(size):
             text = store.get(f"megatron_ext/ports/{peer}").decode()
@@ -336,12 +339,14 @@ class GlooConnections:
                 self._sockets.add(opened)
 
     def shut_down(self) -> int:
-        """Shut all of them down, forget them, and return how many were still open."""
+        """Shut down and forget all connections; return how many were still open."""
         sockets, self._sockets = self._sockets, set()
         return sum(opened.shut_down() for opened in sockets)
 
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Flatten the tensors of a gather if their numbers of dimensions differ."""
+
     def all_gather_into_tensor(
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
@@ -349,6 +354,7 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if output_tensor.dim() != input_tensor.dim():
+            # The output must be a view, because the caller reads the result from its own tensor.
             output_tensor = output_tensor.view(-1)
             input_tensor = input_tensor.reshape(-1)
         return original(output_tensor, input_tensor, *args, **kwargs)
@@ -357,12 +363,12 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # torch gives each gloo group two worker threads. Both write the name of the collective that they
-# have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
-# 2.13). Names of 16 characters or more, such as those of coalesced collectives, live on the heap:
-# if two of them end at the same moment, both threads free the same memory, and the process crashes
-# later, somewhere else. The distributed optimizer gathers parameters that way, and models with
-# several chunks have several such gathers in flight. A single worker runs collectives in call
-# order, which is the same on all ranks anyway.
+# have finished into a string that they share, without a lock (`ProcessGroupGloo::runLoop`, torch
+# 2.13). Names of 16 characters or more, such as those of coalesced collectives, are on the heap. If
+# two such collectives end at the same moment, both threads free the same memory, and the process
+# crashes later, somewhere else. The distributed optimizer gathers parameters with coalesced
+# collectives, and models with several chunks have several of them in flight. A single worker runs
+# collectives in call order, which is the same on all ranks anyway.
 def _one_worker(
     original: Callable[..., None],
     *,
@@ -400,6 +406,8 @@ def _one_worker(
         *last: Any,
         **named: Any,
     ) -> None:
+        # The constructor has two overloads, with options or with a time-out. Respect options that
+        # the caller has chosen.
         has_options = "options" in named or (
             last and not isinstance(last[0], timedelta)
         )
@@ -410,6 +418,7 @@ def _one_worker(
         if connections is None:
             original(group, store, rank, size, default_options(*last, **named))
             return
+        # Creating the device in the options starts to listen; the constructor connects the ranks.
         with connections.listeners_opened() as ports:
             options = default_options(*last, **named)
         with connections.opened_to_peers(store, rank, size, ports):

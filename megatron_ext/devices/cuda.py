@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, for which upstream is written; nothing is redirected or rejected."""
+"""NVIDIA GPUs. Upstream is written for them, so nothing is redirected or rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CudaDevice(Device):
         """Check for a CUDA build of torch and at least one visible GPU."""
         import torch
 
-        # ROCm builds of torch also use the names of CUDA.
+        # ROCm builds of torch use the names of CUDA too.
         if torch.version.cuda is None and torch.version.hip is None:
             return (
                 f"torch {torch.__version__} was built without CUDA; "

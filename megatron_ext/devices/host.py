@@ -1,7 +1,7 @@
 """The host's stream, events, random numbers and memory counters, with `torch.cuda`'s interface.
 
-The "device" generator is torch's default generator. Memory counters report the operating system's
-figures.
+The "device" generator is torch's default generator. Memory counters report the numbers of the
+operating system.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def _is_done(*_args: Any) -> bool:
-    """Return whether the work of an event or a stream is done; on the host it always is."""
+    """Return True: on the host, the work of an event or a stream is always done."""
     return True
 
 
 def _nothing(*_args: Any) -> None:
-    """Return at once from a wait for an event or a stream: on the host it is already done."""
+    """Return at once: on the host, the work of an event or a stream is always done."""
 
 
 # On the host, every operation is finished when its call returns. So there is only one stream, waits
-# do nothing, and an event is a point in time, whose `elapsed_time` is a real measurement.
+# do nothing, and an event is a point in time. `elapsed_time` is a real measurement.
 class Event:
     """A point in time on the host's clock."""
 
@@ -112,12 +112,12 @@ class Generators:
 
 
 def local_world_size() -> int:
-    """Return the number of this job's processes on this host; each counts as a "device"."""
+    """Return the number of this job's processes on this host; each of them is a "device"."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def properties() -> SimpleNamespace:
-    """Return the host's properties under the names that a device has."""
+    """Return the host's properties, named like those of a CUDA device."""
     return SimpleNamespace(
         name=platform.processor() or platform.machine(),
         major=8,  # the lowest capability for which upstream has no special cases
@@ -144,14 +144,14 @@ def peak_rss_bytes() -> int:
 
 def reset_peak_rss() -> None:
     """Reset the peak to the current memory, if the kernel allows it."""
-    # If the kernel does not, the peak covers the life of the process, which is still an upper
-    # bound.
+    # If the kernel does not allow it, the peak covers the life of the process, which is still an
+    # upper bound.
     with suppress(OSError):
         _CLEAR_REFS.write_text("5")  # see proc(5), /proc/pid/clear_refs
 
 
 def memory_stats() -> defaultdict[str, int]:
-    """Return the counters that upstream logs; all others are 0."""
+    """Return the counters that upstream logs; any other counter is 0."""
     resident = rss_bytes()
     peak = peak_rss_bytes()
     stats: defaultdict[str, int] = defaultdict(int)
@@ -162,7 +162,7 @@ def memory_stats() -> defaultdict[str, int]:
 
 
 def _status_bytes(field: str) -> int:
-    """Read a field of /proc/self/status; without that file, return the peak from getrusage."""
+    """Return a field of /proc/self/status; without that file, return the peak from getrusage."""
     with suppress(OSError):
         status = _STATUS.read_text(errors="replace")
         match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)

@@ -1,6 +1,6 @@
 """Combinations of upstream's arguments that need NVIDIA GPUs or Transformer Engine.
 
-The backends other than CUDA share them. Every message names the flag, the reason and the remedy.
+All backends other than CUDA reject them. Every message names the flag, the reason and the remedy.
 """
 
 from __future__ import annotations

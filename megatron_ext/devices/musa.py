@@ -1,9 +1,9 @@
 """Moore Threads GPUs: `torch.cuda` means `torch.musa`, "cuda" means "musa" and NCCL means MCCL.
 
-torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so comparing the two modules
-yields most redirects; the others add what torch_musa lacks (NVTX) or does differently. If torchada
-(the vendor's translation layer) is installed, it redirects `torch.cuda`, and this module adds only
-the few redirects that torchada does not make.
+torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so most redirects follow from a
+comparison of the two modules. The other redirects cover functions that torch_musa lacks (NVTX) or
+implements differently. If torchada (the vendor's translation layer) is installed, it redirects
+`torch.cuda`, and this module adds only the few redirects that torchada lacks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENVIRONMENT = {
         "1",
         "upstream refuses tensor parallelism without it below compute capability 10",
     ),
-    "MCCL_PROTOS": ("2", "the protocol that Moore Threads trains Megatron models with"),
+    "MCCL_PROTOS": ("2", "Moore Threads trains Megatron models with this protocol"),
     "MCCL_CHECK_POINTERS": (
         "0",
         "checking every pointer of every collective costs time",
@@ -69,8 +69,8 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
 
 _NCCL_ONLY = read_rules("""
     inprocess_restart
-        --inprocess-restart aborts communicators of NCCL and gloo, and those of MCCL would wait on;
-        leave it out
+        --inprocess-restart aborts communicators of NCCL and gloo, but those of MCCL would go on
+        waiting; leave it out
 """)
 _GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
@@ -105,7 +105,7 @@ class MusaDevice(Device):
         if find_spec("torchada") is not None:
             self.environment["TORCHADA_FORCE_CUDA_AVAILABLE"] = (
                 "1",
-                "upstream asserts torch.cuda.is_available first, which torchada else leaves alone",
+                "upstream asserts torch.cuda.is_available(), which torchada otherwise leaves alone",
             )
 
     def missing(self) -> str | None:
@@ -117,16 +117,16 @@ class MusaDevice(Device):
         if getattr(torch.version, "musa", None) is None:
             return (
                 f"torch {torch.__version__} comes without torch_musa; install torch_musa and the "
-                f"torch build that belongs to it (https://github.com/MooreThreads/torch_musa)"
+                f"matching torch build (https://github.com/MooreThreads/torch_musa)"
             )
         return None
 
     def redirects(self) -> Iterator[Redirect]:
-        """List the redirects from CUDA names to MUSA, without those that torchada makes."""
+        """List the redirects from CUDA names to MUSA, except those that torchada makes."""
         cuda_to_musa = translate.translator("musa")
         yield from translate.spelling_redirects("musa")
         yield from _completions(self.runtime, cuda_to_musa)
-        # A name must not be translated twice, by torchada and by us.
+        # torchada redirects all other names; redirecting them again would translate them twice.
         if _torchada() is not None:
             return
         yield from _namespace(self.runtime, cuda_to_musa)
@@ -155,10 +155,10 @@ def _torchada() -> ModuleType | None:
 
 
 def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the redirects of every name of `torch.cuda` that torch_musa has too."""
+    """List the redirects of all names in `torch.cuda` that torch_musa has too."""
     import torch
 
-    # torch_musa rejects `torch.device("cuda")` as an argument, so translate it.
+    # torch_musa rejects `torch.device("cuda")` as an argument, so translate the argument.
     def same(name: str, value: Any) -> Callable[[Any], object]:
         if isfunction(value):
             return calling(translate.translated_argument(value, cuda_to_musa))
@@ -167,7 +167,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
         return to(value)
 
     private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
-    # `_completions` redirects these, because their behaviour must differ.
+    # `_completions` redirects these names to functions that behave differently.
     different = {"get_device_properties", "is_available"}
     for name in sorted({*torch.cuda.__all__, *private} - different):
         value = getattr(musa, name, None)
@@ -182,18 +182,18 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
     yield Redirect(
         "torch.cuda:default_generators",
         to(_LazyGenerators(musa)),
-        "torch_musa creates its generators only at the first use of the device",
+        "torch_musa creates its generators at the first use of the device",
     )
 
 
 def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the functions of `torch.cuda` that torch_musa and torchada lack in this form."""
+    """List the redirects of functions that torch_musa and torchada lack in the form of CUDA."""
     import torch
 
     yield Redirect(
         "torch.cuda:is_available",
         calling(musa.is_available),
-        "upstream asserts it at start-up; torchada leaves it at False",
+        "upstream asserts it at start-up, and torchada leaves it at False",
     )
     yield Redirect(
         "torch.cuda:get_device_properties",
@@ -203,8 +203,8 @@ def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redi
     yield Redirect(
         "torch.nn:Module._apply",
         _keep_attributes,
-        "torch creates new parameters when it moves host parameters to a device of this kind, and "
-        "upstream's attributes on them (sequence_parallel, shared, ...) would be lost",
+        "torch replaces parameters that it moves from the host to this device, and the attributes "
+        "that upstream has set on them (sequence_parallel, shared, ...) would be lost",
     )
     if hasattr(torch.cuda, "device_memory_used"):
 
@@ -215,15 +215,15 @@ def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redi
         yield Redirect(
             "torch.cuda:device_memory_used",
             to(device_memory_used),
-            "upstream logs it; torch_musa has free and total memory instead",
+            "upstream logs it, but torch_musa offers only free and total memory",
         )
 
 
 def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Copy the attributes of parameters to their replacements."""
 
-    # torch moves CUDA parameters by swapping their data, so the objects stay the same. It cannot do
-    # that between the host and a device that an extension registers.
+    # torch moves parameters to CUDA by swapping their data, so the parameter objects stay the same.
+    # It cannot swap data between the host and a device that an extension registers.
     @functools.wraps(original)
     def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         before = dict(self._parameters)

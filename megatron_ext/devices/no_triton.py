@@ -1,7 +1,7 @@
-"""Stands in for the batch-invariant kernels of Megatron 0.16 if Triton is not installed.
+"""Replaces the module with Megatron 0.16's batch-invariant kernels if Triton is not installed.
 
 `megatron.training` imports `megatron/core/transformer/custom_layers/batch_invariant_kernels.py`
-even if the mode is off. Later releases can import it without Triton.
+even if the mode is off. From 0.17 on, that module can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def enable_batch_invariant_mode() -> None:
     Raises:
         UserError: Always; the kernels need Triton.
     """
-    # Import here, so that after an undo none of our names stay in Megatron's module.
+    # Import here, so that none of our names are attributes of a Megatron module.
     from megatron_ext.devices.lacks import TRITON_ONLY
     from megatron_ext.errors import UserError
 

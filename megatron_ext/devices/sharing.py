@@ -1,7 +1,7 @@
 """Device memory shared by two processes of one host: one writes, the other reads.
 
-Buffers are allocated by the device's runtime, which also exports them (`cudaIpcGetMemHandle` and
-others; torch_musa's runtime has the same functions with the prefix `musa`).
+The device's runtime allocates and exports the buffers (`cudaIpcGetMemHandle` and related functions;
+the MUSA runtime has the same functions with the prefix `musa`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from megatron_ext.devices.copies import Copied
 from megatron_ext.errors import DeviceError
 
-# Bytes in the handle of a buffer or an event, the same in all versions of both runtimes.
+# Size of the handle of a buffer or an event, which is equal in all versions of both runtimes.
 _HANDLE_BYTES = 64
 
-# An export covers a whole driver block, and smaller allocations may share one.
+# An export covers a whole block of the driver, and smaller allocations may share a block.
 _BLOCK_BYTES = 2 << 20
 
 _OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -43,23 +43,24 @@ class SharedBuffer:
 
     num_bytes: int
     handle: bytes
-    """Opaque bytes for the other process: `open` of the reader or `attach` of the owner takes them.
+    """Opaque bytes for the other process: the reader passes them to `open`, the owner to `attach`.
     """
     address: int
     storage: torch.UntypedStorage
-    """A non-owning storage on the same bytes."""
+    """A storage on these bytes that does not own them."""
     used: Any
-    """Event of this process: its last write or read is done."""
+    """Event of this process, recorded after its last write or read."""
     used_there: Any = None
-    """The same event of the other process, once this process has opened it."""
+    """The other process's `used`, once this process has opened it."""
 
 
 class Sharing:
     """Shares memory through a runtime with CUDA's interface. All calls come from one thread.
 
-    Owner and reader take turns: after `push` the owner notifies the reader, which calls `pull` and
-    notifies the owner, which may `push` again once `is_read`. Neither call blocks: `pull` makes its
-    device wait for the push. Driver errors raise RuntimeError with the driver's text.
+    Owner and reader take turns. After `push`, the owner notifies the reader. The reader calls
+    `pull` and notifies the owner, which may `push` again once `is_read` returns True. Neither call
+    blocks: after `pull`, the reader's device waits for the push. Driver errors raise RuntimeError
+    with the driver's text.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
@@ -98,14 +99,14 @@ class Sharing:
         self.name = name.value.decode()
 
     def why_unreachable(self, name: str) -> str | None:
-        """Return the reason this device cannot read the named device's memory, or None."""
+        """Return why this device cannot read the named device's memory; None if it can."""
         index = ctypes.c_int()
         try:
             self._call("DeviceGetByPCIBusId", ctypes.byref(index), name.encode())
         except RuntimeError as error:
             return (
-                f"device {name} is not visible to the process of {self.name} ({error}); let all "
-                f"ranks of a host see all of its devices"
+                f"device {name} is not visible to the process of {self.name} ({error}); make all "
+                f"devices of a host visible to all of its ranks"
             )
         own_index = self._device.index
         if index.value == own_index:
@@ -118,18 +119,17 @@ class Sharing:
 
     def make(self, num_bytes: int) -> SharedBuffer:
         """Allocate memory of at least that size, which another process can open."""
-        # torch's allocator does not fit: its sharing is private and keeps a reference count in a
+        # torch's allocator cannot be used: its sharing is private and keeps a reference count in a
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
-        # exported. The driver frees this memory when its last user is gone.
+        # exported. The driver frees this memory when the last process that maps it has ended.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address = ctypes.c_void_p()
         handle = _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
         try:
             self._call("Malloc", *arguments)
-        except (
-            RuntimeError
-        ):  # torch's allocator may cache the memory that is missing here
+        except RuntimeError:
+            # torch's allocator may hold the missing memory in its cache.
             self._runtime.empty_cache()
             self._call("Malloc", *arguments)
         try:
@@ -160,21 +160,21 @@ class Sharing:
         return buffer
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Open the reader's event by the handle that its `open` created, for `is_read`."""
+        """Open the reader's event, for `is_read`; `handle` is that of the reader's buffer."""
         with self._runtime.device(self._device):
             buffer.used_there = self._runtime.Event.from_ipc_handle(
                 self._device, handle
             )
 
     def is_read(self, buffer: SharedBuffer) -> bool:
-        """Return whether the reader of this process's buffer has copied the last message out."""
+        """Return whether the reader has copied the last message out of this process's buffer."""
         # None means that no reader has opened it yet.
         return buffer.used_there is None or bool(buffer.used_there.query())
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
         """Copy a tensor into this process's buffer after all queued work.
 
-        The caller may then free it.
+        The caller may free the tensor as soon as this returns.
         """
         tensor = tensor.detach().to(self._device).contiguous()
         with self._runtime.device(self._device):
@@ -182,21 +182,21 @@ class Sharing:
             with self._runtime.stream(self._out):
                 target = _tensor(buffer, tensor.shape, tensor.dtype)
                 target.copy_(tensor, non_blocking=True)
-            # Without this, torch's allocator would reuse the freed memory in the current stream
-            # before the copy has read it.
+            # If the caller frees the tensor, torch's allocator must not reuse its memory in the
+            # current stream before the copy has read it.
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
     def pushed(self, buffer: SharedBuffer) -> Copied:
-        """Return the completion of the last `push` into a buffer; valid until the next `push`."""
+        """Return a handle to wait for the last `push` into a buffer, valid until the next one."""
         return Copied(self._runtime, self._device, (buffer.used,))
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy a tensor out of another process's buffer; work queued later sees the copy."""
-        # Events of both processes order the work of the two devices, as in TensorPipe's channel for
-        # CUDA IPC, so no host thread waits.
+        """Copy a tensor out of another process's buffer. Work that is queued later sees it."""
+        # Interprocess events order the work of the two devices, as in TensorPipe's channel for CUDA
+        # IPC, so no host thread waits.
         with self._runtime.device(self._device):
             self._in.wait_event(buffer.used_there)
             with self._runtime.stream(self._in):
@@ -209,7 +209,7 @@ class Sharing:
         return copy
 
     def copied(self) -> Copied:
-        """Return the completion of all pushes and pulls of this process."""
+        """Return a handle to wait for all pushes and pulls of this process."""
         return Copied(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
@@ -239,7 +239,7 @@ class Sharing:
         with self._runtime.device(self._device):
             code = self._functions[name](*arguments)
             if code != 0:
-                # Otherwise torch would report it after its next kernel
+                # Clear the error; otherwise torch would raise it after its next kernel.
                 self._functions["GetLastError"]()
                 raise RuntimeError(
                     f"{self._error_text(code).decode()} (error {code} of {name})"

@@ -2,8 +2,8 @@
 
 Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
 with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
-share these tables; each passes a `Translator` that maps upstream's device names to its own. Calls
-with another device, or without one, pass through unchanged.
+use these redirects; a `Translator` maps upstream's device names to those of the backend. Calls with
+another device, or without a device, are unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_ext.devices.backend import Redirect
 
 Translator = Callable[[Any], Any]
-"""Maps a `device=` value (str, int, torch.device, None) to the value that torch gets."""
+"""Maps a `device=` value (str, int, torch.device, None) to the value that is passed to torch."""
 
 
 def to(value: Any) -> Callable[[Any], object]:
@@ -61,7 +61,7 @@ def returning(result: Any) -> Callable[[Any], object]:
 
 
 def translator(kind: str) -> Translator:
-    """Return a translator to a device type, by torch's name; accelerators keep their index."""
+    """Return a translator to a device type (torch's name); accelerators keep their index."""
     import torch
 
     without_index = torch.device(kind)
@@ -76,7 +76,7 @@ def translator(kind: str) -> Translator:
             if device.type != "cuda":
                 return device
             device = without_index if device.index is None else device.index
-        # By torch's convention an integer names an accelerator.
+        # In torch, an integer is the index of an accelerator.
         if isinstance(device, int):
             return torch.device(kind, device) if has_indices else without_index
         return device
@@ -108,9 +108,10 @@ def translated_argument(
 
 
 def translated_class(base: type, translate: Translator) -> type:
-    """Translate the parameter `device` of a class's constructor.
+    """Return a class whose constructor translates the parameter `device`.
 
-    The result constructs instances of `base`, and `isinstance` accepts every instance of `base`.
+    The constructor returns instances of `base`, and every instance of `base` is an instance of the
+    class.
     """
 
     # A metaclass, because Megatron both calls such a class and tests instances against it.
@@ -128,7 +129,7 @@ def translated_class(base: type, translate: Translator) -> type:
 def tensor_redirects(kind: str) -> Iterator[Redirect]:
     """List the redirects of all torch functions that accept the device of a tensor.
 
-    On the host, requests for pinned memory are ignored, since pinning only makes copies faster.
+    On the host, requests for pinned memory are ignored, because there are no copies to a device.
     """
     import torch
     from torch.utils._device import _device_constructors
@@ -136,9 +137,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
     translate = translator(kind)
     pinning = kind != "cpu"
 
-    # torch has its own list of the functions that create a tensor from a `device` keyword, for
-    # `with torch.device(...)`. Reading the list also fills its cache with the original functions,
-    # which that feature compares by identity.
+    # torch keeps a list of the functions that create a tensor from a `device` keyword, for `with
+    # torch.device(...)`. The list is cached, and that feature compares functions by identity, so
+    # read it now, before the functions are redirected.
     constructors = {id(function) for function in _device_constructors()}
     targets: set[str] = set()
     for module in (torch, torch.fft, torch.nested):
@@ -149,12 +150,12 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         targets.add(f"torch:{name}_like")
     for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"):
         targets.add(f"torch:Tensor.new_{name}")
-    # Factories and `Tensor.to` are on the hot path, so their redirect is one dictionary look-up and
-    # one call (about 0.2 us) instead of a wrapt proxy.
+    # Factories and `Tensor.to` are on the hot path, so their redirect costs only one dictionary
+    # look-up and one call (about 0.2 us) instead of a wrapt proxy.
     factory = functools.partial(_translated_factory, translate, pinning)
     for target in sorted(targets):
         yield Redirect(
-            target, factory, "creates tensors on the device that upstream spells"
+            target, factory, "creates tensors on the device that upstream calls cuda"
         )
 
     def moving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +173,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         return move
 
     yield Redirect(
-        "torch:Tensor.to", moving, "moves tensors to the device that upstream spells"
+        "torch:Tensor.to",
+        moving,
+        "moves tensors to the device that upstream calls cuda",
     )
 
     def cuda(
@@ -193,7 +196,7 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         functools.partial(
             translated_argument, translate=translate, name="map_location"
         ),
-        "loads tensors to the device that upstream spells",
+        "loads tensors to the device that upstream calls cuda",
     )
     if not pinning:
         yield Redirect(
@@ -217,9 +220,11 @@ def _translated_factory(
         return original(*args, **kwargs)
 
     operator = _builtins._find_builtin(original)
-    if operator is not None:  # torch.jit.script identifies functions by address
+    # torch.jit.script finds the operator of a function by the id of the function, so it must know
+    # the new function too.
+    if operator is not None:
         _builtins._register_builtin(make, operator)
-        # Otherwise a later function at the same address would be mistaken for this one.
+        # Remove the entry with the function, or a later object with the same id would match it.
         weakref.finalize(make, _builtins._get_builtin_table().pop, id(make), None)
     return make
 
@@ -234,16 +239,15 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
     def being_cuda(original: Any) -> property:
         def is_cuda(self: Any) -> bool:
-            # Answer only Megatron's modules this way; all other code gets the true answer.
+            # Only Megatron's modules get this result; all other code gets the true one.
             if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
                 return bool(self.device.type == kind)
             return bool(original.__get__(self))
 
         return property(is_cuda)
 
-    if (
-        kind != "cpu"
-    ):  # the host is not an accelerator, and no tensor misreports its device
+    # On the host, `is_cuda` stays False: a host tensor is not in the memory of an accelerator.
+    if kind != "cpu":
         yield Redirect(
             "torch:Tensor.is_cuda",
             being_cuda,
@@ -258,14 +262,14 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
     yield Redirect(
         "torch.amp.autocast_mode:autocast.__init__",
         device_type,
-        "autocast for the device that upstream spells",
+        "autocasts on the device that upstream calls cuda",
     )
     for module in ("torch.amp", "torch.amp.autocast_mode"):
         for function in ("custom_bwd", "custom_fwd"):
             yield Redirect(
                 f"{module}:{function}",
                 device_type,
-                "upstream declares its autograd functions for the device type that it spells",
+                "upstream declares its autograd functions for the device type cuda",
             )
 
 
@@ -280,7 +284,7 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
                 dtype = f"{prefix}.{dtype.rpartition('.')[2]}"
             return original(self, dtype, *args, **kwargs)
         name: str = original(self, *args, **kwargs)
-        # Return CUDA's names to upstream and the true ones to other callers.
+        # Return CUDA's names to upstream, and the true names to all other callers.
         if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
             return "torch.cuda." + name.rpartition(".")[2]
         return name
@@ -304,8 +308,9 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
                 arguments["backend"] = default
             elif "nccl" in str(requested_backend):
                 arguments["backend"] = backend
-                # They are NCCL's, and another backend has different ones
+                # The options are NCCL's, and other backends reject them.
                 arguments.pop("pg_options", None)
+            # A device_id binds the group to a CUDA device, which does not exist here.
             device = arguments.get("device_id")
             if isinstance(device, int) or getattr(device, "type", None) == "cuda":
                 del arguments["device_id"]
@@ -324,7 +329,7 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
 
 def nvtx_redirects() -> Iterator[Redirect]:
     """List the redirects of NVTX markers, which raise in builds of torch without CUDA."""
-    reason = "marks ranges for NVIDIA's profiler, which sees no other device"
+    reason = "marks ranges for NVIDIA's profiler, which supports no other device"
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
 

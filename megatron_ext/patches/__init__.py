@@ -1,9 +1,9 @@
-"""All changes to other packages: tables of patches, and their registry.
+"""All changes to other packages: tables of patches, and the registry that applies them.
 
-A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator that takes an id
-and a target. The docstring of the decorated function gives the reason for the patch: what goes
-wrong without it. Importing a table imports neither torch nor Megatron. Add a patch to the table of
-its upstream area. For a new table, write the module and list it here.
+A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator with an id and a
+target; the docstring of the decorated function is the reason: what goes wrong without the patch.
+Importing a table imports neither torch nor Megatron. Add a patch to the table of its upstream area.
+To add a table, write the module and list it here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TABLES = (
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables, for all releases."""
+    """Return the rows of all tables, for all releases of Megatron."""
     modules = [*(f"{__name__}.{name}" for name in TABLES), *feature_list.PATCHES]
     patches: list[Patch] = []
     for module in modules:
@@ -49,7 +49,7 @@ def rows() -> list[Patch]:
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     REGISTRY.register(rows())
-    # Do this before the registry is active: if Megatron is already imported, it registers the
-    # redirects of the device, and a single sweep then repairs the copies of all names.
+    # Do this before activating the registry. If Megatron is already imported, the hook registers
+    # the redirects of the device at once, and a single sweep repairs the copies of all names.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()

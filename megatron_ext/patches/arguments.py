@@ -1,4 +1,4 @@
-"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and their rules."""
+"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and the rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATCHES = PatchTable(feature="arguments")
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to a parser with all of upstream's, and set the device's defaults."""
+    """Add our flags to a parser that has all of upstream's, and set the device's defaults."""
     from megatron_ext import devices
     from megatron_ext.config.flags import (
         FLAGS,
@@ -30,10 +30,11 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         requested_flags,
     )
 
-    # Do this for every parser: upstream parses up to three times in one process (in-process restart
-    # and checkpoint tools parse again), so nothing here may rely on a single call.
+    # Nothing here may rely on a single call: upstream creates up to three parsers in one process,
+    # because in-process restarts and checkpoint tools parse again.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
+    # Flags in the environment variable become defaults, so the command line overrides them.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     device = devices.current()
     for action in parser._actions:
@@ -49,7 +50,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         if device.distributed_backend not in choices:
             backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
-        # Later releases name some arguments after the fields that they set.
+        # Newer releases name some arguments after the fields of the configuration.
         for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
             parser.set_defaults(**{name: value})
     for action in parser._actions:
@@ -58,7 +59,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _repair_help(action: Action, program: str) -> None:
-    """Escape an invalid format string in a help text: a bare % in 0.19 breaks `--help`."""
+    """Escape the % signs of an invalid help text: a bare % in Megatron 0.19 breaks `--help`."""
     text = action.help or ""
     try:
         _ = text % {**vars(action), "prog": program}
@@ -67,7 +68,7 @@ def _repair_help(action: Action, program: str) -> None:
 
 
 class _Converter:
-    """Wraps a Megatron converter so that argparse reports all of its failures as invalid values."""
+    """Wraps a Megatron converter so that argparse reports every failure as an invalid value."""
 
     def __init__(self, convert: Callable[[str], Any], *, has_choices: bool) -> None:
         self._convert = convert
@@ -81,7 +82,7 @@ class _Converter:
             raise
         except Exception as error:  # such as the KeyError of an enumeration
             if self._has_choices:
-                return word  # it is not a valid choice, so argparse lists the choices
+                return word  # argparse then rejects the word, and lists the choices
             raise ValueError(str(error)) from error
 
 
@@ -94,7 +95,7 @@ def _add_flags(
 
 
 def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """Exit with one line on one rank; argparse would print hundreds of lines of usage on each."""
+    """Exit with one line on one rank; argparse would print hundreds of lines on every rank."""
     from megatron_ext.upstream import failure
 
     failure.report(ArgumentsError(parser_line(parser, message)))
@@ -103,7 +104,7 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 @PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Megatron does not know which flags conflict with each other, with a schedule or with the
+    """Megatron does not check which flags conflict with each other, with a schedule or with the
     device.
     """
     from megatron_ext.config import active, entrances
@@ -118,16 +119,15 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
         and in_force.host is None
     ):
         raise ArgumentsError(
-            "megatron_ext.configure was called, but flags choose the schedule of a program with "
-            "Megatron's command line; give them, or deconfigure first"
+            "megatron_ext.configure was called, but a program with Megatron's command line chooses "
+            "its schedule by flags; use the flags, or deconfigure first"
         )
     REGISTRY.raise_mismatches()
-    # Run before upstream's checks: a schedule rewrites some arguments, because Megatron hosts it
-    # under other sizes, and the values that upstream derives from them must follow.
+    # Run before upstream's checks: a schedule changes some arguments, because Megatron hosts it
+    # with other sizes, and upstream must derive further values from the changed ones.
     script_defaults = None
-    if is_pretraining(
-        sys.argv[0]
-    ):  # upstream's tools also validate arguments, but train nothing
+    # Upstream's tools validate arguments too, but do not train.
+    if is_pretraining(sys.argv[0]):
         script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
     entrances.prepare(settings, script_defaults=script_defaults)
     try:
@@ -148,7 +148,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
 @PATCHES.row("arguments.yaml", "megatron.training.yaml_arguments:validate_yaml")
 def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """With --yaml-cfg, Megatron ignores all flags, and would train without ours."""
+    """With --yaml-cfg, Megatron ignores all flags, so it would ignore the requested schedule."""
     from megatron_ext.config.flags import DESTINATIONS, requested_flags
 
     settings = vars(args[0] if args else kwargs["args"])

@@ -1,4 +1,4 @@
-"""Patches on checkpoints: the distributed optimizer, also with torch's Adam, and pickled enums."""
+"""Patches on checkpoints: state of the distributed optimizer, writer processes, pickled enums."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PATCHES = PatchTable()
 
 
 # torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; the Adam
-# of TE and Apex keeps one for each group. Upstream handles that in `state_dict` and
-# `load_state_dict`, but no checkpoint survives the round trip: saving asserts, loading raises, or
-# all parameters share one `step` tensor, which each of them increments. Resuming needs all rows
-# with this condition.
+# of TE and Apex keeps one for each group. `state_dict` and `load_state_dict` of upstream have code
+# for torch's Adam, but no checkpoint survives the round trip: saving asserts, loading raises, or
+# all parameters share one `step` tensor, which each of them increments. A resumed run needs all
+# rows with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
@@ -34,12 +34,12 @@ def _torch_adam() -> bool:
 def _keep_padding_of_buckets(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron gathers states without the padding between buckets but reads them at offsets that
-    include it: after a padded bucket (tied embeddings have their own), it saves parameters with
-    parts of their neighbours.
+    """Megatron gathers states without the padding between buckets, but reads them at offsets that
+    include it. After a padded bucket (tied embeddings have their own), it saves parts of the
+    neighbouring parameters.
     """
-    # Change the sizes only within this call, because the other formats store sizes without the
-    # padding.
+    # Change the sizes only during this call, because the other checkpoint formats store sizes
+    # without the padding.
     unpadded_sizes = []
     for buffer in instance.buffers:
         unpadded_sizes.append((buffer, buffer.numel_unpadded))
@@ -60,8 +60,8 @@ def _keep_padding_of_buckets(
     when=_torch_adam,
 )
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron asserts a common step, but torch's Adam has no state yet when the loader asks for
-    it.
+    """Megatron asserts that all parameters have the same step, but before the first step, when the
+    loader asks for the state, torch's Adam has none.
     """
     import torch
 
@@ -69,7 +69,7 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     if not instance.is_stub_optimizer:
         if len(optimizer.state) == 0 and instance.init_state_fn:
             instance.init_state_fn(optimizer, instance.config)
-        # Upstream creates only the moments, which is enough for TE's Adam.
+        # Upstream creates only the moments, which suffice for TE's Adam.
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state.setdefault("step", torch.tensor(0.0))
@@ -82,7 +82,7 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     when=_torch_adam,
 )
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron copies into leaves that require gradients (RuntimeError) and puts one step
+    """Megatron copies into leaves that require gradients (RuntimeError). It also puts one step
     tensor into all states, which every parameter then increments (wrong bias correction).
     """
     import torch
@@ -90,8 +90,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     # fp32 parameters are leaves that require gradients, and upstream copies into views of them.
     with torch.no_grad():
         result = call(*args, **kwargs)
-    # The groups hold the step count; in the default format (`dp_reshardable`), the tensors of each
-    # parameter come only from the loader's template.
+    # Take the step from the groups: in the default format (`dp_reshardable`), the `step` tensor of
+    # a parameter comes from the loader's template, not from the checkpoint.
     for group in instance.optimizer.param_groups:
         for parameter in group["params"]:
             state = instance.optimizer.state.get(parameter)
@@ -106,8 +106,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     when=_torch_adam,
 )
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Reshardable checkpoints, and --ckpt-format torch, do not store a step for each parameter:
-    KeyError.
+    """Megatron looks up a step for each parameter, which reshardable checkpoints and --ckpt-format
+    torch do not store: KeyError.
     """
     import torch
 
@@ -120,7 +120,8 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     step = instance.optimizer.state[main_param].get("step")
     if step is not None:
         arguments["tensors"] = {**tensors, "step": step}
-    with torch.no_grad():  # see above; tensors of --ckpt-format torch are loaded last
+    # As in `load_state_dict`, the call copies into leaves that require gradients.
+    with torch.no_grad():
         return call(**arguments)
 
 
@@ -138,7 +139,7 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     required=False,
 )
 def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The process behind the queue imports the training script, which takes seconds, and fails if
+    """The process behind the queue imports the training script. That takes seconds, and fails if
     the script needs `python -m megatron_ext` to find Megatron.
     """
     # A spawned process first imports the main script of its parent if that is a file.
@@ -168,7 +169,7 @@ def _enums_are_written_as_getattr() -> bool:
     until=(0, 17),
     required=False,
 )
-@PATCHES.row(  # later releases mention Python 3.12 only, but the examples use enums on 3.11 as well
+@PATCHES.row(
     "dist_checkpointing.enums_by_value",
     f"{_COMMON}:save_common",
     when=_enums_are_written_as_getattr,
@@ -176,10 +177,10 @@ def _enums_are_written_as_getattr() -> bool:
     required=False,
 )
 def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader rejects, so no run can
-    resume from a checkpoint that was saved with them.
+    """Python 3.11.0 to 3.11.3 pickle enums in a form that torch's loader rejects, so no run can
+    resume from such a checkpoint.
     """
-    # Pickle as later Pythons do: the class, called with the value.
+    # Newer Pythons pickle a member as a call of its class with the value, which the loader accepts.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     enum_classes = []

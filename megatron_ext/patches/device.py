@@ -22,8 +22,8 @@ def arm() -> Device:
         DeviceError: The requested device is unknown or cannot run here.
     """
     # This runs just before `megatron.core` first executes, because its `tensor_parallel/random.py`
-    # copies names of `torch.cuda` at import. If it runs later, the registry finds the
-    # copies by their identity and repairs them.
+    # copies names of `torch.cuda` at import. If this runs later, the registry finds the copies by
+    # identity and replaces them.
     device = devices.current()
     for variable, (value, _reason) in device.environment.items():
         if variable not in os.environ:  # keep the values that the user has set
@@ -32,7 +32,8 @@ def arm() -> Device:
     if all(patch.feature != device.name for patch in REGISTRY):
         redirects = []
         for target, make_replacement, reason in device.redirects():
-            # Use `set`: on the hot path of factories, a proxy would cost more than the redirect.
+            # Use `set`: torch's factories are on the hot path, and a proxy would cost more than the
+            # redirect itself.
             redirect = Patch(
                 id=f"{device.name}.{target.replace(':', '.')}",
                 target=target,
@@ -58,8 +59,8 @@ def _unset(variable: str, value: str) -> None:
 class _LacksOnce:
     """Shows each warning about a feature that the device lacks only once, on one rank."""
 
-    # A warning filter does not work: whenever torch or others change the filters, Python forgets
-    # what it has shown.
+    # A warning filter does not work: whenever any code changes the filters, Python forgets which
+    # warnings it has shown.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(beginnings) or "(?!)")
         self._show_warning = warnings.showwarning

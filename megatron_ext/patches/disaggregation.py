@@ -1,8 +1,8 @@
 """Patches for jobs whose forward and backward passes run in different processes.
 
 Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so only a few patches are
-needed: how processes find each other, the training step of each role, evaluation and logging. All
-of them act only with --forward-backward-disaggregating.
+needed: for the initialisation of torch.distributed, the training step of each role, evaluation and
+logging. All of them act only with --forward-backward-disaggregating.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _on_backward_rank = partial(active.has_role, "backward")
 )
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron treats all processes as one job, but forward and backward ranks are two jobs."""
-    # Upstream then sees that torch.distributed is already initialised, and uses it as it is.
+    # Initialise torch.distributed before upstream does; upstream then uses it as it is.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 
@@ -58,7 +58,8 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron allocates gradients for every weight, but forward ranks compute none."""
-    # Freeze in the provider: the wrapper of the model allocates a gradient for each trained weight.
+    # Freeze the model in its provider, because Megatron's wrapper allocates a gradient for each
+    # weight that requires one.
     arguments = by_name(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in arguments]
     provide = arguments[provider]
@@ -73,7 +74,9 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     "disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank
 )
 def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron divides by the processes of one role, but the devices of both roles do the work."""
+    """Megatron divides the throughput by the number of processes in one role, but the devices of
+    both roles do the work.
+    """
     job = active.job()
     assert job is not None
     arguments = sys.modules["megatron.training"].get_args()
@@ -86,8 +89,8 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads a checkpoint on every rank, but forward ranks need the counters of backward
-    ranks.
+    """Megatron takes the counters from the checkpoint that each rank has read, but forward ranks
+    need those of the backward ranks.
     """
     from megatron_ext.disaggregation.step import shared_progress
     from megatron_ext.disaggregation.worlds import ending_both_roles
@@ -110,7 +113,8 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     """Megatron updates weights and averages losses, but forward ranks have neither gradients nor
     losses.
     """
-    # Losses stay on the backward ranks, which log; the result has the form of upstream's.
+    # The losses stay on the backward ranks, which log them. The result has the same form as
+    # upstream's.
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
     arguments["forward_backward_func"](
@@ -122,24 +126,22 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         micro_batch_size=settings.micro_batch_size,
         decoder_seq_length=settings.decoder_seq_length,
     )
-    # On other ranks, Megatron's optimizer triggers this
+    # Forward ranks run no optimizer, whose patches report the end of the step on backward ranks.
     for observer in active.required().observers:
         observer.end_iteration()
-    # Losses; skipped steps; whether to save and to exit, with which code; the gradient norm and the
-    # number of zero gradients; the largest attention logit.
+    # Losses; skipped steps; whether to save, whether to exit, and the exit code; gradient norm and
+    # number of zero gradients; largest attention logit.
     return {}, 0, False, False, 0, None, None, 0
 
 
 @PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron returns the losses of an evaluation on forward ranks, but backward ranks log
-    them.
-    """
+    """Megatron computes the losses of evaluations on forward ranks, but backward ranks log them."""
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
     model = by_name(call, args, kwargs)["model"]
-    # All batches of an evaluation use the same weights: those after the last training step, or
-    # others that the loop has put in their place.
+    # All batches of an evaluation use the same weights: those of the last training step, or weights
+    # that the training loop has substituted.
     with evaluation(model):
         losses, *further_results = call(*args, **kwargs)
     send_evaluation(model, losses or {})
@@ -153,12 +155,12 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_on_backward_rank,
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron evaluates on every rank, but forward ranks alone are enough."""
+    """Megatron evaluates on every rank, but the forward ranks alone can evaluate."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
-    # Count the samples as Megatron's evaluation does; the next checkpoint stores the count.
+    # Count the samples like Megatron's evaluation, because the next checkpoint stores the count.
     rounds = arguments.get("eval_iters") or settings.eval_iters
     # Since 0.18, evaluations may have a separate batch size.
     batch = (
@@ -174,8 +176,8 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     when=lambda: (job := active.job()) is not None and job.ends_by_itself,
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron decides only among the processes of one role whether time is up or a signal has
-    come.
+    """Megatron decides within one role whether the time is up or a signal has arrived, but both
+    roles must end together.
     """
     from megatron_ext.disaggregation.step import share_exit
 
@@ -197,7 +199,7 @@ def _roles_here() -> Any:
 def _replay_layer(
     replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron runs a layer for its output, which --fbd-activations ship has already delivered."""
+    """Megatron runs a layer for its output, but --fbd-activations ship has already delivered it."""
     function, distribute, hidden_states, *further_inputs = args
     computed_later = replay.instead_of(function, hidden_states)
     return call(computed_later, distribute, hidden_states, *further_inputs, **kwargs)
@@ -210,8 +212,8 @@ def _replay_layer(
     since=(0, 18),
 )
 def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Without gradients, Megatron does not sort the experts of a token, so their scores add up to
-    different bits.
+    """Megatron sorts the experts of a token only if gradients are enabled, so on forward ranks the
+    sums of scores would differ in their last bits.
     """
     import torch
 
@@ -221,8 +223,8 @@ def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Both roles must shut down together, in Megatron's last call before exit, also with
-    --exit-interval.
+    """Megatron ends each job on its own, but both roles must shut down together. This is its last
+    call before an exit, also with --exit-interval.
     """
     from megatron_ext.disaggregation.worlds import leave
 
@@ -236,7 +238,9 @@ _silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
 
 @_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Megatron prints once for each job, and the forward ranks are a second job."""
+    """Megatron prints once for each job, and the forward ranks are a second job, so every line
+    would appear twice.
+    """
 
 
 for _name in ("print_rank_0", "print_rank_last"):
@@ -249,5 +253,5 @@ for _name in ("print_rank_0", "print_rank_last"):
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")
 def _without_log(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron logs each step, but forward ranks know neither losses nor norms."""
+    """Megatron logs each step, but forward ranks have neither losses nor gradient norms."""
     return by_name(call, args, kwargs)["report_memory_flag"]

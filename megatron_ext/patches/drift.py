@@ -1,9 +1,9 @@
-"""The drift guard: is an upstream function still the one that a patch was written for?
+"""The drift guard: checks that an upstream function is still the one that a patch was written for.
 
-`fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file with
+`fingerprints/MINOR.json` contains, for one minor release of Megatron, the hash of every file with
 targets, and the hash and signature of each target. A target may have additional hashes, `reviewed`,
-for edits that someone has read and that the patches fit. A release newer than all fingerprints is
-compared with the newest ones. `tests/versions/compare.py` writes the files.
+for later edits that were reviewed and that the patches still fit. A release newer than all
+fingerprints is compared with the newest ones. `tests/versions/compare.py` writes the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
-# Parts of syntax that have no effect at run time, or that only some Pythons have.
+# Fields of syntax nodes that have no effect at run time, or that exist only in some Pythons.
 _IGNORED = frozenset(
     {"annotation", "ctx", "kind", "returns", "type_comment", "type_params"}
 )
@@ -65,7 +65,7 @@ def missing(target: str, detail: str) -> UpstreamMismatch:
 
 
 def missing_module(target: str) -> UpstreamMismatch | None:
-    """Return the mismatch for a target whose module is missing although its package exists."""
+    """Return the mismatch for a target whose module is missing, although its package exists."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
     if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
@@ -77,12 +77,12 @@ def log(
     mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
 ) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
-    # torch.distributed does not know ranks yet, so use the launcher's variable.
+    # torch.distributed is not initialised yet, so use the launcher's variable.
     if os.environ.get("RANK", "0") != "0":
         return
     if mismatches and policy() == "warn":
         _LOG.warning(
-            "MEGATRON_EXT_DRIFT=warn: Megatron %s is not what patches in use were written for: %s",
+            "MEGATRON_EXT_DRIFT=warn: the patches in use were not written for Megatron %s: %s",
             releases.core_version(),
             "; ".join(
                 f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches
@@ -91,7 +91,7 @@ def log(
     elif releases.is_newer_than_known(release):
         _LOG.warning(
             "Megatron %s is newer than this package knows (%s); all functions that the features "
-            "in use rely on are those of %s",
+            "in use rely on are the same as in %s",
             releases.core_version(),
             SUPPORTED,
             releases.reference().version,
@@ -101,7 +101,8 @@ def log(
 def compare(target: str, original: Any) -> UpstreamMismatch | None:
     """Return how the object at a target differs from the release that the patch was written for.
 
-    None: it does not differ. Targets without a fingerprint (torch's, constants) have no drift.
+    None means that it does not differ. Targets without a fingerprint (torch's names, constants) are
+    not compared.
     """
     fingerprints = _load()
     expected = fingerprints["targets"].get(target)
@@ -109,8 +110,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
         return None
     module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are unchanged. Comparing one hash for each file instead of parsing the source of
-    # each function keeps imports fast.
+    # Most files are unchanged, so compare the hash of the file first. Parsing the source of each
+    # function would slow down every import.
     if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
     actual = fingerprint(original)
@@ -131,7 +132,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
-    # Force the installation: pip keeps a version within the range even if its files were edited.
+    # Force the installation: pip keeps an installed version within the range, even if its files
+    # were edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
     if (
         target.startswith(("megatron.legacy.", "megatron.training."))
@@ -183,9 +185,9 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 def _meaning(node: Any) -> Any:
     """Return syntax as nested tuples, equal on every Python, without parts that have no effect."""
-    # This way, comments, docstrings, layout and annotations do not matter. The text of `ast.dump`
-    # and `ast.unparse` differs between Pythons.
-    if isinstance(node, ast.JoinedStr):  # 3.12 ends some of them with an empty string
+    # So changes to comments, docstrings, layout and annotations are no drift. `ast.dump` and
+    # `ast.unparse` cannot be used, because their text differs between Pythons.
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 appends an empty string to some
         node.values = [
             value for value in node.values if getattr(value, "value", None) != ""
         ]

@@ -1,8 +1,7 @@
 """Checks during the first steps that features have their intended effect.
 
-A patch can be in place without effect, because Megatron no longer calls its target. Comparing
-functions does not reveal that, and losses keep falling. A failed check raises `EffectMissing`,
-which names the patch.
+A patch has no effect if Megatron no longer calls its target. Neither the drift guard nor the losses
+reveal that. A failed check raises `EffectMissing`, which names the patch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
-# Number of steps to check: by then, tied copies have been filled and updated once.
+# Number of steps to check: after the first one, tied copies have been updated once.
 _STEPS = 2
 
 PATCHES = PatchTable(feature="effects", order=-20)
@@ -46,8 +45,8 @@ def not_logged() -> active.Active | None:
 
 
 def _acted(*patch_ids: str) -> bool:
-    # Check the patches that ran in the steps so far, on this rank: a program may differ from
-    # upstream's.
+    # Ask which patches have run in the steps so far, on this rank, because a program's training
+    # loop may differ from upstream's.
     return not REGISTRY.acted.isdisjoint(patch_ids)
 
 
@@ -65,7 +64,7 @@ def _missing(
 
 
 def another_schedule(name: str) -> EffectMissing:
-    """Return the error for an active schedule while another one runs."""
+    """Return the error for a first step that ran a schedule other than the active one."""
     return _missing(
         f"--pipeline-schedule {name}",
         "steps run its table",
@@ -80,8 +79,8 @@ def another_schedule(name: str) -> EffectMissing:
     when=_is_due,
 )
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In the first steps, Megatron does not check that copies are equal and that forward ranks are
-    frozen.
+    """Megatron does not check in the first steps that tied copies are equal and that forward ranks
+    are frozen.
     """
     schedule = call(*args, **kwargs)
 
@@ -93,13 +92,13 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         model = kwargs["model"]
         chunks = model if isinstance(model, list) else [model]
         is_training = not kwargs.get("forward_only")
-        # Check before the step: its inputs must already be right, and its failure may hide the
-        # reason.
+        # Check before the step: a wrong input may make the step itself fail, with an error that
+        # does not show the cause.
         if is_training or not in_force.is_evaluation_checked:
             _check_frozen(chunks)
             _check_copies(chunks, in_force)
         result = schedule(*args, **kwargs)
-        # Evaluations do not count, because they update no copies.
+        # Do not count evaluations, because they do not update the copies.
         in_force.checked_steps += is_training
         in_force.is_evaluation_checked = True
         return result
@@ -163,7 +162,7 @@ def logged(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
-    # Check once: features without effect before the first line will not have one later.
+    # One check is enough: a feature without effect before the first line has none later either.
     in_force.is_log_checked = True
     pipeline = in_force.pipeline
     if pipeline is not None and not _acted("schedules.forward_backward"):

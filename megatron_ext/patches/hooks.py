@@ -1,7 +1,7 @@
-"""Import hooks: locate Megatron's packages, and run a callback just before the first one.
+"""Import hooks: locate Megatron's packages, and run a callback just before the first import.
 
-A finder at the front of `sys.meta_path`, which Python queries just before a module executes, runs
-the callback and decides which Megatron is used. `sys.path` stays as the user set it.
+Python queries the finders in `sys.meta_path` just before a module executes. A finder at the front
+runs the callback and decides which Megatron is used. `sys.path` stays as the user has set it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 class _Finder(MetaPathFinder):
-    """Locates Megatron's packages and its scripts' modules; runs callbacks before packages."""
+    """Locates Megatron's packages and the modules of its scripts; runs callbacks before imports."""
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
-        """Package -> callback, which is called once."""
+        """Package -> callback, which is called once, just before the package executes."""
 
     def find_spec(
         self,
@@ -46,9 +46,9 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return the location of one of Megatron's packages; None defers to Python."""
-        # Run no callback if the package does not exist: code may only check for an optional
-        # package.
+        """Return the location of one of Megatron's packages; None defers to Python's finders."""
+        # Check first that the package exists: code may import an optional package and handle its
+        # absence.
         if fullname in self.before and _exists(fullname, path):
             self.before.pop(fullname)()
         # A full tree on `PYTHONPATH` has its own `megatron.core`, which lacks the compiled dataset
@@ -56,13 +56,13 @@ class _Finder(MetaPathFinder):
         if fullname == "megatron.core":
             core = releases.installed_core()
             return _spec_in(core and core.parent, fullname)
-        # `megatron` is a namespace package, so the wheel's `megatron.core` and these packages of a
-        # tree merge. Since 0.17, the wheel contains some of them too; scripts of a tree get the
-        # tree's.
+        # `megatron` is a namespace package, so Python merges the wheel's `megatron.core` with these
+        # packages of a tree. Since 0.17, the wheel contains some of them too, but the scripts of a
+        # tree need those of the tree.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return _spec_in(tree and tree / "megatron", fullname)
-        # Look after all entries of `sys.path`: a user's script with the same name takes precedence.
+        # Let all entries of `sys.path` take precedence: the user may have a module of this name.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
             return _spec_in(upstream.find_tree(), fullname)
         if fullname == _TRITON_KERNELS and _lacks_triton():
@@ -81,8 +81,8 @@ def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
 
 def _lacks_triton() -> bool:
     """Return whether this Megatron always imports Triton kernels while Triton is not installed."""
-    # CPU builds and some MUSA builds of torch come without Triton, and the `megatron.training` of
-    # 0.16 always imports its kernels. They get a stand-in that raises when called.
+    # CPU builds and some MUSA builds of torch come without Triton, but the `megatron.training` of
+    # 0.16 always imports these kernels. The replacement module raises when they are called.
     return find_spec("triton") is None and releases.installed_release() == (0, 16)
 
 
@@ -93,14 +93,14 @@ def _installed_finders() -> list[_Finder]:
 def install(before_core: Callable[[], object]) -> None:
     """Hook the import of Megatron. Idempotent.
 
-    The callback is called once, just before `megatron.core` first executes; immediately if it
-    already has.
+    The callback is called once, just before `megatron.core` first executes, or immediately if it is
+    already imported.
     """
     if _installed_finders():
         return
-    # wrapt's hooks fire after a module has executed, which is too late: `megatron.core` copies
-    # names of `torch.cuda` at import, so the device's redirects must be in place before. The finder
-    # must be first, or Python would find an installed Megatron without it.
+    # wrapt's hooks fire after a module has executed. That is too late: `megatron.core` copies names
+    # of `torch.cuda` at import, so the device's redirects must be in place before. The finder must
+    # be the first, or Python's own finders would locate an installed Megatron.
     sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
     REGISTRY.undo.callback(_remove)
     if "megatron.core" in sys.modules:
@@ -115,7 +115,7 @@ def _remove() -> None:
 def before(package: str, callback: Callable[[], None]) -> None:
     """Call a callback once, just before a package inside `megatron` first executes.
 
-    Exceptions of the callback end the import.
+    An exception in the callback makes the import fail.
     """
     for finder in _installed_finders():
         finder.before[package] = callback

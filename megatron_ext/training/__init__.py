@@ -1,1 +1,1 @@
-"""Starts the training script: upstream's own, or a GPT script for a megatron-core wheel."""
+"""Runs the training script: upstream's own, or a replacement for wheels of megatron-core."""

@@ -1,10 +1,10 @@
-"""Starts a training script: upstream's own if a Megatron-LM tree is present, otherwise one for GPT.
+"""Runs a training script: upstream's own if a Megatron-LM tree is present, otherwise one for GPT.
 
-Without a tree, `pretrain_gpt.py` stands for `megatron_ext/training/wheel.py`, which uses the
+Without a tree, `megatron_ext/training/wheel.py` runs in place of `pretrain_gpt.py`. It uses the
 `megatron.training` of the wheel (0.17 or newer).
 
 The runner arms the patches and then runs the script's file unmodified, as `__main__`. An error that
-the user can fix is reported in one line with exit code 2.
+the user can fix is reported in one line, with exit code 2.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.upstream.scripts import find_script
 
-# Message of a gloo or NCCL collective that fails because another rank has ended.
+# Text of the error that a gloo or NCCL collective raises after another rank has ended.
 _LOST = re.compile(
     r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited"
 )
 
+# Importing this module registers stack dumps for SIGINT and SIGTERM (`_without_stacks`).
 _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
@@ -51,7 +52,7 @@ def choose(script: str) -> Path | None:
     """Return the file of a script (`find_script`), and select the tree that contains it."""
     path = find_script(script)
     if path is not None and upstream.is_tree(path.parent):
-        # Set it for this whole process, and for those that it starts.
+        # Everything else in this process, and its child processes, find the tree by this variable.
         os.environ["MEGATRON_LM_PATH"] = str(path.parent)
     return path
 
@@ -59,24 +60,24 @@ def choose(script: str) -> Path | None:
 def execute(script: Path | None) -> None:
     """Run the script from `choose` in this process; errors propagate."""
     if script is None:
-        if (
-            os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1"
-        ):  # our flags would have no effect
+        # The replacement needs the patches; without them, our flags would have no effect.
+        if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
             raise UserError(
-                "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset "
-                "it, or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
+                "MEGATRON_EXT_DISABLE=1 disables the replacement for upstream's script; unset it, "
+                "or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
             )
         from megatron_ext.training import wheel
 
         wheel.main()
         return
-    # Do what `python SCRIPT` does. Our import finder still ignores the tree's megatron.core.
+    # Like `python SCRIPT`, let the script import its neighbours. Our import finder still ignores
+    # the tree's megatron.core.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _address_of_one() -> None:
-    """Give a process without a launcher the address that torch needs, as a world of one rank."""
+    """Set the rendezvous variables that torch needs if one process runs without a launcher."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
@@ -94,7 +95,7 @@ def _address_of_one() -> None:
 
 
 def _explained(error: BaseException) -> MegatronExtError | None:
-    """Return the error to show to the user in one line, or None if its traceback says more."""
+    """Return the error to report in one line, or None if the traceback is more helpful."""
     if isinstance(error, MegatronExtError):
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -104,7 +105,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             return missing_package
     raised_in = frames[-1]
     is_megatrons = _is_of_megatron(raised_in)
-    # Megatron checks some rules when it creates its configuration instead of in validate_args.
+    # Megatron checks some rules when it creates its configuration, instead of in validate_args.
     is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
@@ -121,7 +122,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
 
 
 def _ended_by_restarts(error: BaseException) -> MegatronExtError | None:
-    """Return the error that ended `--inprocess-restart`; None: its traceback says more."""
+    """Return the error that ended `--inprocess-restart`; None if the traceback is more helpful."""
     if type(error).__name__ == "RestartAbort":
         return PeerDied(
             "--inprocess-restart: fewer ranks are left than --inprocess-active-world-size, or "
@@ -142,7 +143,7 @@ def _missing_package(
     error: ModuleNotFoundError, frames: Sequence[FrameType]
 ) -> UserError | None:
     """Return the error for a package that Megatron imports but that is not installed."""
-    # Frames of the import system itself lie between the importing line and the error.
+    # Skip the frames of the import system, which are between the importing line and the error.
     outside_imports = [
         frame for frame in frames if "importlib" not in frame.f_code.co_filename
     ]
@@ -154,7 +155,7 @@ def _missing_package(
         return None
     remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
     if _is_in_extra(package, "upstream"):
-        remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
+        remedy = "pip install 'megatron-ext[upstream]' installs what its scripts need"
     return UserError(
         f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
     )
@@ -163,9 +164,8 @@ def _missing_package(
 def _is_in_extra(package: str, extra: str) -> bool:
     """Return whether an extra of this package installs another package."""
     requirements: list[str] = []
-    with suppress(
-        metadata.PackageNotFoundError
-    ):  # a checkout on PYTHONPATH has no metadata
+    # A checkout on PYTHONPATH has no metadata.
+    with suppress(metadata.PackageNotFoundError):
         requirements = metadata.requires("megatron-ext") or []
     for requirement in requirements:
         is_named = re.match(rf"{re.escape(package)}\b", requirement)
@@ -176,24 +176,24 @@ def _is_in_extra(package: str, extra: str) -> bool:
 
 def _lost_peer(error: RuntimeError) -> PeerDied | None:
     """Return the error for a collective that failed because another rank has ended."""
-    # The script's own code may raise the same text about another connection.
+    # The script itself may raise an error with the same text about another connection.
     is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
     lost_connection = _LOST.search(str(error))
     if not is_torchs or lost_connection is None:
         return None
-    # The innermost line outside of torch called the collective.
+    # The innermost frame outside of torch has called the collective.
     for caller in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(caller.filename)
         if "torch" not in path.parts:
             return PeerDied(
                 f"{caller.name} ({path.name}:{caller.lineno}) lost the connection to another rank, "
-                f"whose own line or traceback gives the reason: {lost_connection[0]}"
+                f"whose own error or traceback gives the reason: {lost_connection[0]}"
             )
     return None
 
 
 def run(script: str, argv: Sequence[str]) -> int:
-    """Run a script with its arguments under the patches, in this process; return the exit code.
+    """Run a patched script in this process, with these arguments; return the exit code.
 
     Errors of other packages propagate with their traceback.
     """
@@ -215,8 +215,8 @@ def run(script: str, argv: Sequence[str]) -> int:
         try:
             _run(script, argv)
         except BaseException as error:
-            # The launcher terminates all ranks as soon as one has ended. This rank ends by itself,
-            # with its reason and its exit code, however long the interpreter's exit takes.
+            # The launcher terminates all ranks as soon as one has ended. Ignore its signal, so that
+            # this rank still reports its own reason and exits with its own code.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if interrupted.is_set():
                 failure.report_interrupt()
@@ -236,7 +236,7 @@ def run(script: str, argv: Sequence[str]) -> int:
 def _without_stacks(_coordinator: ModuleType) -> None:
     """Undo a side effect of importing this Megatron module: stack dumps at Ctrl-C and SIGTERM.
 
-    A launcher sends these signals to every rank of a job that ends, which is normal.
+    A launcher sends these signals to every rank when a job ends, so a dump would not show a fault.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         faulthandler.unregister(number)
@@ -247,12 +247,12 @@ def _run(script: str, argv: Sequence[str]) -> None:
     path = choose(script)
     # Megatron parses the command line of the process.
     sys.argv = [str(path or script), *argv]
-    # Select the device before Megatron is imported, because Megatron copies names of torch.cuda.
-    # This also reads --device-backend.
+    # Select the device (from --device-backend) before Megatron is imported, because Megatron copies
+    # names of torch.cuda.
     devices.current()
     if path is None and os.environ.get("RANK", "0") == "0":
         print(
-            "megatron_ext runs megatron.training of the wheel for GPT (no Megatron-LM tree was "
+            "megatron_ext trains GPT with the wheel's megatron.training (no Megatron-LM tree was "
             "found)",
             flush=True,
         )

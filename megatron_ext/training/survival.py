@@ -1,8 +1,8 @@
-"""Adds this package's steps to restarts in the same processes, which NVIDIA's NVRx performs.
+"""Adds this package's steps to in-process restarts, which NVIDIA's NVRx performs.
 
-When a rank is lost, NVRx ends the training function on the survivors, and calls it again on them
-and on reserve ranks. Between the two calls, each rank must end its waits for the lost one, close
-the state that this package keeps, and number new transports like all other ranks.
+When a rank is lost, NVRx ends the training function on the surviving ranks, and calls it again on
+them and on reserve ranks. Between the two calls, each rank must end its waits for the lost rank,
+release the state that this package keeps, and number its new transports like all other ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class StoreConnection:
-    """The connection of an attempt to the store in which its ranks meet.
+    """The connection of an attempt to the rendezvous store of its ranks.
 
-    A rank that waits in the store for one that is lost waits for minutes, and torch has no call
-    that ends the wait. Shutting the connection down ends it. The store that Megatron passes serves
-    all attempts, so each attempt needs a connection that nothing else uses.
+    A rank that waits in the store for a lost rank waits for minutes, and torch cannot cancel the
+    wait. Shutting the connection down ends it. The store that Megatron passes serves all attempts,
+    so each attempt needs a connection that nothing else uses.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StoreConnection:
         self._is_over = False
 
     def open(self, store: Any) -> Any:
-        """Return the same store, over a new connection and without keys of other attempts."""
+        """Return the same store over a new connection, with a key prefix for this attempt."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         base = store
@@ -64,16 +64,17 @@ class StoreConnection:
         )
         for opened in open_sockets() - before:
             ends = opened.tcp_ends()
-            # Other threads may have opened sockets meanwhile.
+            # Other threads may have opened sockets in the meantime.
             if ends is not None and ends.peer_port == base.port:
                 sockets.add(opened)
         self._sockets = sockets
-        if self._is_over:  # since the training thread has called this
+        # NVRx's thread may have called `shut_down` before the connection existed.
+        if self._is_over:
             self.shut_down()
         return PrefixStore(f"attempt {active.attempt()}", connection)
 
     def shut_down(self) -> None:
-        """End all waits of this attempt in the store, also later ones; another thread calls it."""
+        """End all waits of this attempt in the store, now and later. Called by another thread."""
         self._is_over = True
         for opened in self._sockets:
             opened.shut_down()
@@ -88,30 +89,30 @@ class BeginAttempt(Initialize):
 
     def __call__(self, state: Any) -> Any:
         """Number the attempt, so that all ranks give the same names to their transports."""
-        # NVRx calls this once every rank has sent it its state: ranks that begin have met.
+        # NVRx calls this only after it has received the state of every rank.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
         devices.current().follow_collectives()
         if state.iteration > 0 and state.rank == 0:
-            # The launcher reads this line (`tools/launch/keeper.py`), so --logging-level must not
-            # hide it.
+            # The launcher reads this line (`tools/launch/keeper.py`), so write it to stderr, where
+            # --logging-level cannot suppress it.
             sys.stderr.write(
                 f"megatron_ext: restart {state.iteration} in the same processes: "
                 f"{state.world_size} of {state.initial_world_size} ranks are left\n"
             )
             sys.stderr.flush()
         if state.iteration == 0:
-            # NVRx collects garbage twice in each restart, which took 0.65 s of 1.9 s. Most objects
+            # NVRx collects garbage twice in each restart, which took 0.65 of 1.9 s. Most objects
             # belong to imported modules and never become garbage, so exclude them.
             gc.freeze()
         return state
 
 
 class EndWaits(Abort):
-    """Runs in one of NVRx's threads, while the training function may wait for a lost rank."""
+    """Runs in a thread of NVRx, while the training function may wait for a lost rank."""
 
     def __call__(self, state: Any) -> Any:
-        """End the waits for messages, and those that torch cannot abort."""
+        """End the waits for messages, and the waits in collectives that torch cannot abort."""
         configuration = active.active()
         if configuration is not None:
             with _errors_logged(state.rank, "transports"):
@@ -127,10 +128,10 @@ class EndWaits(Abort):
 
 @contextmanager
 def _errors_logged(rank: int, waits: str) -> Iterator[None]:
-    """Log an error of the body, so that the other waits end too; NVRx aborts NCCL afterwards."""
+    """Log an error of the body instead of raising it, so that the next waits are ended too."""
     try:
         yield
-    except Exception:  # noqa: BLE001 - of any transport or device
+    except Exception:  # noqa: BLE001 - transports and devices raise various errors
         _LOG.exception("rank %s could not abort its %s", rank, waits)
 
 
@@ -139,9 +140,9 @@ class EndConfiguration(Finalize):
 
     def __init__(self) -> None:
         self._last_failure: tuple[str, int] | None = None
-        """The last error that this rank raised itself, and its step, if training has not passed it.
+        """The last error that this rank itself raised, and its step (0 before the first one).
 
-        The step is 0 before the first one.
+        None once training has passed that step.
         """
 
     def __call__(self, state: Any) -> Any:
@@ -150,10 +151,12 @@ class EndConfiguration(Finalize):
         Raises:
             Exception: The error of the training function, if a restart would only repeat it.
         """
-        # NVRx aborts an attempt at most once, in a thread that has ended by now. The thread of the
-        # next attempt starts before `BeginAttempt` runs.
+        # NVRx aborts an attempt at most once, in a thread that has ended by now. Reset the
+        # connection here rather than in `BeginAttempt`, because the next attempt's thread starts
+        # before that.
         store_connection.end_attempt()
-        # Before Megatron's arguments are destroyed, which contain the number of the step.
+        # Ask this first: Megatron's arguments contain the number of the step, and are destroyed
+        # next.
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
         _clear_caches_of_megatron()
@@ -162,7 +165,7 @@ class EndConfiguration(Finalize):
         return state
 
     def _would_come_again(self, error: Exception | None) -> bool:
-        """Return whether a restart would only repeat this error; NVRx would restart for ever."""
+        """Return whether a restart would only repeat this error; NVRx would restart forever."""
         step = cause.current_iteration() or 0
         if self._last_failure is not None and step > self._last_failure[1]:
             self._last_failure = None  # a restart has helped
@@ -173,23 +176,23 @@ class EndConfiguration(Finalize):
         kind = cause.of_error(error).kind
         if kind not in ("error", "hang"):  # another rank has failed
             return False
-        # The text of a hang contains how long it lasted.
+        # Compare hangs by kind only, because their text contains their duration.
         description = kind if kind == "hang" else repr(error)
         failure = (description, step)
         is_same = failure == self._last_failure
         self._last_failure = failure
         if is_same:
             _LOG.error(
-                "the same error in the same step after a restart, so the rank ends"
+                "the same error occurred in the same step after a restart, so the rank ends"
             )
         return is_same
 
 
 def _clear_caches_of_megatron() -> None:
-    """Empty the caches that Megatron keeps of results of methods.
+    """Empty the caches of Megatron's methods (`functools.lru_cache`).
 
-    They keep the instances too: those of the rotary embeddings keep a process group, which has
-    threads and connections.
+    A cache also keeps the instances alive. Rotary embeddings hold a process group, with threads and
+    connections.
     """
     for name, module in list(sys.modules.items()):
         # The value is None for a module whose import is blocked.
@@ -204,8 +207,9 @@ def _clear_caches_of_megatron() -> None:
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an NVRx wrapper with this package's steps added."""
-    # NVRx calls the last step of a composition first. Ours come first: NVRx interrupts the training
-    # thread between two lines of Python, which a wait for a message would not reach.
+    # NVRx calls the last step of a composition first, so put ours last. They must run first: NVRx
+    # interrupts the training thread between two lines of Python, and a thread that waits for a
+    # message executes none.
     composed = dict(settings)
     for name, step in (
         ("initialize", BeginAttempt()),

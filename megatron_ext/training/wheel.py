@@ -1,10 +1,8 @@
-"""Stands in for `pretrain_gpt.py` if no Megatron-LM tree is present.
+"""Replaces `pretrain_gpt.py` if no Megatron-LM tree is present; uses the wheel's training loop.
 
-Uses the wheel's `megatron.training`.
-
-Since 0.17, the wheel contains upstream's training loop, but not the script that defines the model,
-the step and the data. This module replaces that script for pretraining on text; `refuse` rejects
-settings that need the script itself.
+Since 0.17, the wheel contains upstream's training loop (`megatron.training`), but not the script
+that defines the model, the step and the data. This module replaces that script for pretraining on
+text; `refuse` rejects settings that need the script itself.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
-# A loss this many times larger than the largest so far counts as a spike; upstream's value.
+# A loss that is this many times larger than the largest so far is a spike; upstream's value.
 _SPIKE = 10
 
-# Settings that only upstream's script handles, with the value that turns each off.
+# Setting that only upstream's script handles -> the value that turns it off.
 _SCRIPT_ONLY = {
     "dataloader_inter_document_masking": False,
     "dynamic_context_parallel": False,
@@ -60,7 +58,8 @@ _SCRIPT_ONLY = {
     "use_legacy_models": False,
 }
 
-# The same, for wheels without model builders (0.17, 0.18).
+# Further settings that only upstream's script handles for wheels without model builders (0.17,
+# 0.18).
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
@@ -75,14 +74,14 @@ _RESTART = "--inprocess-restart"
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as in upstream's script.
 
-    With `--inprocess-restart` it trains again after the loss of a rank.
+    With `--inprocess-restart`, training starts again after the loss of a rank.
     """
     if _RESTART not in sys.argv:
         _train()
         return
     restarts = import_module("megatron.training.inprocess_restart")
-    # All of it starts again, the parsing of flags too: ranks have other numbers then. As a lambda:
-    # NVRx looks for its own classes in annotations, and those of this file are strings.
+    # Each attempt parses the flags again, because ranks may have new numbers. Pass a lambda,
+    # because NVRx looks for its own classes in annotations, which are strings in this file.
     train, store = restarts.maybe_wrap_for_inprocess_restart(
         lambda store: _train(store)  # noqa: PLW0108
     )
@@ -92,13 +91,13 @@ def main() -> None:
 def _train(restart_store: Any = None) -> None:
     """Train; `restart_store` outlives restarts, and connects the ranks of each attempt."""
     if restart_store is not None:
-        _config.cache_clear()  # of the arguments of the attempt before
-        # Megatron reduces this time over all ranks if it is set, and sets it: a rank that was in
-        # reserve would take no part.
+        _config.cache_clear()  # it holds the arguments of the previous attempt
+        # Megatron reduces the start time over all ranks that have set it. A rank that was in
+        # reserve has not, so the other ranks would wait for it: set it on every rank.
         import_module("megatron.training.training").set_startup_timestamps(time.time())
 
-    # Upstream then calls it on every rank: core's dataset builder is collective, and
-    # `is_built_here` decides which ranks read.
+    # This mark makes upstream call the function on every rank: core's dataset builder is
+    # collective, and `is_built_here` decides which ranks read.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     providers: dict[str, Any] = {
         "train_valid_test_dataset_provider": _datasets,
@@ -196,7 +195,7 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
         )
     kind = "with_transformer_engine" if use_te else "local"
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
-    # Their names are those of the configuration, except for one that is deprecated.
+    # The parameters are named like the fields of the configuration. `fp8` is deprecated, and warns.
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
@@ -246,7 +245,8 @@ def _step(
     args = get_args()
     timer = get_timers()("batch-generator", log_level=2)
     num_samples = args.micro_batch_size
-    if not chunk.training:  # since 0.18, an evaluation may have another size
+    # Since 0.18, evaluations may have a different micro-batch size.
+    if not chunk.training:
         num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()
     with stimer(bdata=True):
@@ -270,7 +270,7 @@ def _step(
 
 def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this context-parallel rank's part of each sequence."""
-    # Releases differ in whether they take the group, and whether they support hybrid parallelism.
+    # Some releases do not accept the group, and some have no hybrid context parallelism.
     options = {
         "cp_group": parallel_state.get_context_parallel_group(),
         "is_hybrid_cp": False,
@@ -282,7 +282,10 @@ def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _fields_read(vp_stage: int | None) -> list[str]:
-    """Return the fields that a stage reads; only the first, the last and MTP stages read any."""
+    """Return the fields of the batch that a stage reads.
+
+    Only the first stage, the last stage and stages with MTP read any.
+    """
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     has_mtp = mtp_on_this_rank(_config(), vp_stage=vp_stage)
     names = []
@@ -298,12 +301,15 @@ def _fields_read(vp_stage: int | None) -> list[str]:
 def _batch(
     data_iterator: Iterator[Any] | None, vp_stage: int | None, num_samples: int
 ) -> dict[str, torch.Tensor]:
-    """Fetch the fields of a stage, `[b, s]` each; one tensor-parallel rank reads and broadcasts."""
+    """Fetch the fields of a stage, `[b, s]` each.
+
+    The first tensor-parallel rank reads them and broadcasts them to its group.
+    """
     args = get_args()
     names = _fields_read(vp_stage)
     if not names:
         return {}
-    # Only the first tensor-parallel rank has data.
+    # The other tensor-parallel ranks have no iterator; they receive the samples.
     samples = next(data_iterator) if data_iterator is not None else None
     device = devices.current().torch_device(args.local_rank)
     length = args.seq_length
@@ -330,7 +336,7 @@ def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the losses `[b, s]`, the number of tokens, and a report with both."""
-    # Return the sum instead of the mean, because the schedule divides by the number of tokens.
+    # Return the sum rather than the mean, because the schedule divides by the number of tokens.
     assert loss_mask is not None, "only the last stage has a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -393,7 +399,7 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     for field in fields(GPTDatasetConfig):
         if hasattr(args, field.name):
             settings[field.name] = getattr(args, field.name)
-    # Fields whose arguments have other names, and fields derived from several arguments.
+    # Add the fields whose arguments have other names or that combine several arguments.
     settings |= {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,

@@ -229,7 +229,10 @@ def configured_and_parsed() -> list[str]:
 def test_megatrons_command_line_does_not_drop_what_a_program_configured() -> None:
     require_training()
     [told] = run_ranks(1, configured_and_parsed)
-    assert ["flags choose the schedule" in line for line in told] == [True, False] * 2
+    assert ["chooses its schedule by flags" in line for line in told] == [
+        True,
+        False,
+    ] * 2
     assert told[1::2] == ["", ""]
 
 

@@ -34,7 +34,7 @@ def no_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_model_trains_from_the_wheel_alone() -> None:
     done = run_package("pretrain_gpt.py", *ONE.split())
     assert done.returncode == 0, done.stderr
-    assert "runs megatron.training of the wheel for GPT" in done.stdout
+    assert "trains GPT with the wheel's megatron.training" in done.stdout
     assert "lm loss: " in done.stdout
 
 
