@@ -1,8 +1,8 @@
 """Patches for pipelines that end on the rank where they begin (V and W placements).
 
 Upstream assumes that the first and last stage are on different ranks, and identifies them by rank.
-These patches act only while a schedule with such a placement is active, together with its runtime,
-because upstream's own schedules cannot run with them.
+These patches act only while a schedule with such a placement is active, because upstream's own
+schedules cannot run with them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _place_layers(
 def _place_segment(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[list[str], int]:
-    """Megatron places the segments of a hybrid pattern round-robin, but V and W do not."""
+    """Megatron places the segments of a hybrid pattern round-robin, unlike V and W placements."""
     pattern, *further_args = args
     segments, stages_of = pattern.split("|"), chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
-    # Upstream deals segments out round-robin, so pass them in the order that gives this rank its
-    # own.
+    # Upstream deals segments out round-robin, so reorder them such that each rank gets the segments
+    # of its stages.
     dealt = [
         segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk
     ]
@@ -89,7 +89,7 @@ def _place_segment(
 )
 def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron assumes that the last rank holds the last stage, but the first one does."""
-    # Look up by name at each call, because that function may be patched too.
+    # Look up the function at each call, because it may be patched too.
     twin = call.__name__.replace("last", "first")
     return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
 
@@ -115,10 +115,10 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron puts the last rank into the embedding group, and the first would wait for it
+    """Megatron puts the last rank into the embedding group, so the first rank would wait for it
     forever.
     """
-    # The first rank holds both copies of the embedding, and a sum over one rank sends nothing.
+    # The first rank holds both copies of the embedding, so the group contains only this rank.
 
     def first(ranks: list[int]) -> list[int]:
         return ranks[:1]
@@ -139,7 +139,7 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     kind="replace",
 )
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron adds up the gradients of tied embeddings between ranks, but both are on one rank."""
+    """Megatron sums the gradients of tied embeddings over ranks, but both are on one rank."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
@@ -153,7 +153,7 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
 def _skip_without_embeddings(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron asks each model whether its embedding is tied, but a custom module cannot answer."""
+    """Megatron reads from each model whether its embedding is tied, which custom modules lack."""
     from megatron_ext.runtime.folded import language_model
 
     chunks = args[0] if args else kwargs["model"]
@@ -168,8 +168,8 @@ def _skip_without_embeddings(
     since=(0, 19),
 )
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron fills the copy of a tied embedding from another rank; on a single rank it would stay
-    zero.
+    """Megatron fills the copy of a tied embedding from another rank; if both are on one rank, the
+    copy would stay zero.
     """
     from megatron_ext.runtime.folded import tie_embeddings
 
@@ -203,13 +203,13 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 def check_optimizer_state(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron checks the parallel sizes only, and would load optimizer state of other stages."""
+    """Megatron checks only the parallel sizes, so it would load optimizer state of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is not None and options.get("is_loading"):
         saved_format = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-        # Only formats that index state by parameter work for stages other than those that saved it.
+        # Only formats that index the state by parameter can be loaded by other stages.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
         if saved_format is not None and saved_format not in fits:
             raise DataError(
@@ -225,7 +225,7 @@ def check_optimizer_state(
     f"{_PARALLEL}:distribute_main_replicas_with_precomputed_distribution",
 )
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron assigns tensors to replicas by name, and would save both copies of an embedding."""
+    """Megatron assigns tensors to replicas by name, so it would save an embedding's two copies."""
     from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
@@ -241,8 +241,8 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load"
 )
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron gives both copies of an embedding one tensor; used as a moment, two weights would
-    update it.
+    """Megatron loads both copies of an embedding into one tensor. If it is an optimizer moment, two
+    weights would update it.
     """
     from megatron_ext.runtime.folded import with_own_tensors
 
@@ -253,7 +253,8 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
-    # Local ones do so too, and those of each placement lie apart (`config/restarts.py`).
+    # Local checkpoints identify tensors in this way too, but each placement has a folder for its
+    # own (`config/restarts.py`).
     if kind is not None and kind.name not in ("GLOBAL", "LOCAL"):
         raise DataError(
             f"{loaded[1]} is of format {kind.name.lower()}, which fits only the stages that it was "
@@ -280,13 +281,11 @@ def _stages(args: Any) -> str:
 
 @PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
 def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron names layers of --ckpt-format torch by rank and chunk, regardless of their
-    stages.
-    """
+    """Megatron names layers in --ckpt-format torch by rank and chunk, whatever their stages are."""
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
-        # Megatron compares the version with numbers, so without this package loading fails here. It
-        # would ignore any other entry, and train other layers.
+        # Megatron compares the version with numbers, so loading the file without this package
+        # fails. It would ignore any other entry, and load the weights into the wrong layers.
         state["checkpoint_version"] = (
             f"{state['checkpoint_version']} {_stages(settings)}"
         )
@@ -299,7 +298,7 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=always,
 )
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads formats that identify layers by rank, and would load the wrong layers."""
+    """Megatron reads formats that identify layers by rank, so it would load the wrong layers."""
     loaded = call(*args, **kwargs)
     state, name, _, kind = loaded  # each rank has its own file two folders below
     if kind is None or kind.name != "LEGACY":
@@ -311,8 +310,8 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)
-    # With --use-checkpoint-args, Megatron first reads the arguments, without layers, before a
-    # schedule is active.
+    # With --use-checkpoint-args, Megatron first loads only the arguments, before a schedule is
+    # active.
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
@@ -321,14 +320,14 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         re.fullmatch(r"model\d*", entry) is not None for entry in state
     )
     num_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
-    # If a chunk is not in the file, Megatron silently trains it from random weights.
+    # If the file lacks a chunk, Megatron silently trains it from random weights.
     lacks = num_saved_chunks not in (0, num_chunks) and active.pipeline() is not None
     if saved_stages != stages or lacks:
         raise DataError(
             f"the stages of {Path(name).parents[1]} are {saved_stages or megatrons} "
             f"({num_saved_chunks} on each rank), but those of this run are {stages or megatrons} "
             f"({num_chunks} on each rank), and --ckpt-format torch names layers by their place; "
-            "load it with the schedule that it was saved with, or convert it to names there: "
+            "load it with the schedule that it was saved with, or convert it with that schedule: "
             "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
     return loaded
@@ -345,7 +344,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 def _with_fields_of_both_ends(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron sends only the fields of the first stage to a rank that holds both ends."""
-    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets its fields,
-    # otherwise those of the last stage. Stages with MTP get both, so claim to be one.
+    """Megatron sends only the fields of the first stage to a rank that also has the last stage."""
+    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets the fields of
+    # that stage only. Stages with MTP get the fields of both ends, so pretend to be one.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

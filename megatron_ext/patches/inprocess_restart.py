@@ -22,13 +22,13 @@ _MEGATRON = "megatron.training.inprocess_restart"
 PATCHES = PatchTable(feature="inprocess_restart")
 
 
-# Rows of NVRx are not required: a release without these names may be installed for something else.
-# `megatron_ext/config/restarts.py` refuses the flag then.
+# Rows with targets in NVRx are not required, because a release without these names may be installed
+# for another purpose. `megatron_ext/config/restarts.py` refuses the flag then.
 @PATCHES.row(
     "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
 )
 def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx cannot end waits for our messages, and ranks would name their transports differently."""
+    """NVRx cannot end waits for our messages, and ranks would give their transports other names."""
     from megatron_ext.training.survival import with_our_part
 
     call(*args, **with_our_part(kwargs))
@@ -36,7 +36,7 @@ def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 @PATCHES.row("inprocess_restart.unread_flags", f"{_MEGATRON}:inprocess_restart")
 def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations and
+    """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations, but
     does not pass them to NVRx.
     """
     settings = by_name(call, args, kwargs)["args"]
@@ -64,7 +64,8 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     """Rank 0 hosts the store of the restarts, so the job would not survive its loss."""
     distributed = import_module("torch.distributed")
     with suppress(ImportError):
-        import_module(_NVRX)  # it derives a class from the store, so import it first
+        # NVRx derives a class from TCPStore, so import it before the name is replaced.
+        import_module(_NVRX)
     make_store = distributed.TCPStore
 
     def client(**settings: Any) -> Any:
@@ -79,7 +80,7 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     "megatron.training.initialize:_initialize_distributed",
 )
 def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Waits in the store that Megatron uses for all attempts cannot be ended."""
+    """Megatron uses one store for all attempts, in which a wait for a lost rank cannot be ended."""
     if active.attempt() is None:
         return call(*args, **kwargs)
     from megatron_ext.training.survival import store_connection
@@ -95,7 +96,7 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     order=-1,
 )
 def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron's scripts parse flags outside of the function that restarts, which then has none."""
+    """Megatron's scripts parse flags outside the function that restarts, so a restart has none."""
     (function,) = by_name(call, args, kwargs).values()
     if getattr(function, "__module__", "").startswith("megatron_ext."):
         return call(*args, **kwargs)
@@ -103,8 +104,8 @@ def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
     if parse_args(ignore_unknown_args=True).inprocess_restart:
         raise ArgumentsError(
-            "--inprocess-restart: from 0.18 on Megatron's own scripts parse flags once, so after a "
-            "loss they have none; unset MEGATRON_LM_PATH to run the training loop of the installed "
+            "--inprocess-restart: from 0.18 on, Megatron's own scripts parse flags only once, so a "
+            "restart has none; unset MEGATRON_LM_PATH to run the training loop of the installed "
             "megatron-core, or leave it out"
         )
     return call(*args, **kwargs)
@@ -112,7 +113,7 @@ def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 @contextmanager
 def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """Let a name of a module stand for something else while Megatron makes what it needs."""
+    """Replace an attribute of a module during the body."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -129,7 +130,7 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
     required=False,
 )
 def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """NVRx selects the CUDA device in the thread that resets Megatron; the host has none."""
+    """NVRx selects a CUDA device in the thread that resets Megatron; the host has none."""
     from nvidia_resiliency_ext.inprocess.exception import (
         TimeoutError as FinalizeTimeout,
     )
@@ -177,7 +178,7 @@ def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> N
     required=False,
 )
 def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx refuses to save a local checkpoint beside the unfinished one of a killed rank."""
+    """NVRx refuses to save a local checkpoint if a killed rank has left an unfinished one."""
     is_first = not instance._dir_created
     call(*args, **kwargs)
     if is_first:

@@ -21,9 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_targets() -> list[str]:
-    """Import every module with patches, to list their state; return the missing modules."""
+    """Import all modules with targets, to list their state; return the missing modules."""
     missing_modules = []
-    # Hide Megatron's warnings about missing kernels, which matter only for training.
+    # Megatron warns about missing kernels, which matter only for training.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core")
@@ -78,7 +78,7 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each patch that drifted, was refused or was overwritten by others.
+    """Return one line for each patch that drifted, was refused, or was overwritten by other code.
 
     Patches whose target may be absent, or whose package is missing, are skipped.
     """
@@ -98,7 +98,7 @@ def problems(rows: Iterable[Row]) -> list[str]:
 
 def _difference(row: Row) -> str:
     """Return how a patch's target differs from its release; empty if that does not matter."""
-    # A pending row is not a problem in itself: this job may never import its module.
+    # A pending row is only a problem if its module is missing: a job may never import the module.
     if row.state == "pending" and row.required:
         missing = drift.missing_module(row.target)
         if missing is not None:

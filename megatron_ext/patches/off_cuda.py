@@ -1,6 +1,6 @@
 """Patches for machines without a CUDA device: CPU hosts, and accelerators of other vendors.
 
-They include code that upstream compiles before training, which needs a toolkit or a Makefile.
+Some of them skip code that upstream compiles before training with a CUDA toolkit or a Makefile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _is_other(record: logging.LogRecord) -> bool:
     when=on_cpu,
 )
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron reports each use of the device's generator, here the host's, as a change."""
+    """Megatron reports each use of the host's generator as an unexpected change, but here the host
+    is the device.
+    """
     logger = logging.getLogger(_RANDOM)
     if _is_other not in logger.filters:
         logger.addFilter(_is_other)
@@ -45,7 +47,7 @@ def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     when=off_cuda,
 )
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron drops groups without destroying them, and gloo's threads stall later
+    """Megatron drops groups without destroying them, so their gloo threads stall later
     initialisations.
     """
     from torch import distributed
@@ -53,8 +55,8 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     state = sys.modules[_PARALLEL_STATE]
     groups = list(state._global_process_group_list or ())
     call(*args, **kwargs)
-    # Upstream's reset misses some variables, which would keep naming ranks and groups that no
-    # longer exist. Initially all are None, except for one table, whose name differs between
+    # Upstream's reset misses some variables, which would keep ranks and groups that no longer
+    # exist. Initially all variables are None, except for one dict, whose name differs between
     # releases.
     for name, value in list(vars(state).items()):
         if not (name.startswith("_") and name.isupper()):
@@ -67,7 +69,7 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return
     existing_groups = distributed.distributed_c10d._world.pg_map
     for group in groups:
-        # None stands for the default group; a script may already have destroyed some groups.
+        # None is the default group. A script may already have destroyed some groups.
         if group is not None and group in existing_groups:
             distributed.destroy_process_group(group)
 
@@ -77,13 +79,13 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
 )
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron honours as_numpy for CUDA tensors only, so the all-to-all dispatcher raises
+    """Megatron respects as_numpy for CUDA tensors only, so the all-to-all dispatcher raises
     TypeError.
     """
     import torch
 
-    # For CUDA tensors, upstream's function does both; a tensor on the host or on another
-    # accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
+    # Upstream's function copies and converts CUDA tensors only. It returns any other tensor
+    # unchanged, and the dispatcher then fails to use the tensor as an array.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
             return call(tensor, as_numpy=as_numpy, record_stream=record_stream)
@@ -143,7 +145,7 @@ def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
 PATCHES.row(
     "training_init.jit_fuser",
     "megatron.core.jit:jit_fuser",
-    "torch.compile needs a compiler for the device and gains nothing here",
+    "torch.compile needs a compiler for the device, and does not make training faster here",
     kind="set",
     when=off_cuda,
 )(to(lambda function: function))

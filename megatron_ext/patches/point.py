@@ -1,9 +1,9 @@
 """Patches as data, and their targets in the running process.
 
-A `Patch` is a row of a table. A `Site` is its target, which several patches may share: the
-original, the current value, and how to restore the original. Copies of the target's name, which
-other modules made with `from x import y`, are found by identity; copies in default arguments,
-closures, partials and bound methods cannot be found.
+A `Patch` is a row of a table. A `Site` is a target, which several patches may share: it holds the
+original and the current value, and restores the original. If other modules have copied the name
+with `from x import y`, the copies are found by identity. Copies in default arguments, closures,
+partials and bound methods cannot be found.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.releases import Release
 
 Call = Callable[..., Any]
-"""Continues the chain of wraps; the `fn` of a patch receives it."""
+"""Continues the chain of wraps; it is passed to the `fn` of a patch."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ANY: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
 
 MISSING = object()
-"""Represents a missing attribute, because None is a regular value."""
+"""Marks a missing attribute, because None is a valid value."""
 
 State = Literal[
     "pending", "installed", "skipped", "absent", "refused", "off", "other release"
 ]
-"""The state of a patch. absent: the target is missing, and no feature in use needs it."""
+"""The state of a patch. `absent` means that the target is missing and no feature in use needs it.
+"""
 
 
 def by_name(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return the arguments of a target by name, whether passed by position or by name."""
+    """Return the arguments of a target by name, whether they were passed by position or by name."""
     return dict(signature(call).bind(*args, **kwargs).arguments)
 
 
 def always() -> bool:
-    """Return True: the `when` of a patch that acts whenever the registry is active."""
+    """Return True: the `when` of patches that act whenever the registry is active."""
     return True
 
 
@@ -70,11 +71,11 @@ class Patch:
     """wrap, replace: returns the subject of the patch, such as the active pipeline, which is passed
     to `fn` as its first argument. If it returns None, the patch does not act."""
     order: int = 0
-    """Position among the wraps of a target: lower is further out."""
+    """Position among the wraps of a target; lower numbers are further out."""
     feature: str = "core"
     """The feature that the patch belongs to, for listings."""
     creates: bool = False
-    """set: the name does not exist upstream (the reason explains why it must)."""
+    """set: the name does not exist upstream (the reason explains why it is needed)."""
     since: Release = _ANY[0]
     """First minor release that the row is for, such as `(0, 17)`."""
     until: Release = _ANY[1]
@@ -111,8 +112,9 @@ class Patch:
         return None if subject is None else partial(self.fn, subject)
 
     def is_for(self, release: Release | None) -> bool:
-        """Return whether the row applies to a release; if it is unknown, only rows for all releases
-        do.
+        """Return whether the row applies to a release.
+
+        If the release is unknown, only rows for all releases apply.
         """
         if release is None:
             return (self.since, self.until) == _ANY
@@ -155,15 +157,15 @@ class _WhileInForce:
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A proxy that survives copy, deepcopy and pickle, and that compiled code calls."""
 
-    # torch.compile traces through a proxy to the function behind it, and would skip the patches;
-    # this mark makes it call the proxy. Without a schedule the mark is off, because a call splits
-    # the graph.
+    # torch.compile traces through a proxy to the wrapped function, and would skip the patches; this
+    # mark makes it call the proxy. Without a schedule the mark is off, because the call breaks the
+    # graph.
     _torchdynamo_disable = _WhileInForce()
     _torchdynamo_disable_msg = "megatron_ext patches it"
 
-    # Megatron deep-copies configurations that hold function references, and pickles partials; stock
-    # wrapt proxies support neither. A copy of a patch point is the point itself, and it is pickled
-    # by name like the function that it stands for.
+    # Megatron deep-copies configurations that refer to functions, and pickles partials; plain wrapt
+    # proxies support neither. A copy of a patch point is the point itself, and a point is pickled
+    # by name, like the function that it wraps.
 
     def __copy__(self) -> PatchPoint:
         return self
@@ -194,7 +196,7 @@ class Site:
     parent: Any = None
     attribute: str = ""
     original: Any = MISSING  # result of a lookup on the parent
-    defined: Any = MISSING  # the parent's own value (a class may inherit the original)
+    defined: Any = MISSING  # value in the parent's dict (a class may inherit another)
     installed: Any = MISSING
     is_shared: bool = False  # the installed object already had another name
     mismatch: UpstreamMismatch | None = None
@@ -212,20 +214,18 @@ class Site:
     @property
     def spreads(self) -> bool:
         """Whether copies of the name in other modules are replaced too."""
-        # Skip constants: every module binds None.
+        # Skip constants: for example, nearly every module binds None.
         if not (callable(self.original) and callable(self.installed)):
             return False
-        # Skip targets that are themselves copies of another module's name: then only this copy
-        # changes. torch is an exception, because it defines most public names in other modules.
+        # Skip targets that are themselves copies of another module's name: only this copy must
+        # change. torch is an exception, because it defines most public names in private modules.
         module = self.first.module
         defined_in = getattr(self.original, "__module__", None) or module
         return defined_in == module or module.partition(".")[0] == "torch"
 
     @property
     def can_be_found(self) -> bool:
-        """Whether every copy of the patched value comes from this target, so that identity finds
-        it.
-        """
+        """Whether every copy of the patched value is from this target, so identity finds it."""
         return (
             callable(self.installed)
             and self.original is not MISSING
@@ -233,12 +233,10 @@ class Site:
         )
 
     def intact(self) -> bool:
-        """Return whether the target still is the installed value, possibly wrapped further by
-        others.
-        """
+        """Return whether the target is still the installed value, or another proxy on it."""
         if not self.is_installed:
             return True
-        # Read the parent's own attribute: a lookup on a class would also find inherited ones.
+        # Read the parent's own dict: a lookup on a class would also find inherited attributes.
         current = vars(self.parent).get(self.attribute, MISSING)
         if current is self.installed:
             return True
@@ -268,9 +266,10 @@ class Site:
 # -- copies of a name in other modules -------------------------------------------------------------
 
 
-# Undo must distinguish a copy of a replacement from an object that had other names before: on the
-# host, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`, and that name must stay. So undo
-# restores such objects only where this module has put them, and all others everywhere.
+# Undo must distinguish a copy of a replacement from an object that had other names before. On the
+# host, for example, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`, and the latter name must
+# stay. So undo restores such objects only where this module has put them, and all others
+# everywhere.
 class Copy(NamedTuple):
     """A name in another module that was rebound because it is a copy of a patched name."""
 
@@ -307,14 +306,15 @@ def rebind(
     Returns:
         The rebound names of modules.
     """
-    # Compare identity: a sweep by name would miss renamed copies and hit other objects of the same
-    # name.
+    # Compare identity: a sweep by name would miss renamed copies and replace unrelated objects with
+    # the same name.
     pair_of = {id(old): (old, new) for old, new in pairs if old is not new}
     rebound: list[Copy] = []
     if not pair_of:
         return rebound
     for module_name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)  # don't load lazy modules
+        # Any other attribute access could load a lazy module.
+        names = getattr(module, "__dict__", None)
         if not isinstance(names, dict) or module_name.partition(".")[0] in untouched:
             continue
         for name, value in list(names.items()):
@@ -322,8 +322,8 @@ def rebind(
                 old, new = pair_of[id(value)]
                 rebound.append(Copy(names, name, old, new))
                 names[name] = new
-            # Don't use isinstance: it reads the class of instances, and some respond with a
-            # warning.
+            # Don't use isinstance: it reads `__class__` of every value, and some objects respond
+            # with a warning.
             if (
                 in_classes
                 and issubclass(type(value), type)

@@ -8,7 +8,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.tracing import step_records
 
 _TRAINING = "megatron.training.training"
-# Act before the patches of a disaggregated job, whose forward ranks log nothing.
+# Act outside the patches of a disaggregated job, which replace the log on forward ranks.
 PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 
@@ -35,8 +35,8 @@ def _end(
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
-    """Megatron counts --exit-interval over resumed runs, but `compare` trains a number of steps
-    from any.
+    """Megatron counts --exit-interval from the first run, but `compare` trains a number of steps
+    from any checkpoint.
     """
     should_exit = call(*args, **kwargs) or record.is_complete
     record.begin()  # start after evaluations and saves, which are not part of a step

@@ -2,10 +2,11 @@
 
 A `Patch` defines what changes, why and when. `Patch.kind` selects one of two mechanisms:
 
-* `wrap` and `replace` put exactly one `PatchPoint` (a wrapt proxy) on a function or method. At each
-  call it builds the chain of the patches that are active *now*: at most one replacement, innermost,
-  and the wraps around it by `(order, id)`. Without an active patch, the original runs.
-* `set` assigns a value once. It is for constants and for functions too hot for a proxy.
+* `wrap` and `replace` put one `PatchPoint` (a wrapt proxy) on a function or method. At each call,
+  the point builds the chain of the patches that are active *now*: at most one replacement as the
+  innermost, and the wraps around it, ordered by `(order, id)`. Without an active patch, the
+  original runs.
+* `set` assigns a value once. It is for constants, and for functions that are too hot for a proxy.
 
 The technique (post-import hooks, transparent proxies) comes from wrapt; for the background, see its
 documentation on monkey patching.
@@ -85,7 +86,7 @@ class Registry:
     # -- registering and switching ---------------------------------------------------------------
 
     def register(self, patches: Iterable[Patch]) -> None:
-        """Add patches that are not registered yet; an active registry arms them immediately.
+        """Add the patches that are not registered yet; an active registry arms them immediately.
 
         Raises:
             ValueError: Two rows for the same release share an id, or a `set` shares its target.
@@ -117,16 +118,14 @@ class Registry:
         site.patches.append(patch)
 
     def activate(self) -> None:
-        """Arm every registered patch; modules that are already imported are patched now.
-        Idempotent.
-        """
+        """Arm all registered patches, and patch modules that are already imported. Idempotent."""
         if not self.active:
             self.active = True
             self._arm(set(self.modules()))
 
     def deactivate(self) -> None:
-        """Restore every original, including aliases; patches stay registered. Idempotent."""
-        # Points that an undo cannot reach check this flag at each call, so set it first.
+        """Restore all originals, including aliases; the patches stay registered. Idempotent."""
+        # Set this first: points that an undo cannot reach check the flag at each call.
         self.active = False
         self._uninstall(self._sites.values())
         self.undo.close()
@@ -137,8 +136,9 @@ class Registry:
         """Install into loaded modules, and hook the import of the others."""
         loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
-        # Right after a module has executed, no other code can have copied its names yet. Hooks
-        # cannot be removed, so each module gets only one, which checks whether to act.
+        # Hook the import: right after a module has executed, no other code can have copied its
+        # names yet. Hooks cannot be removed, so each module gets only one, which checks whether the
+        # registry is active.
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
             wrapt.register_post_import_hook(partial(self._imported, name), name)
@@ -150,12 +150,13 @@ class Registry:
             self._install({name}, late=False)
 
     def _install(self, modules: set[str], *, late: bool) -> None:
-        """Install all sites of these loaded modules; if late, repair copies of the names too."""
+        """Install all sites in these loaded modules; if late, repair copies of the names too."""
         pending_sites = []
         for site in self._sites.values():
             if site.first.module in modules and not site.is_installed:
                 pending_sites.append(site)
-        # Only a constant can be an object that other modules already bind; a patch point is new.
+        # Only the value of a `set` can already be bound by other modules; a patch point is new.
+        # Collecting the ids takes a sweep over all modules, so skip it without a `set`.
         bound_ids: set[int] = set()
         if any(site.first.kind == "set" for site in pending_sites):
             bound_ids = bound_objects()
@@ -172,14 +173,14 @@ class Registry:
     def _repair_copies(
         self, replaced: list[tuple[Any, Any]], modules: set[str]
     ) -> None:
-        """Rebind the copies that loaded modules have made of replaced names.
+        """Rebind the copies of replaced names in loaded modules.
 
         Args:
             replaced: Pairs of an original and the patched value.
             modules: Names of the modules that define the originals.
         """
-        # Never touch our own modules (they keep originals on purpose), torch's internals (they must
-        # keep calling the originals) and the library of the proxies.
+        # Skip our own modules (they keep originals on purpose), torch's internals (they must keep
+        # calling the originals) and the library of the proxies.
         rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
         self._rebound_copies += rebound
         late_modules = {name for name in modules if name.startswith("megatron.")}
@@ -188,7 +189,7 @@ class Registry:
         if late_modules:
             _LOG.warning(
                 "%s imported before megatron_ext: %d copied names mended; copies in closures, "
-                "partials and default arguments cannot be. Put `import megatron_ext` first.",
+                "partials and default arguments cannot be mended. Put `import megatron_ext` first.",
                 "1 module was"
                 if len(late_modules) == 1
                 else f"{len(late_modules)} modules were",
@@ -196,7 +197,7 @@ class Registry:
             )
 
     def _install_site(self, site: Site) -> bool:
-        """Install one site; keep a mismatch for `raise_mismatches`, as imports must not fail."""
+        """Install one site; keep a mismatch for `raise_mismatches`, since imports must not fail."""
         patch = site.first
         module = sys.modules[patch.module]
         try:
@@ -215,8 +216,8 @@ class Registry:
         site.defined = vars(site.parent).get(site.attribute, MISSING)
         site.mismatch = drift.compare(site.target, site.original)
         if patch.kind == "set":
-            # Evaluate this once: a value has no proxy that could check at each call whether its
-            # feature is on.
+            # Decide now: unlike a point, a value cannot check at each call whether its feature is
+            # on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
             original = None if site.original is MISSING else site.original
@@ -224,8 +225,9 @@ class Registry:
             return True
         # Prefer the parent's own attribute: a lookup would bind a static or class method.
         wrapped = site.original if site.defined is MISSING else site.defined
-        # References that an undo cannot reach (default arguments, closures, partials) must behave
-        # like the original too, so a point checks at each call whether the registry is active.
+        # The point checks at each call whether the registry is active, because after an undo,
+        # references out of reach (default arguments, closures, partials) must behave like the
+        # original.
         site.put(
             PatchPoint(
                 wrapped, partial(self._dispatch, site), enabled=lambda: self.active
@@ -235,7 +237,7 @@ class Registry:
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
         installed_sites = [site for site in sites if site.is_installed]
-        # Keep the values too: once an object is gone, its id may be reused.
+        # Keep the values alive: once an object is gone, its id may be reused.
         patched_values = {
             id(site.installed): site.installed for site in installed_sites
         }
@@ -248,14 +250,14 @@ class Registry:
         for copy in self._rebound_copies:
             if id(copy.new) not in patched_values:
                 remaining_copies.append(copy)
-            elif (
-                copy.names.get(copy.name) is copy.new
-            ):  # otherwise other code has rebound it since
+            # Skip names that other code has rebound since.
+            elif copy.names.get(copy.name) is copy.new:
                 copy.names[copy.name] = copy.old
         self._rebound_copies = remaining_copies
-        # Restore copies that other code has made since, too, unless a value replaces several
-        # originals. Skip only our own modules, which own the replacements: torch's may have been
-        # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
+        # Also restore copies that other code has made since, unless one value replaces several
+        # originals. Skip only our own modules, which own the replacements. Search torch's modules
+        # and classes too: some may have been imported since, and torch's compiler keeps functions
+        # of `torch.cuda` in classes.
         originals_of: dict[int, set[int]] = {}
         for patched, original in replaced:
             originals_of.setdefault(id(patched), set()).add(id(original))
@@ -289,8 +291,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in acting[:0:-1]:
-            # Chain all but the outermost, inner ones first. Each looks like the target, because
-            # wraps read the target's parameters.
+            # Chain all but the outermost, beginning with the innermost. Each step has the target's
+            # signature, because wraps read the names of the target's parameters (`by_name`).
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         _, outermost = acting[0]
         return outermost(call, instance, args, kwargs)
@@ -333,9 +335,8 @@ class Registry:
     def raise_mismatches(self) -> None:
         """Raise an error if active patches were not written for the installed Megatron.
 
-        With `MEGATRON_EXT_DRIFT=warn`, one rank logs one line about the differences instead. The
-        same rank logs once that a release is newer than all known ones, if all patches in use still
-        fit.
+        With `MEGATRON_EXT_DRIFT=warn`, rank 0 logs one line about the differences instead. If all
+        patches in use fit a release that is newer than all known ones, rank 0 logs that once.
 
         Raises:
             UpstreamMismatch: The first mismatch, unless `MEGATRON_EXT_DRIFT` allows it.
@@ -360,7 +361,7 @@ class Registry:
 
 
 def _is_loaded(name: str) -> bool:
-    """Return whether a module is completely imported; the others get a post-import hook."""
+    """Return whether a module is completely imported; otherwise it gets a post-import hook."""
     module = sys.modules.get(name)
     # During its import, a module is already in sys.modules, but incomplete.
     spec = getattr(module, "__spec__", None)
@@ -384,10 +385,10 @@ def _check_replacements(site: Site, patches: Iterable[Patch]) -> None:
 
 
 def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
-    """Return whether a patch would act on a target that differs from the one it was written for."""
+    """Return whether a patch that needs the mismatching target would act."""
     is_missing = drift.is_missing(mismatch)
     for patch in site.patches:
-        # Skip patches that can do without their target.
+        # Skip patches that do not require their target.
         if is_missing and not patch.required:
             continue
         if patch.acting():

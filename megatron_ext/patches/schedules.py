@@ -28,7 +28,7 @@ PATCHES = PatchTable(feature="schedules", when=is_chosen)
 
 
 def _was_not_taken() -> bool:
-    """Return whether a schedule was requested that nothing has put in force."""
+    """Return whether a schedule was requested but is not active."""
     from megatron_ext.config.flags import requested_flags
 
     in_force = active.active()
@@ -44,17 +44,17 @@ def _was_not_taken() -> bool:
     when=_was_not_taken,
 )
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron would train under its own schedule although another one was requested."""
+    """Megatron would train with its own schedule, although another one was requested."""
     from megatron_ext.config.flags import FLAGS
     from megatron_ext.errors import ConfigurationError
 
     if active.active() is None:
         raise ConfigurationError(
             f"{FLAGS} is set, but only programs with Megatron's command line and megatron.bridge's "
-            "pretrain or finetune read it; call megatron_ext.configure instead"
+            "pretrain and finetune read it; call megatron_ext.configure instead"
         )
     raise ConfigurationError(
-        "configure was given no sizes, and no host that knows them came before the first step; "
+        "configure was called without sizes, and no host has supplied them before the first step; "
         "give pipeline_ranks, num_microbatches and num_layers, or train with "
         "megatron.bridge's pretrain or finetune"
     )
@@ -66,10 +66,10 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     kind="replace",
 )
 def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron runs its own schedules only, not the table of --pipeline-schedule."""
+    """Megatron runs only its own schedules, not the table of --pipeline-schedule."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
-    # Releases pass different arguments, so check every argument that may hold process groups.
+    # The arguments differ between releases, so check each one that may hold process groups.
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
     return forward_backward
@@ -110,15 +110,15 @@ def _carries_messages() -> bool:
 def _check_built(
     in_force: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Programs that call configure show their settings nowhere else, and some conflict with the
-    schedule.
+    """Some of Megatron's settings conflict with the schedule, and programs that call configure have
+    no arguments in which to check them earlier.
     """
     from megatron_ext.config.entrances import count_recomputation
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
-    # Scripts with Megatron's command line create a configuration for each micro-batch, from flags
-    # that were checked before.
+    # Scripts with Megatron's command line may create a configuration for each micro-batch. Their
+    # flags have been checked before.
     if in_force.requested is None and in_force.runtimes is not None:
         return
     pipeline = in_force.pipeline or in_force.transport_only
@@ -136,11 +136,10 @@ def _check_built(
 def _check_without_overlap(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron checks the rules of its interleaved schedule's overlap, but pairs have other
+    """Megatron checks the rules of the overlap in its interleaved schedule, but pairs have other
     limits.
     """
-    # Turn off the overlap, and settings that Megatron accepts only with it, during Megatron's
-    # check.
+    # During Megatron's check, turn off the overlap and the settings that it accepts only with it.
     names = (
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
@@ -168,8 +167,8 @@ def stage_of_chunk(chunk: int) -> int:
     when=lambda: active.draws_by_microbatch() and not is_chosen(),
 )
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron draws dropout in the order of computation, but --microbatch-rng needs it by
-    micro-batch.
+    """Megatron draws dropout masks in the order of computation, but --microbatch-rng ties them to
+    micro-batches.
     """
     from megatron_ext.runtime.compute import rng_of_this_step
 
@@ -182,21 +181,23 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch
 )
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not pass the iteration to schedules, which need it to seed micro-batches."""
+    """Megatron does not pass the iteration to schedules, which seed micro-batches with it."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not log after training how much time ranks idled or left the table's order."""
+    """Megatron does not log after training how long ranks were idle and how often they left the
+    order of the table.
+    """
     from megatron_ext.runtime.runtime import log_statistics
 
     try:
         result = call(*args, **kwargs)
     except SystemExit:
-        # Megatron (`--exit-interval`) or others may end a single rank here, so do not wait for
-        # others.
+        # Megatron (`--exit-interval`) or other code exits here, maybe on a single rank, so do not
+        # wait for the other ranks.
         log_statistics(of_all=False)
         raise
     log_statistics()
@@ -212,7 +213,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 )
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron reads batches from one iterator, but ranks with several chunks have a list of
-    iterators, and middle ranks have none, so --iterations-to-skip would end the training.
+    iterators, and middle ranks have none, so --iterations-to-skip would raise an error.
     """
     training = sys.modules[_TRAINING]
     data_iterator = args[0] if args else kwargs["data_iterator"]
@@ -221,12 +222,12 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
 
 
 def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> None:
-    """Read batches from the data of a rank, as the skipped step would.
+    """Read the batches that a skipped step would have read.
 
     Args:
-        rerun_machine: Megatron's rerun state machine; it may run the step again, and rewinds the
-            data.
-        data_iterator: Iterator of the rank's chunk, or a list with one for each chunk. None: the
+        rerun_machine: Megatron's rerun state machine, which may rewind the data and run the step
+            again.
+        data_iterator: Iterator of the rank's chunk, or a list with one for each chunk; None if the
             rank reads no data.
         num_batches: Batches to read from each iterator.
     """
@@ -250,7 +251,8 @@ def _count_tokens_once(
 ) -> tuple[float | None, ...]:
     """Megatron counts packed sequences once for each stage of a rank."""
     placement = pipeline.placement
-    # Of the slices of a micro-batch, only the first one counts (patch `slices.packed_flops`).
+    # The slices of a micro-batch need no correction: only the first one is counted (patch
+    # `slices.packed_flops`).
     num_chunks = placement.num_stages // placement.num_ranks
     means = []
     for total in call(*args, **kwargs):
@@ -275,20 +277,20 @@ def _check_packing(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron's packing scheduler assumes that the last rank holds the last stage, and distributes
-    samples to replicas, which --pipeline-balance pack does too.
+    samples to replicas like --pipeline-balance pack.
     """
     from megatron_ext.errors import ConfigurationError
 
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
-            "{schedule:{c.schedule}} has its last stage on another rank than the last, where "
+            "{schedule:{c.schedule}} has its last stage on another rank than the last one, where "
             "Megatron's packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
             c=pipeline.config,
         )
     if pipeline.config.balance == "pack":
         raise ConfigurationError(
-            "{balance:pack} deals out to the replicas what Megatron's packing scheduler has dealt "
-            "out already; use {balance:order}"
+            "{balance:pack} deals out samples that Megatron's packing scheduler has dealt out "
+            "already; use {balance:order}"
         )
     return call(*args, **kwargs)
 
@@ -297,7 +299,9 @@ def _check_packing(
     "pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core"
 )
 def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a hang."""
+    """Megatron's overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a
+    hang.
+    """
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
     # send is in flight. Holding the tensor does not prevent that, but an alias references the
     # storage itself. Later upstream releases delay the freeing instead.
@@ -316,15 +320,14 @@ def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     feature="transport",
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not announce the messages of a step, which a transport needs at its start."""
+    """Megatron does not announce the messages of a step, which a transport needs beforehand."""
     from megatron_ext.runtime.runtime import in_force
 
     schedule = call(*args, **kwargs)
 
     def step(**keywords: Any) -> Any:
-        if (
-            active.transport_only() is None
-        ):  # a program may keep this function after deconfigure
+        # A program may keep this function after `deconfigure`.
+        if active.transport_only() is None:
             return schedule(**keywords)
         return in_force().stock.step(schedule, keywords)
 
@@ -340,8 +343,8 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _send_over_transport(
     _call: Call, _instance: Any, _args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron sends over torch.distributed only, not over --pipeline-transport; and its own
-    schedule, which a program may have fetched before configure, would run in place of ours.
+    """Megatron sends only over torch.distributed, not over --pipeline-transport. Also, its own
+    schedule would run in place of ours if a program has fetched it before configure.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -354,7 +357,7 @@ def _send_over_transport(
 
 
 def _error_of_stock_schedule() -> Exception:
-    """Return the error for Megatron's own schedule running although another one was chosen."""
+    """Return the error for running Megatron's own schedule although another one was chosen."""
     pipeline = active.pipeline()
     if pipeline is not None and active.required().requested is None:  # flags chose it
         return effects.another_schedule(pipeline.name)
@@ -373,8 +376,8 @@ def _error_of_stock_schedule() -> Exception:
     feature="transport",
 )
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron rejects hyper-connections with several stages, because its messages have
-    hidden_size; ours have the shape of the stage's output, n streams wide.
+    """Megatron rejects hyper-connections with several stages, because its messages are hidden_size
+    wide; ours have the shape of the stage's output, n streams wide.
     """
     if (
         not instance.enable_mhc_connections
@@ -382,7 +385,8 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     ):
         call(*args, **kwargs)
         return
-    # Create a copy with one stage, whose __post_init__ runs the checks of hyper-connections.
+    # First create a copy with a single stage: its __post_init__ checks everything else about
+    # hyper-connections. Then hide them from the check of the configuration itself.
     replace(
         instance,
         pipeline_model_parallel_size=1,
@@ -412,8 +416,8 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Megatron derives the order in which activations return from virtual stages, but tables define
-    it.
+    """Megatron derives the order in which activations are reloaded from virtual stages, but the
+    table defines it.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -426,8 +430,8 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     kind="replace",
 )
 def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron considers a forward finished once everything that it offloads has left, so a stage
-    with one layer, which keeps its activations, would take the place of the next one.
+    """Megatron considers a forward finished once everything that it offloads has left the device.
+    So a stage with one layer, which keeps its activations, would take the next forward's place.
     """
     return manager.cur_forward_chunk()  # None in evaluations
 
@@ -436,15 +440,14 @@ def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
     "schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop"
 )
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron reads a saved tensor before its copy has ended if groups are nested (attn_norm
-    around qkv_linear) or a backward follows its own forward in the first step.
+    """Megatron reads a saved tensor before its copy is complete if groups are nested (attn_norm
+    around qkv_linear), or if a backward directly follows its forward in the first step.
     """
     import torch
 
     tag = args[0]
-    if not isinstance(
-        tag, torch.Tensor
-    ):  # since 0.19, a tensor that stayed is its own tag
+    # Since 0.19, the tag of a tensor that was not offloaded is the tensor itself.
+    if not isinstance(tag, torch.Tensor):
         group_number, *_ = tag
         group = handler.offload_groups[group_number - 1]
         stream = torch.cuda.current_stream()

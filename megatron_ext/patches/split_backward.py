@@ -27,7 +27,7 @@ def _splits() -> Any:
 
 
 def _deferring() -> Any:
-    """Return the collector of deferred weight gradients; None outside of the executor's I."""
+    """Return the collector of deferred weight gradients; None unless the executor runs an I."""
     splits = _splits()
     return splits if splits is not None and splits.is_deferring else None
 
@@ -38,7 +38,7 @@ def _deferring() -> Any:
     of=_deferring,
 )
 def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients of a linear layer at once, but the weight's is due later."""
+    """Megatron computes both gradients of a linear layer at once, but W must compute one later."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)
@@ -52,7 +52,9 @@ def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     ),
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron's constructor rejects deferred weight gradients, for which TE's layers are built."""
+    """Megatron's constructor rejects deferred weight gradients, which TE's layers support only if
+    they are built for it.
+    """
     from megatron_ext.config.incompatible import why_not_split
 
     call(*args, **kwargs)
@@ -63,7 +65,7 @@ def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 def prepare_config(config: Any) -> None:
-    """Make Transformer Engine's layers postpone their weight gradients to W.
+    """Make Transformer Engine's layers defer their weight gradients to W.
 
     Call it after creating the `TransformerConfig` and before building the model. Without
     Transformer Engine, it changes nothing.
@@ -71,10 +73,10 @@ def prepare_config(config: Any) -> None:
     from megatron_ext.config.incompatible import uses_te
 
     if uses_te(config):
-        # Megatron allows this only together with its own overlap of expert communication, but
-        # checks that only when a configuration is created.
+        # Megatron allows this only together with its own overlap of expert communication, but it
+        # checks the rule only when a configuration is created.
         config.delay_wgrad_compute = True
-        # A reduce-scatter during W would hold back the input gradient that I should deliver early.
+        # A reduce-scatter during W would delay the input gradient, which I must deliver early.
         config.tp_comm_bulk_wgrad = False
 
 
@@ -89,8 +91,8 @@ def _grouped_ops(original: Any) -> Any:
     """Megatron computes both gradients of grouped experts at once."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
-        # This cannot be a condition of the row, because `set` is evaluated once, before a
-        # configuration is active.
+        # Check at each call: the row's `when` is evaluated only once, before a configuration is
+        # active, because the row is a `set`.
         splits = _splits()
         if splits is None or not splits.is_in_use:
             return original.gmm(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Patches that report to observers the parts of a training step that are outside its table.
+"""Patches that report parts of a training step to observers, if they are outside its table.
 
 A training step begins with the call of the schedule and ends after the optimizer. The executor
 itself reports the actions of our tables; patches here report those of Megatron's own schedules.
@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.actions import Action, Kind
 from megatron_ext.tracing import digest_files
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# Attribute of an output: (chunk, micro-batch) of its forward, read by the backward.
+# Attribute of an output tensor: (chunk, micro-batch) of its forward, for the backward.
 _ACTION = "_megatron_ext_action"
 
 PATCHES = PatchTable(feature="trace")
@@ -52,8 +52,8 @@ def _observed() -> active.Active | None:
 
 def _observed_stock() -> active.Active | None:
     """Return the active configuration if it has observers and Megatron's own schedule runs."""
-    in_force = _observed()  # called for each action
-    # For tables and roles, the executor reports.
+    in_force = _observed()
+    # The executor reports the actions of tables and roles.
     if in_force is None or in_force.pipeline or in_force.job:
         return None
     return in_force
@@ -76,13 +76,12 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         in_force = active.active()
         if in_force is None:
             return schedule(*args, **kwargs)
-        subscribe(
-            in_force
-        )  # here, because the groups exist and the runtime does not yet
+        # Subscribe here: the process groups exist by now, and the runtime does not exist yet.
+        subscribe(in_force)
         observers = in_force.observers
         if kwargs.get("forward_only"):
-            # An evaluation belongs to no step; end the previous step, because only an optimizer
-            # would have reported its end.
+            # An evaluation is not part of a step. End the previous step here, because its end is
+            # not reported if the program uses an optimizer other than Megatron's.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -90,11 +89,10 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:
             result = schedule(*args, **kwargs)
-        # A complete step ends with the optimizer, whose rows report it.
+        # A complete step ends with the optimizer, so only report the end of a failed one.
         except BaseException:
             for observer in observers:
-                # A device that has failed fails here again, and that second error says less about
-                # the reason.
+                # If the device has failed, this fails again, and must not hide the first error.
                 with suppress(RuntimeError):
                     observer.end_iteration()
             raise
@@ -121,7 +119,8 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
             from megatron_ext.tracing import digests
 
             in_force = active.active()
-            if in_force is None:  # a program that configures nothing is recorded too
+            # Programs that never call `configure` are recorded too.
+            if in_force is None:
                 in_force = active.Active(PipelineConfig())
                 active.activate_configuration(in_force)
             model = kwargs["model"]
@@ -133,7 +132,7 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
-    """Add a row that reports calls of a target to observers as a collective with this name."""
+    """Add a row that reports the calls of a target to observers, as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
     def run(
@@ -152,14 +151,14 @@ _observe_collective(
     "reduce",
     "trace.reduction",
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-    "Megatron does not record the reduction of gradients at the end of a step for --trace.",
+    "Megatron does not record for --trace the reduction of gradients at the end of a step.",
 )
 for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer"):
     _observe_collective(
         "optimizer",
         f"trace.optimizer.{_optimizer}",
         f"megatron.core.optimizer.optimizer:{_optimizer}.step",
-        "Megatron does not record the optimizer's part of a step for --trace.",
+        "Megatron does not record for --trace the optimizer's part of a step.",
     )
 
 
@@ -167,7 +166,7 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 def _forward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record the forwards of its own schedules for --trace."""
+    """Megatron does not record for --trace the forwards of its own schedules."""
     chunk = kwargs.get("vp_stage") or 0
     microbatch = kwargs.get("current_microbatch") or 0
     action = _action("F", chunk, microbatch)
@@ -184,7 +183,7 @@ def _forward(
 def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record the backwards of its own schedules for --trace."""
+    """Megatron does not record for --trace the backwards of its own schedules."""
     # Megatron passes only the output that the backward starts from, which `_forward` has marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     if isinstance(output, list):
@@ -212,7 +211,7 @@ def _reported(
 @PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron does not write bubble, traffic and order to its TensorBoard and W&B writers."""
-    # Use Megatron's own writers, so that our values appear beside the loss in the same run.
+    # Use Megatron's own writers, so that our values appear in the same run as the loss.
     from megatron.training import global_vars
 
     from megatron_ext.tracing import scalars
@@ -221,6 +220,6 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     settings = global_vars.get_args()
     if iteration % settings.log_interval == 0 and scalars.are_asked_for(vars(settings)):
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        # Write before the log line of the step that they belong to
+        # The progress line must precede Megatron's log line for the same step.
         scalars.report(iteration, *writers)
     return call(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Patches for machines without Transformer Engine: Megatron's own layers in place of TE's.
+"""Patches for machines without Transformer Engine, where Megatron's own layers replace TE's.
 
-Upstream hardly tests more than the import without Transformer Engine. Each of these patches repairs
-a feature that upstream intends to support but that fails.
+Without Transformer Engine, upstream tests little more than the import. Each of these patches
+repairs a feature that upstream intends to support but that fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATCHES = PatchTable(when=_without_te)
 @PATCHES.row("attention.packed", f"{_ATTENTION}.forward")
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron leaves packed sequences (--sft) to Transformer Engine: AssertionError."""
-    # Query, key and value are `[t, heads, head_width]`, the result is `[t, heads * head_width]`.
+    # Query, key and value are `[t, heads, head_width]`; the result is `[t, heads * head_width]`.
     names = ("query", "key", "value", "attention_mask")
     inputs = dict(zip(names, args, strict=False), **kwargs)
     packed = inputs.pop("packed_seq_params", None)
@@ -49,20 +49,22 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if packed.qkv_format != "thd":
         raise UserError(
             f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
-            "not here; install it, or pack with qkv_format 'thd'"
+            "not installed; install it, or pack with qkv_format 'thd'"
         )
-    import torch  # tables are imported before torch may be
+    # Import it here: tables of patches are imported before torch.
+    import torch
 
-    # Such a batch holds several sequences one after the other, and a token attends only to those of
-    # its sequence: the mask is block-diagonal. One call for each sequence applies that mask without
-    # its zero blocks.
+    # A packed batch holds several sequences one after the other, and a token attends only to tokens
+    # of its sequence, so the mask is block-diagonal. One call for each sequence computes only the
+    # blocks on the diagonal.
     is_causal = "causal" in instance.attn_mask_type.name
     outputs = []
     next_token = 0
     query_spans = sequences(packed, num_tokens)
     key_spans = sequences(packed, len(key), "kv")
     for (begin, end), (key_begin, key_end) in zip(query_spans, key_spans, strict=True):
-        if begin > next_token:  # tokens that belong to no sequence pad the batch
+        # Tokens between sequences are padding; their output is 0.
+        if begin > next_token:
             outputs.append(value.new_zeros(begin - next_token, width))
         num_queries, num_keys = end - begin, key_end - key_begin
         mask = None
@@ -88,7 +90,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
-    """Return the causal mask for queries that are the last tokens: bool `[1, 1, queries, keys]`."""
+    """Return a causal mask for queries that are the last tokens: bool `[1, 1, queries, keys]`."""
     import torch
 
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -96,15 +98,14 @@ def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
 
 
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
-    """Yield the first token of each sequence of a packed batch and the one after its last.
+    """Yield the first token of each sequence in a packed batch, and the token after its last one.
 
-    Empty sequences are skipped.
-
-    Upstream's `PackedSeqParams` holds cumulative lengths starting at 0, int32 `[sequences + 1]`:
-    `cu_seqlens_q` for queries, `cu_seqlens_kv` for keys and values, `..._padded` with padding.
+    Empty sequences are skipped. Upstream's `PackedSeqParams` holds cumulative lengths starting at
+    0, int32 `[sequences + 1]`: `cu_seqlens_q` for queries, `cu_seqlens_kv` for keys and values, and
+    `..._padded` with padding.
 
     Raises:
-        UserError: The sequences do not lie in the batch in ascending order.
+        UserError: The sequences are not in ascending order, or exceed the batch.
     """
     name = f"cu_seqlens_{of}"
     sums: list[int] = getattr(packed, name).tolist()
@@ -118,7 +119,7 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     if len(starts) != len(sums) or edges != sorted(edges):
         raise UserError(
             f"{name} {sums} with starts {starts} does not fit a packed batch of {num_tokens} "
-            f"tokens; the sums of lengths must ascend from 0 to at most that number"
+            f"tokens; the cumulative lengths must ascend from 0 to at most that number"
         )
     for begin, end in spans:
         if end > begin:
@@ -129,12 +130,11 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Multi-latent attention passes k_channels and v_channels, which only TE accepts: TypeError."""
     kwargs = dict(kwargs)
-    kwargs.pop(
-        "k_channels", None
-    )  # it equals the query's width and follows from the tensors
+    # The layer does not need k_channels, because the width of the keys follows from the tensors.
+    kwargs.pop("k_channels", None)
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
-    # This value sets the width of the output, which upstream derives from `kv_channels`.
+    # Upstream derives the width of the output from `kv_channels`, but the values define it.
     if v_channels is not None:
         instance.hidden_size_per_partition = (
             v_channels * instance.num_attention_heads_per_partition
@@ -150,9 +150,9 @@ def _norm_with_sequence_parallel(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """The torch norm, the only one without TE and Apex, rejects sequence parallelism."""
-    # A norm acts on each token, so it can run on a split sequence; only the gradients of its
-    # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
-    # parameters marked `sequence_parallel`.
+    # A norm acts on each token separately, so it can run on a split sequence. Only the gradients of
+    # its parameters must be summed over the tensor-parallel group, which `finalize_model_grads`
+    # does for parameters that are marked `sequence_parallel`.
     arguments = by_name(call, args, kwargs)
     config = arguments["config"]
     if not config.sequence_parallel:
@@ -173,7 +173,7 @@ def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     """Megatron mistakes fp8=False, the default, for FP8, so --recompute-modules layernorm raises
     NameError.
     """
-    # Unlike False, None means no FP8.
+    # Pass None, which means no FP8; upstream tests `is not None`.
     kwargs = {**kwargs}
     kwargs.pop("fp8", None)
     call(None, *args[1:], **kwargs)
@@ -185,7 +185,7 @@ def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     since=(0, 20),
 )
 def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
-    """Without Transformer Engine the classes are mocks, which isinstance rejects: no MTP layer."""
+    """Without Transformer Engine, the classes are mocks, which isinstance rejects: no MTP layer."""
     return False
 
 
@@ -196,7 +196,9 @@ def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
     creates=True,
 )
 def _local_spec(_original: Any) -> Any:
-    """pretrain_bert.py always imports this name; without Transformer Engine: ImportError."""
+    """pretrain_bert.py always imports this name, which raises ImportError without Transformer
+    Engine.
+    """
     return sys.modules[_BERT_SPECS].bert_layer_local_spec
 
 
@@ -217,7 +219,7 @@ for _name, _value in (
     PATCHES.row(
         f"attention.mla_{_name.lower()}",
         f"megatron.core.transformer.multi_latent_attention:{_name}",
-        "Without Transformer Engine this is a mock, which isinstance refuses.",
+        "Without Transformer Engine, this name is a mock, which isinstance rejects.",
         kind="set",
         until=(0, 17),
     )(to(_value))

@@ -172,7 +172,7 @@ def test_a_configuration_without_sizes_needs_a_host() -> None:
     assert (
         "pass pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
     )
-    assert "no host that knows them came before the first step" in too_late
+    assert "no host has supplied them before the first step" in too_late
 
 
 def _installed(

@@ -154,7 +154,7 @@ def _unpinned(register: Callable[..., int] | None) -> list[str]:
     transport = _open(devices.current().copies(_device()))
     _exchange(transport, 12)
     transport.close()
-    return [message for message in messages if "copied to the device while" in message]
+    return [message for message in messages if "rank waits while" in message]
 
 
 def _refuses(_address: int, _num_bytes: int, _flags: int) -> int:
