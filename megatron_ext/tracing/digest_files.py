@@ -1,7 +1,7 @@
 """The digest file of one rank: its format, writing and reading.
 
-A file is text, one JSON value in each line: first the header, then one line for each training step,
-written when the step is complete:
+A file has one JSON value in each line: first the header, then one line for each training step,
+which is written when the step is complete:
 
     {"format":4,"rank":3,"host":"node-1",...}
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
@@ -27,29 +27,28 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json
 
 VARIABLE = "MEGATRON_EXT_DIGESTS"
-"""Environment variable of a training: the folder for the digests of all ranks."""
+"""Environment variable: the folder for the digests of all ranks."""
 ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
-"""Environment variable of a training that records digests; 1: round the outputs of its modules
-differently (`rounding.py`)."""
+"""Environment variable: 1 to round the outputs of modules differently (`rounding.py`)."""
 OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
-"""Environment variable of a training that records digests: the place whose operators to record
-in place of digests (`operator_files.py`)."""
+"""Environment variable: the place whose operators are recorded instead of digests
+(`operator_files.py`)."""
 FORMAT = 4
-"""Increased when a current reader could misunderstand a file."""
+"""Increased whenever older readers could misread a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 
 Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "weights"]
 """Kinds of tensors, in the order in which a training step computes them.
 
     forward           output of a module
-    backward          gradient of a module's input; of a model as a whole: of its output
-    weight gradient   of one parameter, summed over the micro-batches of this rank so far
-    reduced gradient  of one parameter, when the schedule has ended
-    weights           of one parameter, after the step; of step 0: before the first one
+    backward          gradient of a module's input; for the model as a whole, of its output
+    weight gradient   gradient of one parameter, summed over the micro-batches of this rank so far
+    reduced gradient  gradient of one parameter, after the schedule has ended
+    weights           one parameter after the step; for step 0, before the first step
 """
 KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 NO_MICROBATCH = -1
-"""The micro-batch of a tensor that belongs to all of them."""
+"""Number of the micro-batch for tensors that belong to no single one."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ class Header:
     context_size: int = 1
     expert_size: int = 1
     loss_is_per_token: bool = False
-    """Whether gradients are divided by tokens at the end of a step. False: the loss of each
-    micro-batch is a mean, divided by their number."""
+    """Whether gradients are divided by the number of tokens at the end of a step. Otherwise, the
+    loss of each micro-batch is a mean, divided by the number of micro-batches."""
     schedule: str = "Megatron's own"
     slices: int = 1
     slice_tokens: int | str = 0
-    """The number of tokens by which micro-batches are cut into slices, or how it is chosen; 0: they
-    are not."""
+    """Number of tokens in a slice if micro-batches are sliced by length, or how it is chosen;
+    otherwise 0."""
     routing: str = ""
-    """How activations of twins are routed, for schedules with twins."""
+    """How activations are routed between twins, for schedules with twins."""
     balance: str = "off"
     precision: str = "float32"
-    """The dtype of the parameters, or the format of 8 or 4 bits in which they are multiplied."""
+    """The dtype of the parameters, or fp8 or fp4 if matrix products use that format."""
     rounded: bool = False
     """Whether outputs were rounded differently, to learn tolerances."""
     format: int = FORMAT
@@ -91,17 +90,17 @@ class Record(NamedTuple):
 
     kind: Kind
     microbatch: int
-    """Number in the global batch, counted like Megatron's samplers: of n replicas, replica r reads
-    r, r + n and so on."""
+    """Number in the global batch, counted like Megatron's samplers: with n replicas, replica r
+    reads r, r + n and so on."""
     module: str
     """Module or parameter, with the global number of its layer."""
     part: str
     """The part of the tensor: tensor-parallel rank (t1), replica (d1), slice (s1) and so on."""
     stage: int
     position: int
-    """Number of earlier records of the same action."""
+    """Position among the records of the same action."""
     action: str
-    """The action that computed it, as in a table: `2F0`. Empty between actions."""
+    """The action that computed the tensor, as in a table: `2F0`. Empty between actions."""
     num_elements: int
     bits: str
     norm: float
@@ -109,7 +108,7 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[Kind, int, str]:
-        """Identifies the tensor, whichever ranks hold its parts."""
+        """Identity of the tensor, independent of the ranks that hold its parts."""
         return self.kind, self.microbatch, self.module
 
 
@@ -121,14 +120,14 @@ class RankFile:
     header: Header
     steps: dict[int, list[Record]] = field(default_factory=dict)
     is_cut: bool = False
-    """Whether the last line is incomplete, so that its step is left out."""
+    """Whether the last line was incomplete, so its step was skipped."""
 
 
 def folder_asked_for() -> Path | None:
     """Return the folder for the digests of this training; None if they were not requested.
 
     Raises:
-        DataError: Only what to do with digests was requested.
+        DataError: A setting for digests was given without the folder.
     """
     folder = os.environ.get(VARIABLE)
     if folder:
@@ -146,7 +145,7 @@ def rounds_differently() -> bool:
     """Return whether this training is to round the outputs of its modules differently.
 
     Raises:
-        DataError: The variable has another value than 0 or 1.
+        DataError: The variable has a value other than 0 or 1.
     """
     text = os.environ.get(ROUNDING, "")
     if text not in ("", "0", "1"):
@@ -170,13 +169,13 @@ class Writer:
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
-                f"{VARIABLE}: {folder} has the digests of another training; name a new "
-                "folder for each"
+                f"{VARIABLE}: {folder} already has digests of another training; use a new "
+                "folder for each training"
             ) from None
         except OSError as error:
             raise DataError(
                 f"{VARIABLE}: {folder} cannot be written: {error.strerror or error}; "
-                "name a folder that every rank can write"
+                "use a folder that every rank can write"
             ) from error
         self._write(json.dumps(asdict(header)))
 
@@ -189,10 +188,10 @@ class Writer:
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
-        self._file.flush()  # keeps the steps of a rank that is killed later
+        self._file.flush()  # if the rank is killed later, its steps are in the file
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -201,7 +200,7 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
 
     Args:
         folder: The folder of the run.
-        settings: Further environment variables that such a run needs, for the error.
+        settings: Further environment variables that the error must recommend for such a run.
 
     Raises:
         DataError: There are no files, or one of them is damaged.
@@ -219,7 +218,7 @@ def read(path: Path) -> RankFile:
     """Return the content of a file.
 
     Raises:
-        DataError: It is damaged, or of another version.
+        DataError: The file is damaged, or has another format version.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -1,15 +1,14 @@
 """Records digests of a training's tensors, to find the first one that differs from another run.
 
-`MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any training turns it on: each rank then writes
+`MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any training enables it: each rank then writes
 `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and `megatron_ext.tools.compare.locate` reads
 two such folders. A tensor's name does not depend on the cut, the schedule, the wire or the number
-of replicas: micro-batches are numbered within the global batch, layers from the first one of the
-model.
+of replicas: micro-batches are numbered within the global batch, layers within the whole model.
 
-Hooks on forwards observe modules, and hooks on activations observe gradients, so Megatron's own
-schedules are recorded too. Weights get no hooks, because the runtime does not split the backward of
-a weight with a hook (`runtime/split.py`), and the run would not be the requested one. Their
-gradients are read after each action instead.
+The recorder observes modules by forward hooks and gradients by hooks on activations, so it also
+works with Megatron's own schedules. It does not hook weights, because the runtime does not split
+the backward of a weight with a hook (`runtime/split.py`), which would change the recorded run.
+Instead, it reads the gradients of weights after each action.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def subscribe(
     operators = None if place is None else OperatorRecorder(place, folder, header)
     recorder = DigestRecorder(configuration, Writer(folder, header), operators)
     configuration.observers.append(recorder)
-    # A run that ends without deconfigure must complete its file too
+    # A run that ends without `deconfigure` must complete its file too.
     atexit.register(recorder.close)
     return recorder
 
@@ -149,7 +148,7 @@ class _Weight(NamedTuple):
     """Includes the global number of its layer."""
     parameter: torch.nn.Parameter
     shard: slice | None
-    """The elements that this rank updates, with the distributed optimizer. None: all."""
+    """The elements that this rank updates, with the distributed optimizer; None for all."""
 
 
 @dataclass(eq=False)
@@ -174,7 +173,7 @@ class _Chunk:
 
     @property
     def reduces_during_backward(self) -> bool:
-        """Whether its gradients are reduced while the last backward runs."""
+        """Whether the chunk's gradients are reduced while its last backward runs."""
         settings = getattr(self.model, "ddp_config", None)
         return bool(getattr(settings, "overlap_grad_reduce", False))
 
@@ -191,7 +190,7 @@ class DigestRecorder(Observer):
         self._configuration = configuration
         self._writer = writer
         self._operators = operators
-        """Records the operators of one place in place of digests; None: digests are recorded."""
+        """Records the operators of one place instead of digests; None if digests are recorded."""
         self._fingerprints = Fingerprints()
         self._rounds_differently = rounds_differently()
         self._chunks: list[_Chunk] = []
@@ -233,7 +232,8 @@ class DigestRecorder(Observer):
         self._remove_hooks()
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
-            # Here, because a program may end its process groups before its last weights are read.
+            # Determine the stage here: a program may destroy its process groups before the last
+            # weights are recorded.
             chunk = _Chunk(
                 model, self._stage_of(index), list(_weights_of(model, weight_ids))
             )
@@ -255,14 +255,15 @@ class DigestRecorder(Observer):
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
         is_first = self._number == 0
-        if (
-            self._awaits_weights and num_done >= self._number
-        ):  # the optimizer is not Megatron's
+        # An optimizer other than Megatron's does not report its end, so the step ends here.
+        if self._awaits_weights and num_done >= self._number:
             self._end_step()
-        self._drop()  # the step failed, or Megatron repeats it
+        # Any records left are of a step that has failed or that Megatron repeats.
+        self._drop()
         self._awaits_weights = False
         self._number = 1 + num_done
         self._num_microbatches = num_microbatches
+        # The weights before the first step are recorded as step 0.
         if is_first:
             self._record_weights()
             self._write(self._number - 1)
@@ -289,7 +290,7 @@ class DigestRecorder(Observer):
             self._end_step()
 
     def begin_collective(self, name: str) -> None:
-        """Count the optimizers, because a chained optimizer calls others."""
+        """Count the nesting of optimizers, because a chained optimizer calls other optimizers."""
         if name == "optimizer":
             self._num_optimizers += 1
 
@@ -324,8 +325,8 @@ class DigestRecorder(Observer):
     def _write(self, number: int) -> None:
         """Read the results from the device, between two steps, and write them.
 
-        A step without records, as on a forward rank whose stage the backward rank computes, is
-        written too: a step counts only if all ranks have completed it.
+        Steps without records are written too, for example on a forward rank whose stage is computed
+        by the backward rank: the reader skips a step unless all ranks have completed it.
         """
         fingerprints = [record.fingerprint for record in self._records]
         bits: list[int] = []
@@ -362,7 +363,7 @@ class DigestRecorder(Observer):
     # Actions.
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object that knows the stages of a table and the waiting weight gradients."""
+        """Keep the object with the placement of the table and the deferred weight gradients."""
         self._compute = compute
 
     def begin_action(self, action: Action) -> None:
@@ -394,12 +395,13 @@ class DigestRecorder(Observer):
     def _record_weight_gradients(self, action: Action) -> None:
         chunk = self._chunks[self._chunk_of(action.stage)]
         is_last = action.microbatch == self._num_microbatches - 1
+        # The reduction may be adding the gradients of other replicas at this moment.
         if is_last and chunk.reduces_during_backward:
-            return  # other replicas' gradients are being added
+            return
         waiting: frozenset[int] = frozenset()
         if action.kind == "I" and self._compute is not None:
             waiting = self._compute.splits.waiting(action.stage, action.microbatch)
-        # A backward reaches the last weights first.
+        # A backward computes the gradients of the last layers first.
         for position, weight in enumerate(reversed(chunk.weights)):
             number = id(weight.parameter)
             is_computed = (
@@ -443,8 +445,9 @@ class DigestRecorder(Observer):
         operators = self._operators_of(action.stage, name, "forward")
         if operators is not None:
             operators.begin_module()
+        # With recomputation, the graph is built later, by a second forward.
         if not torch.is_grad_enabled():
-            return  # with recomputation, the graph is built later
+            return
         tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, action))
@@ -452,7 +455,7 @@ class DigestRecorder(Observer):
     def _after_forward(
         self, name: str, _module: torch.nn.Module, _args: Any, output: Any
     ) -> Any:
-        """Record a module's output; return what replaces it, or None."""
+        """Record a module's output; return the output that replaces it, or None."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
         if action is None or tensor is None:
@@ -478,7 +481,7 @@ class DigestRecorder(Observer):
         return replacement
 
     def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Record the last stage's output, which goes to the loss function, and its gradient."""
+        """Record the output of the last stage, which the loss function takes, and its gradient."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
         if action is None or tensor is None:
@@ -496,16 +499,19 @@ class DigestRecorder(Observer):
         if not (self._is_training and self._running):
             return None
         is_pair = len(self._running) > 1
+        # With recomputation, both actions of a pair run forwards of modules, which cannot be told
+        # apart here.
         if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
-            return None  # it could be either action
-        # A pair runs a forward and a backward; inside autograd's engine, it is the backward.
+            return None
+        # A pair runs a forward and a backward. Inside autograd's engine, the backward is running.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self._running[-1] if is_recomputed else self._running[0]
 
     def _record_gradient(self, name: str, of: Action, gradient: torch.Tensor) -> None:
         """Record the gradient of a tensor that a module has used in an action."""
+        # Skip gradients that are not part of an action.
         if not (self._is_training and self._running):
-            return  # for example a gradient that a forward computes internally
+            return
         action = self._running[-1]
         operators = self._operators_of(action.stage, name, "backward")
         if operators is not None:
@@ -516,7 +522,7 @@ class DigestRecorder(Observer):
     def _operators_of(
         self, stage: int, name: str, direction: Direction
     ) -> OperatorRecorder | None:
-        """Return the recorder of a module's operators; None: they are not recorded."""
+        """Return the recorder of a module's operators; None if they are not recorded."""
         recorder = self._operators
         if recorder is None:
             return None
@@ -577,12 +583,14 @@ class DigestRecorder(Observer):
         action: str,
         tensor: torch.Tensor,
     ) -> None:
+        # Computing a fingerprint runs operators, which would be recorded as the module's.
         if self._operators is not None:
-            return  # a fingerprint would count as operators of the module
+            return
         name = self._recorded_name(stage, name)
         part = ".".join(filter(None, parts))
-        # Some modules run several times, such as the output layer with multi-token prediction. Its
-        # embedding is on another stage, which may be of the same rank.
+        # Some modules run several times in an action, such as the output layer with multi-token
+        # prediction. Distinguish the stage too: in a folded pipeline, a rank may hold copies of the
+        # same module on two stages.
         place = kind, microbatch, name, part, stage
         occurrence = self._occurrences[place]
         self._occurrences[place] += 1
@@ -613,9 +621,8 @@ class DigestRecorder(Observer):
         """Return the number of a micro-batch in the global batch."""
         replica, pipeline = self._replica, self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
-            replica ^= (
-                1  # it started on the twin, the neighbour in the data-parallel group
-            )
+            # The micro-batch started on the twin, the neighbour in the data-parallel group.
+            replica ^= 1
         return microbatch * self._num_replicas + replica
 
 
@@ -640,7 +647,7 @@ def _context_place() -> tuple[int, int]:
 
 
 def _part_of(letter: str, place: tuple[int, int]) -> str:
-    """Return the name of a rank's part of a tensor; empty if the rank holds the whole tensor."""
+    """Return the name of the part of a tensor on a rank; empty if the rank has all of it."""
     rank, size = place
     return f"{letter}{rank}" if size > 1 else ""
 
@@ -654,7 +661,8 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient accumulated by the backwards of a step; None if there is none yet."""
+    """Return the gradient that the backwards of a step have accumulated; None if there is none."""
+    # Megatron's DDP accumulates in `main_grad`, and clears `grad` in a hook.
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
@@ -663,7 +671,7 @@ def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the outermost modules that know their number in the model, by path."""
+    """Return the outermost modules with a layer number, by path."""
     layers: dict[str, torch.nn.Module] = {}
     for path, module in root.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in layers)
@@ -677,21 +685,22 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _global_path(path: str, layer: Any) -> str:
-    """Return the path of a layer with its number in the model."""
+    """Return the path of a layer, with its number in the whole model instead of in the chunk."""
     match = _LAYER_INDEX.fullmatch(path)
     return path if match is None else f"{match[1]}.{layer.layer_number - 1}"
 
 
 def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the layers of a chunk, their parts, and the modules beside them, by global name."""
+    """Yield the layers of a chunk, their parts, and the modules next to them, by global name."""
     layers = _layers_of(root)
     for path, layer in layers.items():
         name = _global_path(path, layer)
         for part, module in layer.named_children():
-            # Skip norms: their input is the layer's or a sum, which the other modules cover.
+            # Skip norms: their input is the layer's input or a sum of outputs, which are recorded.
             if "norm" not in part and any(True for _ in module.parameters()):
                 yield f"{name}.{part}", module
         yield name, layer
+    # Embedding and output layer, for example, are siblings of a container of layers.
     containers = _ancestors(layers)
     for path, module in root.named_modules():
         parent = path.rpartition(".")[0]
@@ -723,16 +732,16 @@ def _weights_of(model: torch.nn.Module, weight_ids: set[int]) -> Iterator[_Weigh
         for layer_path, layer in layers.items():
             if path.startswith(f"{layer_path}."):
                 name = _global_path(layer_path, layer) + path.removeprefix(layer_path)
-        # Each expert-parallel rank has different experts
+        # Expert-parallel ranks have different experts under the same name.
         if not getattr(parameter, "allreduce", True):
             name += f"@{groups.get_expert_model_parallel_rank()}"
         yield _Weight(name, parameter, shards.get(id(parameter)))
 
 
 def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
-    """Return the elements that this rank updates, by id of a parameter; empty if it updates all.
+    """Return the elements that this rank updates, by parameter id; empty if it updates all.
 
-    Each bucket of Megatron's distributed optimizer is cut into equal parts, one for each replica.
+    Megatron's distributed optimizer cuts each bucket into equal parts, one for each replica.
     """
     settings = getattr(model, "ddp_config", None)
     if not getattr(settings, "use_distributed_optimizer", False):

@@ -1,7 +1,7 @@
 """The fingerprint of a tensor: a hash of its bits, and values that show how far two tensors differ.
 
-Everything is computed on the tensor's device, without a copy to the host: a fingerprint is two
-small tensors, which the caller reads when the device is otherwise idle.
+Fingerprints are computed on the tensor's device, without a copy to the host. A fingerprint is two
+small tensors, which the caller reads when the device is idle anyway.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from megatron_ext.transport.native import require_native
 
 NUM_PROJECTIONS = 4
 _COLUMNS = 16384
-"""Columns of the matrix that a large tensor is read as. Sums over its rows are as fast as memory
-only if a row is this long."""
+"""Columns of the matrix that a large tensor is viewed as. Sums over its rows reach the speed of the
+memory only if rows are this long."""
 _BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
-"""Words that are hashed at a time: on a CPU as many as stay in its cache, elsewhere as many as its
-memory can spare."""
-_MIX = 0x9E3779B97F4A7C15 - (
-    1 << 64
-)  # an odd constant without a pattern, as a signed number
+"""Number of words that are hashed at a time: on a CPU they fit into the cache, and on other devices
+they limit the temporary memory."""
+# An odd constant with irregular bits, as a signed 64-bit number.
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 _NativeFingerprint = Callable[..., tuple[int, list[float]]]
-"""The function of the native core; its arguments: `transport/_C.pyi`."""
+"""The function of the native core; `transport/_C.pyi` describes its arguments."""
 
 
 def native_fingerprint() -> _NativeFingerprint | None:
-    """Return the native core's function; None: torch's operators compute fingerprints."""
+    """Return the function of the native core; None if torch's operators compute fingerprints."""
     try:
         function: _NativeFingerprint = require_native().fingerprint
     except (TransportError, AttributeError):
-        return None  # it was not built, or from an earlier source tree
+        return None  # the core was not built, or was built from older sources
     return function
 
 
@@ -44,11 +43,11 @@ class Fingerprint(NamedTuple):
     """The fingerprint of a tensor, on its device."""
 
     bits: torch.Tensor
-    """`[]`, int64. A sum of integers, which is the same on every device and for any number of
+    """`[]`, int64. A sum of integers, so it does not depend on the device or the number of
     threads."""
     sizes: torch.Tensor
     """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed vectors. The
-    norm of the difference of two tensors is about that of the difference of their projections."""
+    difference of two tensors' projections estimates the norm of the tensors' difference."""
 
     @property
     def text(self) -> str:
@@ -77,18 +76,18 @@ class Fingerprints:
             is_native = (
                 matrix.device.type == "cpu"
                 and matrix.dtype == torch.float32
-                and type(matrix) is torch.Tensor  # others may store it differently
+                and type(matrix) is torch.Tensor  # subclasses may store it differently
             )
             if is_native and self._native is not None:
                 return self._of_floats(matrix, self._native)
-            # A program may train under autocast, which would round the products.
+            # Under autocast, the products would be rounded to a lower precision.
             with torch.autocast(matrix.device.type, enabled=False):
                 return self._of_matrix(matrix)
 
     def _of_floats(
         self, matrix: torch.Tensor, native: _NativeFingerprint
     ) -> Fingerprint:
-        """Return the fingerprint of a matrix of float32 in the host's memory.
+        """Return the fingerprint of a float32 matrix in host memory.
 
         The native core reads the matrix once, and takes a fifth of the time of torch's operators.
         """
@@ -110,7 +109,7 @@ class Fingerprints:
         )
 
     def _of_matrix(self, matrix: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint of a matrix, of which each block is read from memory once."""
+        """Return the fingerprint of a matrix, reading each block from memory once."""
         device, num_rows = matrix.device, len(matrix)
         words = matrix.view(torch.int32)
         block_words = _BLOCK_WORDS.get(device.type, _BLOCK_WORDS["other"])
@@ -143,11 +142,12 @@ class Fingerprints:
     def _weights_of(self, name: str, count: int, device: torch.device) -> torch.Tensor:
         """Return `[NUM_PROJECTIONS, count]` values of either sign, whose mean square is 1.
 
-        Their sizes differ, because as many signs of 1 as of -1 would add up to 0 and hide a
-        difference that is the same in all rows. None is near 0, which would hide one in one row.
+        Their magnitudes vary, because equally many 1 and -1 would cancel and hide a difference that
+        is equal in all rows. No value is near 0, which would hide a difference in a single row.
         """
         key = name, count, device
         if key not in self._weights:
+            # Row and column weights use separate ranges of numbers, so that they are independent.
             total = NUM_PROJECTIONS * count
             first = total if name == "rows" else 0
             numbers = (
@@ -157,6 +157,7 @@ class Fingerprints:
             numbers = numbers * _MIX
             numbers = (numbers ^ (numbers >> 31)) * _MIX
             signs = ((numbers >> 40) & 1) * 2 - 1
+            # Magnitudes are uniform in [0.5, 1.5), whose mean square is 13/12.
             fractions = ((numbers >> 41) & 0xFFFF) / 2**16
             weights = signs * (0.5 + fractions) / math.sqrt(13 / 12)
             self._weights[key] = weights.to(torch.float32).reshape(
@@ -170,14 +171,14 @@ class _Sums:
 
     def __init__(self, first_words: torch.Tensor, num_values: int) -> None:
         self.words = torch.zeros_like(first_words[0])
-        """`[columns]`: of mixed words. They wrap around, because wider sums take several times as
-        long."""
+        """`[columns]`, int32: sums of mixed words. They wrap around, because wider sums take
+        several times as long."""
         self.values = torch.zeros(
             NUM_PROJECTIONS, num_values, device=first_words.device
         )
-        """`[NUM_PROJECTIONS, num_values]`: of values with the weights of their rows."""
+        """`[NUM_PROJECTIONS, num_values]`: sums of values, weighted by row."""
         self.norms: list[torch.Tensor] = []
-        """Of blocks."""
+        """The norm of each block."""
         self._mixed = torch.empty_like(first_words)
         self._shifted = torch.empty_like(first_words)
 
@@ -186,11 +187,11 @@ class _Sums:
     ) -> None:
         """Add the words of a block, mixed with the factors of columns and the terms of rows.
 
-        Sums of the words themselves would lose what changes all of them alike: changed signs add
-        2 ** 31 to each word, which is 0 for an even number of words. So each word is first mixed in
-        a way that is not linear and depends on its place.
+        A sum of the words themselves would miss an equal change to all of them: flipped signs add
+        2 ** 31 to each word, and an even number of words adds up to 0. So each word is first mixed
+        by a nonlinear function that depends on its position.
         """
-        # Memory that is used again is in the cache.
+        # Reuse the buffers, because they are in the cache.
         mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
         torch.addcmul(terms[:, None], words, factors, out=mixed)
         torch.bitwise_right_shift(mixed, 16, out=shifted)
@@ -200,12 +201,13 @@ class _Sums:
     def add_values(self, block: torch.Tensor, row_weights: torch.Tensor) -> None:
         """Add the values of a block.
 
-        Each projection has weights of its own by row and by column, so that they are independent
-        whether a difference is in one row or column or the same in all of them.
+        Each projection has different weights for rows and for columns, so projections are
+        independent whether a difference is in one row or column or is equal in all of them.
         """
         values = block.to(torch.float32)
         self.norms.append(torch.linalg.vector_norm(values))
-        # A product of two matrices could be rounded, to TF32, so each projection reads the values.
+        # A matrix-matrix product could use TF32, so compute each projection as a matrix-vector
+        # product.
         for sums, weights in zip(self.values, row_weights, strict=True):
             sums.addmv_(values.t(), weights)
 
@@ -215,12 +217,14 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     # A vector keeps its stride, such as 0 after an expansion, through `reshape`.
     flat = tensor.reshape(-1).contiguous()
     count = flat.numel()
+    # Choose the longest row that needs no padding, because padding copies the tensor.
     num_columns = _COLUMNS
     while num_columns > 16 and count % num_columns:
         num_columns //= 2
     if count % num_columns or count == 0:
         padding = num_columns - count % num_columns
         flat = torch.cat([flat, flat.new_zeros(padding)])
+    # A view as 32-bit words must start at a word boundary.
     elif flat.storage_offset() * flat.element_size() % 4:
-        flat = flat.clone()  # a view as 32-bit words must start at a word boundary
+        flat = flat.clone()
     return flat.reshape(-1, num_columns)

@@ -1,9 +1,9 @@
 """Ends a hanging job, and names the rank that blocks it.
 
-A thread on each rank checks whether the training thread makes progress. If it makes none within the
-time-out, the rank raises an alarm in the job's store. All ranks then publish their state there; one
-rank follows the waits to a verdict, and all ranks end with it. Calls of the store have no time-out,
-so another thread ends the rank if the store does not answer.
+A thread on each rank checks whether the training thread makes progress. If there is none within the
+time-out, the rank raises an alarm in the job's store. All ranks then publish their states there.
+One rank follows the waits to a verdict, with which all ranks end. Calls of the store may block
+forever, so a second thread ends the rank if the store does not answer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Time for ranks to publish their state, and time for an error to end a process."""
 _MAX_NAMED = 4
-"""Number of awaited ranks that a message names."""
+"""Maximum number of awaited ranks in a message."""
 _SIGNAL = signal.SIGRTMIN + 7
-"""Interrupts a system call of the training thread; nothing else uses this signal."""
+"""Interrupts system calls of the training thread. No other code uses this signal."""
 
 OUTSIDE = "is between training steps"
-_SILENT = "its process is gone, is stopped, or reaches nobody"
+_SILENT = "its process is gone, stopped, or cut off from the network"
 
 
 class RankState(NamedTuple):
@@ -49,21 +49,21 @@ class RankState(NamedTuple):
 
     rank: int
     activity: str = OUTSIDE
-    """Completes `rank 3 `: `runs 5F3`, `waits`, `is in the optimizer step`."""
+    """Continues a sentence that begins with `rank 3`: `runs 5F3`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
-    """(global rank, awaited item) of each event that would end its wait; any of them is enough."""
+    """(global rank, awaited item) of the events that would end the wait; one of them is enough."""
     in_collective: bool = False
-    """True if it waits for all ranks that have not entered the same collective."""
+    """Whether the rank waits for all ranks that have not entered the same collective."""
     since_s: float = 0.0
-    """How long the activity has lasted; within the process, when it started."""
+    """Duration of the activity in a published state; its start time within the process."""
     where: str = ""
-    """The program line that its training thread is executing."""
+    """The source line that the training thread is executing."""
     entered: float = 0
-    """Number of collectives of training steps that it has entered; infinite if it takes part in
-    none."""
+    """Number of training steps' collectives that the rank has entered; infinite if it never enters
+    any."""
     runs_collective: bool = False
-    """True if its training thread is inside a call of torch.distributed, which only other ranks can
-    end. A device's collectives return at once and do not show."""
+    """Whether the training thread is inside a call of torch.distributed, which only other ranks can
+    end. On a device, such calls return at once, so this is False."""
 
     def __str__(self) -> str:
         """Return the state in one line."""
@@ -75,13 +75,13 @@ class RankState(NamedTuple):
             ]
             num_unnamed = len(self.waits_for) - _MAX_NAMED
             if num_unnamed > 0:
-                named.append(f"{num_unnamed} others")
+                named.append(f"{num_unnamed} more")
             doing = f"waits for {' or '.join(named)}"
         return f"rank {self.rank} {doing} {self.lasting}"
 
     @property
     def lasting(self) -> str:
-        """How long the activity has lasted, and the line of the training thread if known."""
+        """The duration of the activity, and the line of the training thread if known."""
         lasting = f"for {self.since_s:.1f} s"
         if self.where:
             lasting += f", at {self.where}"
@@ -93,7 +93,8 @@ def made_by(message: Message) -> str:
     kind, stage, microbatch, part = message[:4]
     if kind not in ("F", "B"):
         return str(message)
-    # A message names the stage that needs it; the stage before, or behind, produces it.
+    # A message names the stage that needs it. The previous stage produces activations, the next
+    # stage gradients.
     producer = stage - 1
     if kind == "B":
         producer = stage + 1
@@ -107,11 +108,11 @@ class Verdict(NamedTuple):
     chain: str
     """`rank 2 waits for 5B3 of rank 3, which ...`"""
     culprits: Sequence[int]
-    """The ranks that the others wait for."""
+    """The ranks that all other ranks wait for."""
 
     @property
     def culprit(self) -> int | None:
-        """The rank that all others wait for; None if several wait for each other."""
+        """The rank that all other ranks wait for; None if several wait for each other."""
         return self.culprits[0] if len(self.culprits) == 1 else None
 
     @property
@@ -129,28 +130,31 @@ def explain(
     start: int,
     state_of_silent: Callable[[int], str] = lambda _rank: _SILENT,
 ) -> Verdict:
-    """Follow the waits from a rank to the one that waits for nobody, or has not answered.
+    """Follow the waits from a rank to a rank that does not wait, or has not published its state.
 
     `state_of_silent` describes the process of a rank that has published no state.
     """
+    # Ranks in the order of their waits; `parts` describes each of them.
     path = [start]
     parts = []
     while True:
         state = states.get(path[-1])
         if state is None:
-            parts.append(f"says nothing: {state_of_silent(path[-1])}")
+            parts.append(f"does not answer: {state_of_silent(path[-1])}")
             break
         steps = state.waits_for
         if state.in_collective:
-            # It waits for the ranks that have not entered as many collectives, and for silent ones.
+            # It waits for ranks that have entered fewer collectives, and for ranks without a state.
             passed = [
                 other for other in states if states[other].entered >= state.entered
             ]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
+        # A blocking call of torch.distributed does not show which ranks it waits for, so infer
+        # them.
         if not steps and state.runs_collective:
             silent = [other for other in range(num_ranks) if other not in states]
             steps = [(other, "") for other in [*silent, *_late_ranks(states, state)]]
-        # Follow silent ranks first, then those that wait too.
+        # Follow ranks without a state first: they are more likely to be the cause.
         steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
             parts.append(f"{state.activity} {state.lasting}")
@@ -163,7 +167,7 @@ def explain(
             parts.append(f"{state.activity} and waits there for rank {rank}")
         if not fresh:
             circle = path[path.index(rank) :]
-            parts.append("was named before: their tables do not fit each other")
+            parts.append("appears above: the tables of these ranks do not match")
             return Verdict(
                 f"rank {start} {', which '.join(parts)}", tuple(sorted(circle))
             )
@@ -174,8 +178,8 @@ def explain(
 def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
     """Return the ranks that have not reached the collective in which a rank is stuck.
 
-    They are in the same part of the step, wait for nobody and are in no collective. Those with the
-    activity of the stuck rank come first: tensor-parallel ranks run the same actions.
+    They are in the same part of the step, do not wait and are not in a collective. Ranks with the
+    same activity as the stuck rank come first, because tensor-parallel ranks run the same actions.
     """
     late = []
     for rank, state in states.items():
@@ -194,7 +198,9 @@ def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
 def process_state(host: str, pid: int) -> str:
     """Describe why a process may not answer, as far as this host can tell."""
     if host != socket.gethostname():
-        return f"its process {pid} on {host} is gone, is stopped, or reaches nobody"
+        return (
+            f"its process {pid} on {host} is gone, stopped, or cut off from the network"
+        )
     try:
         status = Process(pid).status()
     except psutil.NoSuchProcess:
@@ -205,7 +211,7 @@ def process_state(host: str, pid: int) -> str:
         return f"its process {pid} on {host} has ended"
     if status == psutil.STATUS_DISK_SLEEP:
         return f"its process {pid} on {host} waits for a device or a file system"
-    return f"its process {pid} on {host} runs, but reaches nobody"
+    return f"its process {pid} on {host} runs, but is cut off from the network"
 
 
 def _connected_again(store: Any) -> Any:
@@ -215,7 +221,7 @@ def _connected_again(store: Any) -> Any:
     connection: Any
     if hasattr(store, "clone"):
         connection = store.clone()
-    # The stores of torch 2.7 lack `clone`, and hide their prefix.
+    # The stores of torch 2.7 lack `clone`, and do not expose their prefix.
     elif isinstance(
         base := getattr(store, "_underlying_non_prefix_store", store), TCPStore
     ):
@@ -224,8 +230,8 @@ def _connected_again(store: Any) -> Any:
         )
     else:
         connection = FileStore(base.path)
-    # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx). The
-    # next attempt must not find the verdict on the previous one.
+    # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx), so give
+    # each attempt a prefix. Otherwise the next attempt would find the verdict of the previous one.
     restarts = (*active.Environment.read().run, str(active.attempt() or 0))
     prefix = "/".join(("megatron_ext/hang", *restarts))
     return PrefixStore(prefix, connection)
@@ -236,9 +242,9 @@ class Watchdog:
 
     Args:
         now: Returns the current state, which the training thread always replaces as a whole.
-        timeout_s: Seconds in one state after which the rank counts as stuck.
-        ends_process: Whether to end a process in which the error is not raised within seconds.
-            Otherwise something else has to end it.
+        timeout_s: Seconds without a change of state after which the rank is considered stuck.
+        ends_process: Whether to end the process if the error is not raised within a few seconds.
+            Otherwise the caller has to end it.
     """
 
     def __init__(
@@ -250,17 +256,16 @@ class Watchdog:
     ) -> None:
         self._now, self.timeout_s = now, timeout_s
         self._ends_process = ends_process
-        self._period_s = min(
-            _ANSWER_S, timeout_s / 4
-        )  # raises an alarm in time, and sees one soon
+        # Short enough to notice a time-out, and alarms of other ranks, without much delay.
+        self._period_s = min(_ANSWER_S, timeout_s / 4)
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
-        """Start to watch the calling thread; do nothing if it is already watched.
+        """Start watching the calling thread; do nothing if it is already watched.
 
-        Call it when the process groups exist.
+        The process groups must exist.
         """
         if self._threads:
             return
@@ -272,18 +277,22 @@ class Watchdog:
         rank = dist.get_rank()
         num_ranks = dist.get_world_size()
         job = active.job()
-        if job is not None:  # torch.distributed knows only the ranks of one role
+        # In a disaggregated job, torch.distributed contains only the ranks of one role.
+        if job is not None:
             default = roles_in_force().store
             rank = job.rank
             num_ranks = job.ranks.num_ranks
-        store = _connected_again(default)  # the training's connection may be blocked
+        # A store serves one call at a time on a connection, and the training thread may be blocked
+        # in one.
+        store = _connected_again(default)
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
-        # Python runs signal handlers in the main thread, but some hosts train in another one.
+        # Python runs signal handlers in the main thread, but some programs train in another one.
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._old_handler = signal.signal(_SIGNAL, self._raise)
-        # Daemons, because a blocked call of the store must not keep the process alive at its end.
+        # Use daemons: a thread that is blocked in a call of the store must not keep the process
+        # alive.
         self._threads = [
             threading.Thread(
                 target=self._watch,
@@ -300,8 +309,9 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the threads."""
+        # A thread cannot join itself.
         if not self._threads or threading.current_thread() in self._threads:
-            return  # a thread cannot join itself
+            return
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * _ANSWER_S)
@@ -320,9 +330,10 @@ class Watchdog:
                 return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
-        """Check the training thread periodically, and alarms of other ranks."""
-        # A stopped rank cannot report itself, so publish its process for others to inspect. Don't
-        # do that in the training thread: a store that does not answer blocks its callers.
+        """Check the training thread and the alarms of other ranks periodically."""
+        # A stopped rank cannot publish its state later, so publish its process now, for other ranks
+        # to inspect. Don't do that in the training thread: a store that does not answer blocks its
+        # callers.
         with suppress(RuntimeError):
             store.set(
                 f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()])
@@ -340,7 +351,7 @@ class Watchdog:
                 if not stuck:
                     continue
                 reason = (
-                    "the others cannot be reached: " + str(error).partition("\n")[0]
+                    "other ranks cannot be reached: " + str(error).partition("\n")[0]
                 )
                 verdict = Verdict(f"{self._state(rank)}; {reason}", (rank,))
             if not self._stop.is_set():
@@ -353,17 +364,17 @@ class Watchdog:
         return now.activity != OUTSIDE and time.monotonic() - now.since_s >= limit_s
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
-        """Publish the state of this rank, collect the others', and agree on the cause."""
+        """Publish this rank's state, collect the states of all ranks, and agree on the cause."""
         state = self._state(rank)
         _LOG.error("%s", state)
         store.set(f"state/{rank}", json.dumps(state._asdict()))
-        # Let one rank explain for all, so that the log has a single explanation.
+        # Only the first rank here explains the hang, so that the log has a single explanation.
         if store.add("first", 1) > 1:
             store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
             return Verdict(*json.loads(store.get("verdict")))
         states = {rank: state}
-        # The others check for an alarm once per period; wait no longer than that plus their time to
-        # answer.
+        # The other ranks check for an alarm once per period, so wait for one period plus their time
+        # to answer.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
@@ -389,12 +400,12 @@ class Watchdog:
             return process_state(host, pid)
 
         verdict = explain(states, num_ranks, start, state_of_silent)
-        _LOG.error("nothing goes on: %s", verdict.chain)
+        _LOG.error("no rank makes progress: %s", verdict.chain)
         store.set("verdict", json.dumps(verdict))
         return verdict
 
     def _state(self, rank: int) -> RankState:
-        """Return this rank's state, with its innermost line outside of torch and this folder."""
+        """Return this rank's state, with the innermost line outside of torch and this package."""
         where = ""
         frame = sys._current_frames().get(self._training)
         runs_collective = False
@@ -414,19 +425,19 @@ class Watchdog:
         )
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        """Run in the training thread as soon as it executes Python code again."""
+        """Raise the verdict. Runs in the training thread as soon as it executes Python code."""
         if self._verdict is not None:
             raise HangError(self._verdict.message, self._verdict.culprit)
 
     def _end(self, rank: int, verdict: Verdict) -> None:
         """Raise the verdict in the training thread; if that does not end it, end the process.
 
-        A rank that waits in native code ends its process, unless `ends_process` is false.
+        A thread that waits in native code cannot raise the verdict, so its process ends, unless
+        `ends_process` is false.
         """
         self._verdict = verdict
         if self._is_main:
-            # The signal also interrupts a system call, during which a Python exception would not
-            # reach the thread.
+            # The signal also interrupts a system call, during which the thread runs no Python code.
             signal.pthread_kill(self._training, _SIGNAL)
             if self._stop.wait(_ANSWER_S):
                 return

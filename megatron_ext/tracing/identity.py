@@ -1,4 +1,4 @@
-"""The identity of this rank, and the settings of its run, for the first line of its trace file."""
+"""The identity of this rank and the settings of its run, for the first line of its trace file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SETTINGS = (
     "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "sequence_parallel",
 )  # fmt: skip
-"""Megatron arguments that may explain a duration; our own are in the configuration."""
+"""Megatron arguments that may explain a duration. Our own settings are in the configuration."""
 
 
 class Identity(NamedTuple):
@@ -42,7 +42,7 @@ class Identity(NamedTuple):
     """The folder of the run."""
     header: Header
     schedule: Schedule | None
-    """The table of a full batch; only on the first rank, and only if there is one."""
+    """The table of a full batch, on the first rank; None on other ranks or without a table."""
 
 
 def identity_of(configuration: Active) -> Identity:
@@ -92,7 +92,9 @@ def _place(configuration: Active) -> _Place:
     data = groups.get_data_parallel_rank(with_context_parallel=True)
     tensor = groups.get_tensor_model_parallel_rank()
     job = configuration.job
-    if job is not None:  # forward ranks are the first half of the pipeline
+    # In a disaggregated job, forward ranks are the first half of the pipeline, backward ranks the
+    # second.
+    if job is not None:
         sizes = data_size, 2 * pipeline_size, job.ranks.tp
         return _Place(job.rank, job.ranks.num_ranks, data, job.position, tensor, sizes)
     sizes = data_size, pipeline_size, groups.get_tensor_model_parallel_world_size()
@@ -101,7 +103,7 @@ def _place(configuration: Active) -> _Place:
 
 
 def _clock_name() -> str:
-    """Return a name shared by all ranks of one boot of a host, which also share its clock."""
+    """Return a name for this boot of the host; ranks with the same name share a clock."""
     try:
         return (
             Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -128,19 +130,18 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pipeline_schedule"] = "fbd"
         settings["transport"] = configuration.config.wire
     settings["device"] = devices.current().name
-    # Ranks that share CPUs wait for each other, which forecasts must know.
+    # Ranks that share CPUs slow each other down, so forecasts need the CPUs.
     settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
     settings["megatron_ext"] = __version__
-    settings["megatron-core"] = (
-        core_version() or "unknown"
-    )  # a tree on PYTHONPATH takes precedence
+    settings["megatron-core"] = core_version() or "unknown"
     settings["torch"] = installed("torch") or "unknown"
     settings["python"] = platform.python_version()
     pipeline = configuration.pipeline
     connected = pipeline or configuration.transport_only
     if connected is not None:
         settings["transport"] = connected.transport
-    if pipeline is not None:  # includes settings that other flags imply
+    # The pipeline's configuration includes settings that other flags imply.
+    if pipeline is not None:
         settings["pipeline_schedule"] = pipeline.name
         settings["stash_ratio"] = pipeline.config.stash_ratio
         settings["pairs"] = pipeline.config.pairs
@@ -157,7 +158,7 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
 
 
 def _schedule(configuration: Active, args: Any) -> Schedule | None:
-    """Return the table of a full batch; None without a pipeline, or if we have no table for it."""
+    """Return the table of a full batch; None without a pipeline or a matching table."""
     connected = configuration.pipeline or configuration.transport_only
     if connected is not None:
         return connected.full
@@ -172,4 +173,4 @@ def _schedule(configuration: Active, args: Any) -> Schedule | None:
     try:
         return generate(base_table(chunks), pp, num_microbatches, chunks)
     except ScheduleError:
-        return None  # Megatron runs a schedule that we have no table for
+        return None  # Megatron accepts sizes for which we have no table

@@ -1,7 +1,7 @@
-"""The operators that one rank ran inside a module: which ones to record, and their file.
+"""The operators that one rank runs inside a module: the place to record, and the file format.
 
-A file is text, one JSON value in each line: first the header, then one line for each operator, in
-the order in which they ran:
+A file has one JSON value in each line: first the header, then one line for each operator, in the
+order in which they ran:
 
     {"rank":0,"host":"node-1","tensor":0,"context":0,"action":"2F0","place":"1:0:forward:...",
      "format":3}
@@ -39,14 +39,14 @@ class Place:
     """Number in the global batch."""
     direction: Direction
     module: str
-    """Name of a module that digests cover, with the number of its layer in the model."""
+    """Name of a module that has digests, with the number of its layer in the model."""
 
     def __str__(self) -> str:
         return f"{self.iteration}:{self.microbatch}:{self.direction}:{self.module}"
 
     @classmethod
     def parsed(cls, text: str) -> Place:
-        """Return the place that `str` has written.
+        """Return the place for a text in the format of `str(place)`.
 
         Raises:
             DataError: The text is not a place.
@@ -57,17 +57,17 @@ class Place:
         are_numbers = iteration.isdecimal() and microbatch.isdecimal()
         if not are_numbers or direction not in ("forward", "backward") or not module:
             raise DataError(
-                f"{OPERATORS}={text} names no operators; write iteration, micro-batch, forward or "
+                f"{OPERATORS}={text} is not a place; give iteration, micro-batch, forward or "
                 "backward, and module, as in 1:0:forward:decoder.layers.2"
             )
         return cls(int(iteration), int(microbatch), direction, module)  # type: ignore[arg-type]
 
 
 def place_asked_for() -> Place | None:
-    """Return the place whose operators this training is to record; None: none was requested.
+    """Return the place whose operators to record in this training; None if none was requested.
 
     Raises:
-        DataError: The variable names no place, or torch cannot record operators.
+        DataError: The variable is not a place, or torch cannot record operators.
     """
     text = os.environ.get(OPERATORS)
     if not text:
@@ -78,7 +78,7 @@ def place_asked_for() -> Place | None:
 
 
 def why_unavailable() -> str:
-    """Return why torch cannot record operators; empty: it can."""
+    """Return why torch cannot record operators; empty if it can."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -96,11 +96,12 @@ class Operator(NamedTuple):
 
     name: str
     shapes: list[list[int]]
-    """Of its floating-point results."""
+    """Shapes of the floating-point results."""
     bits: str
+    """This, `norm` and `projections` are those of the first floating-point result, as in a digest.
+    """
     norm: float
     projections: list[float]
-    """Of its first floating-point result, as in a digest."""
 
     @property
     def text(self) -> str:
@@ -139,10 +140,10 @@ def write(folder: Path, content: OperatorFile) -> None:
 
 
 def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
-    """Return the files of a run, by tensor- and context-parallel rank; empty: it recorded none.
+    """Return the files of a run, by tensor- and context-parallel rank; empty if there are none.
 
     Raises:
-        DataError: A file is damaged, or of another version.
+        DataError: A file is damaged, or has another format version.
     """
     contents = {}
     for path in sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*"))):

@@ -1,7 +1,8 @@
 """Records the operators that run inside one module, with a fingerprint of each result.
 
-torch's DebugMode sees every operator of an action; hooks of the module mark where its own begin and
-end. It is active in that one action only, since every operator then takes several times as long.
+torch's DebugMode observes every operator of an action. Hooks on the module mark where its operators
+begin and end. DebugMode is active in a single action only, because it makes every operator several
+times as slow.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _COLLECTIVES = (
     "_c10d_functional",
     "_c10d_functional_autograd",
 )
-"""Namespaces of operators whose results may still be on their way."""
+"""Namespaces of operators whose results may not have arrived when they return."""
 
 
 class OperatorRecorder:
@@ -49,20 +50,20 @@ class OperatorRecorder:
         self._operators: list[tuple[str, list[list[int]], Fingerprint]] = []
         """All operators of the action so far."""
         self._first: int | None = None
-        """Index of the module's first operator; None: the module has not begun."""
+        """Index of the module's first operator; None until the module begins."""
         self._end: int | None = None
         self._mode: ExitStack | None = None
         """Active during the action."""
         self._action: Action | None = None
         self._recorded: dict[int, list[Operator]] = {}
-        """By slice of the micro-batch, in the order in which they ran."""
+        """Slice of the micro-batch -> its operators, in the order in which they ran."""
 
     def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
-        """Watch the operators of an action if it is the one of the place.
+        """Watch the operators of an action if it is the action of the place.
 
         Args:
             iteration: Number of the training step.
-            microbatch: Number of its micro-batch in the global batch.
+            microbatch: Number of the action's micro-batch in the global batch.
             action: The action that begins.
         """
         is_place = (iteration, microbatch) == (
@@ -122,7 +123,7 @@ class OperatorRecorder:
         write(self._folder, OperatorFile(written, of_all_slices))
 
     def stop(self) -> None:
-        """Watch operators no longer: the action has ended or failed."""
+        """Stop watching operators, because the action has ended or failed."""
         if self._mode is not None:
             self._mode.close()
             self._mode = None
@@ -135,9 +136,9 @@ class OperatorRecorder:
         _kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Keep the name and the fingerprint of an operator that has computed something."""
-        # A view computes nothing, an empty tensor has arbitrary bits, and a collective may still
-        # be on its way.
+        """Keep the name and the fingerprint of an operator, if its result can be compared."""
+        # Skip views (they compute nothing), empty tensors (their bits are arbitrary) and
+        # collectives (their results may not have arrived).
         if getattr(operator, "is_view", False) or operator.namespace in _COLLECTIVES:
             return
         if "empty" in operator.__name__:

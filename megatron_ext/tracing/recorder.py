@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors that come and go with other use of the disk, so the folder was not a mistake."""
+"""Errors that depend on other use of the disk, so they are not mistakes of the user."""
 
 _WAIT_NS = 20_000
-"""Shortest wait that is written, because any receive on a device may have waited briefly."""
+"""Shortest wait that is recorded. Shorter ones are noise: any receive on a device waits briefly."""
 
 _PARTS = ("stage", "microbatch", "slice", "part", "header")
 """Attributes that distinguish the messages of two ranks, in addition to their kind."""
 _EXCHANGES = 1000
-"""Offset to the number of a rank's second row, for the stream in which experts exchange tokens."""
+"""Added to the row number of a rank for its second row: the stream of exchanges between experts."""
 
-# Encode once for each iteration: encoding each span separately would slow down the training.
+# Called once for each iteration, because encoding each span separately would slow down training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -65,7 +65,7 @@ class HostClock:
         return time.monotonic_ns()
 
     def resolve(self, stamps: list[int], _timeout_s: float | None) -> list[int]:
-        """Return the times of stamps; all of them have passed."""
+        """Return the times of stamps, without waiting: all of them have passed."""
         return stamps
 
 
@@ -81,7 +81,7 @@ class DeviceClock:
     def begin(self) -> int:
         """Start an iteration on an idle device, so that host and device agree on its start."""
         self._device.synchronize()  # once per iteration; stamps within it do not wait
-        # Nothing may come between the two: they are the same moment on both clocks.
+        # These two lines read the same moment on both clocks, so keep them together.
         self._base = self.stamp()
         self._begin_ns = time.monotonic_ns()
         return self._begin_ns
@@ -104,12 +104,10 @@ class DeviceClock:
                     return None
                 time.sleep(0.01)
         self._device.synchronize()
-        # An event may precede the iteration, if its action started earlier.
         times_ns = []
         for event in stamps:
-            took_ns = max(
-                0, round(self._base.elapsed_time(event) * 1e6)
-            )  # torch counts ms
+            # torch returns milliseconds. The value is negative for an event before the iteration.
+            took_ns = max(0, round(self._base.elapsed_time(event) * 1e6))
             times_ns.append(self._begin_ns + took_ns)
         return times_ns
 
@@ -117,14 +115,14 @@ class DeviceClock:
 class Recorder:
     """The trace of one rank.
 
-    The first traced iteration creates the file, when the ranks of the groups are known. If the disk
-    is full, the trace ends with a warning and training continues.
+    The first traced iteration creates the file, because the ranks of the groups are known by then.
+    If the disk is full, the trace ends with a warning and training continues.
 
     Args:
         identity: Returns the folder of the run, the header of this rank, and on the first rank the
             table of a full batch, if there is one.
-        clock: The host's, or that of a device.
-        sampling: The iterations to record: the first few of each interval. None: no iterations.
+        clock: The clock of the host or of a device.
+        sampling: The iterations to record: the first few of each interval. None records none.
     """
 
     def __init__(
@@ -136,9 +134,9 @@ class Recorder:
         self.active = False
         """True while an iteration is being traced."""
         self.notes: dict[str, Any] = {}
-        """Figures of the current iteration, set while it runs."""
+        """Values that describe the current iteration; observers add them while it runs."""
         self.wires: dict[int, str] = {}
-        """Global rank of a peer -> the wire that carries messages to and from it."""
+        """Global rank of a peer -> the wire that carries messages to and from this peer."""
         self._identity = identity
         self._clock = clock or HostClock()
         self._sampling = sampling
@@ -160,8 +158,7 @@ class Recorder:
             or self._index % sampling.interval >= sampling.num_iterations
         ):
             return
-        # Wait until the first traced iteration: the groups, which name the file, do not exist
-        # before.
+        # Open the file here, because its name contains ranks of groups that do not exist before.
         if self._file is None:
             self._open()
         if self._file is not None:
@@ -176,7 +173,8 @@ class Recorder:
         self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None
     ) -> None:
         """Record a span from `begin` to now, or to `end`."""
-        if not self.active:  # tracing has ended since the action began
+        # Tracing may have ended after `begin` was stamped.
+        if not self.active:
             return
         if end is None:
             end = self._clock.stamp()
@@ -189,10 +187,10 @@ class Recorder:
         """
         if not self.active:
             return
-        self.active = (
-            False  # even if the device has failed, which would fail again at exit
-        )
-        end = self._clock.stamp()  # before our own work below
+        # Clear this first: if the device has failed, the lines below raise, and must not run again
+        # at exit.
+        self.active = False
+        end = self._clock.stamp()  # exclude our own work below
         spans = self._spans
         self._spans = []
         stamps: list[Any] = []
@@ -209,12 +207,11 @@ class Recorder:
             span_end_ns = span_times_ns[2 * index + 1]
             if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
                 events.append(self._event(name, begin_ns, span_end_ns, attributes))
-        if isinstance(
-            self._clock, DeviceClock
-        ):  # the host may have been busy for longer
+        # With a device, the iteration lasts until both the host and the device are done.
+        if isinstance(self._clock, DeviceClock):
             end_ns = time.monotonic_ns()
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
-        # Last, so that a complete line always ends with it.
+        # Put the iteration last: readers recognise a complete line by it.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         self._put(f",{_encode(events)[1:-1]}\n")
 
@@ -238,8 +235,8 @@ class Recorder:
     def _message_number(self, attributes: Mapping[str, Any]) -> int:
         """Return the number by which viewers connect the two ends of a message with an arrow.
 
-        Both ends compute it independently: Python's hash of integers, unlike that of strings, is
-        the same in every process. JavaScript can represent 53 bits of it.
+        Sender and receiver compute it independently. Unlike hashes of strings, Python's hashes of
+        integers are the same in every process. JavaScript can represent integers of 53 bits.
         """
         ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
         parts = (attributes.get(key, 0) for key in _PARTS)
@@ -251,30 +248,31 @@ class Recorder:
         self.end_iteration()
         if self._file is not None:
             self._put("]\n")
-        if self._file is not None:  # still open: there was room for the bracket
+        # `_put` closes the file if the disk is full.
+        if self._file is not None:
             self._file.close()
             self._file = None
 
     def _open(self) -> None:
-        """Create the file and write its first line, if there is room.
+        """Create the file and write its first line, unless the disk is full.
 
         Raises:
-            UserError: The file can never be written.
+            UserError: The file cannot be written for another reason.
         """
         directory, header, table = self._identity()
         self._path = directory / SCHEDULE_FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if (
-                header.rank == 0
-            ):  # the table of the previous run would explain this run wrongly
+            # Replace the table of a previous run in the same folder, or readers would apply it to
+            # this run.
+            if header.rank == 0:
                 self._path.unlink(missing_ok=True)
                 if table is not None:
                     write_text(self._path, table_files.json_text(table))
             self._path = directory / FILE_NAME.format(
                 header.data, header.pipeline, header.tensor
             )
-            # Don't truncate it: someone may be reading the old file
+            # Replace the old file instead of truncating it, because someone may be reading it.
             self._path.unlink(missing_ok=True)
             self._file = self._path.open("x", encoding="utf-8")
         except OSError as error:
@@ -282,7 +280,7 @@ class Recorder:
                 self._give_up(error)
                 return
             raise UserError(
-                f"--trace cannot write {self._path}: {error.strerror}; give another folder with "
+                f"--trace cannot write {self._path}: {error.strerror}; choose another folder with "
                 f"--trace-dir, or leave --trace out"
             ) from error
         self._rank = header.rank
@@ -317,17 +315,17 @@ class Recorder:
         assert self._file is not None
         try:
             self._file.write(line)
-            self._file.flush()  # so that the records of a killed rank are complete
+            self._file.flush()  # if the rank is killed later, the line is in the file
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         """End the trace; a full disk must not end the training."""
-        remedy = "this rank traces nothing more, and training goes on"
+        remedy = "this rank ends its trace, and training continues"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._sampling, self.active = None, False
-        self._spans.clear()  # nothing would consume them, and training may continue for weeks
+        self._spans.clear()
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # closing writes the buffered data again
+            with suppress(OSError):  # closing tries to write the buffered data again
                 file.close()

@@ -1,12 +1,12 @@
 """The trace file of one rank: its name, its records and their format.
 
-Folders and files are named like those of MegatronApp's DPP:
+Folders and files have the same names as in MegatronApp's DPP:
 
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
-A file is a JSON list of Chrome-trace events, which Perfetto can open. The first line names the
-rank and the run. Each further line holds the spans of one iteration, on the clock of the rank, and
-at its end the iteration itself with its figures (split in two here):
+A file is a JSON list of Chrome-trace events, which Perfetto can open. The first line describes the
+rank and the run. Each further line contains the spans of one iteration, on the clock of the rank,
+and at its end the iteration itself with its values (shown as two lines here):
 
     [{"name":"run","ph":"M","args":{"format":5,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
@@ -15,20 +15,20 @@ at its end the iteration itself with its figures (split in two here):
 The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
 the end of the run.
 
-The category (`cat`) is the type of a span; a first or only slice is omitted:
+The category (`cat`) is the type of a span. Attributes by category (slice 0 is omitted):
 
     forward, ...   `ACTION_NAMES`: stage, microbatch, slice
     send, receive  to, or from (global ranks), for (F: an activation, B: a gradient), stage that
                    needs it, microbatch, slice, bytes; `bind_id` joins the two ends of a message
     wait           cause (input, slot, leader, credit); all but slot: on (the global rank), for,
                    stage, microbatch, slice, as far as one message ended it
-    exchange       of tokens with other experts, in a separate stream: of (F, B or I), stage,
+    exchange       (of tokens with other experts, in a separate stream) of (F, B or I), stage,
                    microbatch, layer (its index within the stage)
     reduce, optimizer, weights
 
-An iteration has `wires` (by global rank of a peer: what carries its messages), `failed` if an error
-ended it, `slice_sizes` if slices depend on lengths (`Schedule.slice_sizes`) and, from ranks that
-read data, `lengths` (by micro-batch: tokens, and the sum of the squares of its samples' lengths).
+An iteration has `wires` (global rank of a peer -> the wire to it), `failed` if an error ended it,
+`slice_sizes` if slices depend on lengths (`Schedule.slice_sizes`) and, on ranks that read data,
+`lengths` (micro-batch -> number of tokens, and sum of the squared lengths of its samples).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
 
 FORMAT = 5
-"""Increased when a current reader could misunderstand a file."""
+"""Increased whenever older readers could misread a file."""
 
 FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"
-"""Takes the data, pipeline and tensor ranks of `Header`."""
+"""Template for the data, pipeline and tensor ranks of `Header`."""
 
 SCHEDULE_FILE = "schedule.json"
 """The table of a full batch, in the same folder as the files of the ranks."""
 
 ACTION_NAMES: dict[Kind, str] = {
-    "R": "forward",  # readers look kinds up by name and use the last match, F
+    "R": "forward",  # readers look up kinds by name and use the last match, F
     "F": "forward",
     "B": "backward",
     "I": "input_gradient",
@@ -68,27 +68,28 @@ class Header:
     data: int
     pipeline: int
     tensor: int
-    """Ranks within their groups; with context parallelism, `data` counts both."""
+    """Ranks within their groups; `data` includes context parallelism."""
     sizes: tuple[int, int, int]
     """Sizes of the data (with context), pipeline and tensor groups."""
     num_ranks: int
-    """Number of ranks in the whole job: forward ranks of a disaggregated job may have no tensor
-    parallelism."""
+    """Number of ranks in the job. It may differ from the product of `sizes`, because forward ranks
+    of a disaggregated job may have no tensor parallelism."""
     host: str = ""
     clock: str = ""
-    """Ranks with the same clock measure the same time; there is one for each boot of a host."""
+    """Name of the clock. Times of ranks with the same clock can be compared; each boot of a host
+    has a new clock."""
     clock_ns: int = 0
     wall_ns: int = 0
-    """The clock, and the time since 1970, read at the same moment."""
+    """The clock and the time since 1970, read at the same moment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run: schedule, transport, sizes of the model, versions and so on."""
     run: str = ""
     """torchrun's run id and restart count, which distinguish attempts; empty without torchrun.
-    Agents of a c10d rendezvous may count the restarts of one attempt differently."""
+    In a c10d rendezvous, agents may have different restart counts in the same attempt."""
 
     @property
     def label(self) -> str:
-        """The rank as shown to users."""
+        """The text for users."""
         places = (self.data, self.pipeline, self.tensor)
         named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
         parts = [f"{name} {place}" for name, place, size in named if size > 1]

@@ -1,8 +1,9 @@
-"""Rounds the outputs of modules differently, to learn by how much rounding changes a training.
+"""Rounds the outputs of modules differently, to learn how much rounding changes a training.
 
-Two runs that sum in different orders differ by rounding. A run whose outputs are changed in their
-last digits, at random, shows how such differences grow through the layers and steps of one model
-with its data, in its precision. It says nothing about any order, so a faulty order is not learned.
+Two runs that sum in different orders differ by rounding. A run with random changes to the last
+digits of outputs shows how such differences grow through the layers and steps of a model, with its
+data and in its precision. The changes do not depend on any order, so tolerances that are learned
+from such a run do not hide a wrong order.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import torch
 def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
     """Return a tensor whose elements differ by at most about two roundings of its dtype.
 
-    A forward that is computed again gets the same tensor again, and so do tensor-parallel ranks
-    that hold copies of a tensor.
+    The result depends only on the tensor and the seeds, so a recomputed forward and tensor-parallel
+    ranks with copies of the tensor get the same result.
 
     Args:
         tensor: Values of any shape and floating-point dtype.
-        seeds: What identifies the tensor, such as the name of its module and its micro-batch.
+        seeds: Values that identify the tensor, such as its module's name and its micro-batch.
     """
     generator = torch.Generator(device=tensor.device)
     generator.manual_seed(zlib.crc32(repr(seeds).encode()))
+    # Compute in float32 at least: in bfloat16, `1 + noise * eps` would be rounded to 1 or 1 + eps.
     wide = torch.promote_types(tensor.dtype, torch.float32)
     noise = torch.rand(
         tensor.shape, generator=generator, dtype=wide, device=tensor.device
     )
-    # In `[-1, 1)` spacings of the dtype.
+    # `2 * noise - 1` is uniform in `[-1, 1)`, in units of the dtype's relative spacing.
     factor = 1 + (2 * noise - 1) * torch.finfo(tensor.dtype).eps
     return (tensor.to(wide) * factor).to(tensor.dtype)
 

@@ -1,9 +1,9 @@
 """Bubble, traffic and order of the steps since the last log line, for TensorBoard and W&B.
 
-Every rank already counts the work of its steps; at each log line, one reduction of a few numbers
-sums the counts of all ranks. That is an additional collective, so only runs with `--trace` or a
-writer do it. It covers schedules of this package only: under Megatron's own, waiting cannot be
-distinguished from work.
+Every rank counts the work of its steps. At each log line, an all-reduce of a few numbers sums the
+counts of all ranks. Only runs with `--trace` or a writer pay for this additional collective. The
+scalars cover only schedules of this package, because waiting cannot be distinguished from work in
+Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
-"""Set to 1 on all ranks by programs that show `upstream/person_view.py` instead of the log."""
-# Share of the pipelines' time in which ranks compute nothing; bytes of activations and gradients of
-# all ranks per second; share of the actions that ran before an earlier action of the table.
+"""Environment variable that programs set to 1 on all ranks if they show `upstream/person_view.py`
+instead of the log."""
+# Share of the pipelines' time in which ranks are idle; bytes of activations and gradients that all
+# ranks send per second; share of the actions that ran before an earlier action of the table.
 _BUBBLE, _SENT, _JUMPED = (
     "pipeline/bubble",
     "pipeline/sent bytes per s",
@@ -34,7 +35,8 @@ _BUBBLE, _SENT, _JUMPED = (
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
     """Return whether the scalars have a destination.
 
-    All ranks get the same answer from Megatron's settings.
+    All ranks must get the same result, because `report` is collective, so ask the settings rather
+    than the writers, which exist on one rank only.
     """
     traces = active.required().config.tracing is not None
     shown = os.environ.get(_SHOWN) == "1"
@@ -58,7 +60,7 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
         wandb.log(scalars, iteration)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last and (os.environ.get(_SHOWN) == "1" or sys.stdout.isatty()):
-        # Write where the line of the step follows, so that the two stay together.
+        # Write to stdout, where Megatron prints the log line of the step right after this.
         sys.stdout.write(f"{line_of(scalars)}\n")
         sys.stdout.flush()
 
@@ -82,14 +84,14 @@ def since_last() -> dict[str, float] | None:
     from megatron_ext import devices
     from megatron_ext.runtime.runtime import in_force, totals
 
-    # Totals count all steps so far, so the difference to the last call is new.
+    # The totals cover all steps so far, so subtract those at the last call.
     work, sent_bytes = totals()
     counts = [
         work.busy_s, work.wall_s, float(work.out_of_order), float(work.actions), float(sent_bytes),
     ]  # fmt: skip
     now_s = time.monotonic()
     runtimes = in_force()
-    # Before the first call, use the time in steps as the time that has passed.
+    # At the first call, take the time within steps as the time that has passed.
     last_s, last_counts = runtimes.last_counts or (
         now_s - work.wall_s,
         [0.0] * len(counts),
@@ -97,10 +99,10 @@ def since_last() -> dict[str, float] | None:
     runtimes.last_counts = now_s, counts
     new = [count - last for count, last in zip(counts, last_counts, strict=True)]
     new.append(now_s - last_s)
-    # The default group reduces tensors of the device that it was created for.
+    # The backend of the default group accepts only tensors on its device.
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
-    # Use a row for each rank, so that a single sum also yields the largest value.
+    # Give each rank a row: the sum then gathers all values, including the largest wall time.
     ranks = torch.zeros(
         dist.get_world_size(), len(new), dtype=torch.float32, device=device
     )
@@ -113,9 +115,9 @@ def since_last() -> dict[str, float] | None:
         _SENT: sum(sent) / max(fmean(passed_s), 1e-9),
         _JUMPED: sum(jumped) / sum(actions),
     }
-    if (
-        backend.is_host
-    ):  # on other devices, the call of an action ends while they still compute
-        # Ranks without further actions wait after their step for the last rank of all.
+    # On other devices, the call of an action returns while the device still computes, so the busy
+    # time is unknown.
+    if backend.is_host:
+        # Divide by the longest wall time: ranks that finish early wait for the last rank.
         scalars[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))
     return scalars

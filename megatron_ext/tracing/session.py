@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_ext.transport.observed import WaitsFor
 
 _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
-"""Settings of a model whose activations leave the device."""
+"""Settings of models that move activations from the device to the host."""
 _CAUSES = {"D": "leader", "C": "credit"}
-"""Kind of message -> the cause of a wait for it, if that is not an input."""
+"""Kind of message -> cause of a wait for it; for all other kinds the cause is `input`."""
 _STUCK_S = 5.0
-"""After an error, time for the device to finish the work that the trace of its step needs."""
+"""After an error, time for the device to finish the traced work of the step."""
 _COLLECTIVES = {
     "reduce": "the reduction of gradients",
     "optimizer": "the optimizer step",
@@ -47,7 +47,7 @@ def subscribe(configuration: Active) -> None:
 
     Call it before the first step, when Megatron's process groups exist.
     """
-    # Without a table, Megatron's own schedule runs, which creates these spans itself.
+    # Without a table, Megatron's own schedule creates these spans itself.
     has_table = configuration.pipeline is not None or configuration.job is not None
     has_spans = has_table and telemetry.is_on()
     sampling = configuration.config.tracing
@@ -59,7 +59,8 @@ def subscribe(configuration: Active) -> None:
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
-        # NVRx ends only the stuck rank, and restarts the ranks that wait for it in their processes.
+        # With in-process restarts, do not end processes: NVRx ends the stuck rank, and restarts the
+        # ranks that wait for it.
         restarts_in_process = active.attempt() is not None
         session.watchdog = Watchdog(
             lambda: session.state, timeout_s, ends_process=not restarts_in_process
@@ -68,9 +69,8 @@ def subscribe(configuration: Active) -> None:
     clock = HostClock() if device.is_host else DeviceClock(device)
     session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)
     configuration.observers.append(session)
-    atexit.register(
-        session.close
-    )  # a run that ends without deconfigure must close its file too
+    # A run that ends without `deconfigure` must close its file too.
+    atexit.register(session.close)
 
 
 class Session(Observer):
@@ -86,21 +86,21 @@ class Session(Observer):
             configuration.job is not None and configuration.job.role == "forward"
         )
         self._entered = math.inf if is_forward else 0.0
-        """Number of collectives that the rank has entered; infinite for a forward rank, which
-        enters none."""
+        """Number of collectives that the rank has entered; infinite for forward ranks, which enter
+        none."""
         self.state = RankState(-1, entered=self._entered)
         """The current activity of the rank; the watchdog reads it."""
         self._activation_bytes: dict[tuple[int, int], int] = {}
         """(stage, slice) -> bytes that a forward keeps for its backward, once measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
-        """Outstanding message -> its sender."""
+        """Expected message that has not arrived -> its sender."""
         self._open_spans: list[
             tuple[Any, Callable[[Mapping[str, Any]], None] | None]
         ] = []
-        """Nested spans in progress: the stamp of their start (None: not recorded), and the function
-        that ends them in Megatron's telemetry. Plain tuples, because each event of a step creates
-        one."""
+        """Nested spans in progress: the stamp of the start (None if not recorded), and the function
+        that ends the span in Megatron's telemetry. Plain tuples, because every event of a step
+        creates one."""
         self._collectives = 0
         """Nesting depth of the collectives in progress."""
         self._number = 0
@@ -118,35 +118,36 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start watching and recording a step."""
-        # Megatron skips iterations, and may repeat one. Bridge, and programs that pass an
-        # iteration, have put its number in force; otherwise count from the program's start.
+        # Don't just count: Megatron skips iterations, and may repeat one. Bridge and programs that
+        # pass an iteration have stored its number in the configuration.
         previous_number = self._number
         num_done = self._configuration.iteration
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", previous_number)
         self._number = 1 + num_done
         if self._number == previous_number:
-            # Megatron's rerun state machine has discarded that attempt
+            # Megatron's rerun state machine has discarded the previous attempt at this step.
             self.recorder.notes["failed"] = True
-        # Needed with an optimizer that is not Megatron's, as nothing else ends the step
+        # With an optimizer other than Megatron's, nothing else has ended the previous step.
         self.end_iteration()
-        self._report("begins a step")  # before the watchdog, which counts from here
+        # Report before the watchdog starts, because it measures the time since the last report.
+        self._report("begins a step")
         if self.watchdog is not None:
             self.watchdog.start()
         self.recorder.begin_iteration(self._number)
-        self.recorder.notes["microbatches"] = (
-            num_microbatches  # --rampup-batch-size changes it
-        )
+        # Record this in each step, because --rampup-batch-size changes it.
+        self.recorder.notes["microbatches"] = num_microbatches
 
     def end_schedule(self) -> None:
-        """Stop watching: Megatron's optimizers resume it, and others report nothing."""
+        """Stop watching. Megatron's optimizers resume it; other optimizers report nothing."""
         self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
         """Write the remaining data of the step."""
         self._compute = None
-        self._collectives = 0  # an error inside a collective leaves it open
-        failed = bool(self._open_spans)  # after an error, open spans never end
+        # After an error, the counts of collectives and spans are not balanced.
+        self._collectives = 0
+        failed = bool(self._open_spans)
         while self._open_spans:
             _, end_span = self._open_spans.pop()
             if end_span is not None:
@@ -162,26 +163,26 @@ class Session(Observer):
                     total_bytes = sum(self._activation_bytes.values())
                     notes["activation_bytes"] = total_bytes // len(stages)
                 self._now("waits until its device has finished the step")
-                # The error may be a device that never finishes: waiting for it would hide that.
+                # After an error, the device may never finish, so don't wait for it forever.
                 timeout_s = _STUCK_S if failed else None
                 self.recorder.end_iteration(timeout_s)
         finally:
-            self._report(
-                OUTSIDE
-            )  # not watched, but published if another rank raises an alarm
+            # The rank is not watched between steps, but publishes this if another rank raises an
+            # alarm.
+            self._report(OUTSIDE)
 
     def begin_collective(self, name: str) -> None:
         """Report a collective: the rank waits for all ranks that have not entered it."""
         self._collectives += 1  # chained optimizers nest
         if self._collectives == 1:
             self._entered += 1
-            # The optimizer ends the step, so it is watched even though the schedule is complete.
+            # `end_schedule` has stopped the watch; the optimizer resumes it, as part of the step.
             report = self._report if name == "optimizer" else self._now
             report(f"is in {_COLLECTIVES[name]}", in_collective=True)
             self._begin()
 
     def end_collective(self, name: str) -> None:
-        """Record a collective. The outermost optimizer's step ends the training step."""
+        """Record a collective. The outermost optimizer also ends the training step."""
         self._collectives -= 1
         if self._collectives:
             return
@@ -197,7 +198,7 @@ class Session(Observer):
             self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object that holds the activations of a step, and note its slices by length."""
+        """Keep the object that holds the activations of a step, and note the sizes of slices."""
         self._compute = compute
         slice_sizes = compute.table.schedule.slice_sizes
         if self.recorder.active and slice_sizes:
@@ -209,16 +210,15 @@ class Session(Observer):
         self._begin(ACTION_NAMES[action.kind])
 
     def end_action(self, position: int, action: Action) -> None:
-        """Record an action, and the activations of a stage's first forward."""
+        """Record an action, and after a stage's first forward the size of its activations."""
         stage, kind, microbatch, slice_index = action
         attributes = {"microbatch": microbatch, "stage": stage}
         if slice_index:
             attributes["slice"] = slice_index
         self._end(ACTION_NAMES[kind], attributes)
         compute = self._compute
-        if (
-            compute is None
-        ):  # Megatron's own schedule, whose transport may report nothing
+        # Megatron's own schedule exchanges tensors next, and its transport may report nothing.
+        if compute is None:
             self._now(f"has run {action} and exchanges tensors")
         elif kind in ("F", "R") and (stage, slice_index) not in self._activation_bytes:
             saved = compute.saved_tensors(action)
@@ -243,8 +243,8 @@ class Session(Observer):
         slice_index: int = 0,
     ) -> None:
         """Measure the bytes that the first recorded forward of a stage, or of its slice, keeps."""
-        # Skip offloading models: reading tensors that Megatron has moved to the host would bring
-        # them back, and Megatron's backward would fail.
+        # Skip models that offload: reading a tensor that Megatron has moved to the host would load
+        # it back, and Megatron's backward would fail.
         config = getattr(model, "config", None)
         offloads = any(getattr(config, name, False) for name in _OFFLOADING)
         is_measured = (stage, slice_index) in self._activation_bytes
@@ -268,7 +268,7 @@ class Session(Observer):
         self._outstanding = {item.message: item.source for item in expected}
 
     def begin_send(self, message: Message, target: int) -> None:
-        """Report that the rank may wait for room."""
+        """Report that the rank may wait until the peer has room for the message."""
         self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
         self._begin("send")
 
@@ -286,7 +286,7 @@ class Session(Observer):
     def end_receive(
         self, message: Message, source: int, num_bytes: int, waited_s: float
     ) -> None:
-        """Record a receive, and how much of it was waiting."""
+        """Record a receive, and the wait at its start."""
         begin, end_span = self._open_spans.pop()
         message_attributes = _attributes_of(message)
         received = {"from": source, **message_attributes, "bytes": num_bytes}
@@ -298,8 +298,8 @@ class Session(Observer):
             if message_attributes:
                 cause = _CAUSES.get(message.kind, "input")
                 awaited = {"cause": cause, "on": source, **message_attributes}
-                # The host's wait says nothing about the device's; of the device's events, only the
-                # last shows when the message had arrived.
+                # On a host, split the span where the wait ended. On a device, only the event at the
+                # end shows when the message had arrived, so all of it is a wait.
                 arrival = end
                 if isinstance(begin, int):
                     arrival = begin + round(1e9 * waited_s)
@@ -308,12 +308,12 @@ class Session(Observer):
             name = "receive" if message_attributes else "weights"
             recorder.add(name, begin, received, end)
         self.arrived([message])
-        self._now("goes on")
+        self._now("continues")
 
     def begin_wait(self, cause: WaitsFor) -> None:
         """Report the events that would end the wait."""
         if cause == "slot":
-            self._now("waits until what it sent is taken")
+            self._now("waits until a message that it sent is received")
         else:
             waits = [
                 (source, made_by(message))
@@ -330,7 +330,7 @@ class Session(Observer):
             attributes |= _attributes_of(arrived[0])
         self._end("wait", attributes)
         self.arrived(arrived)
-        self._now("goes on")
+        self._now("continues")
 
     def arrived(self, messages: Sequence[Message]) -> None:
         """Remove messages from the outstanding ones."""
@@ -343,7 +343,7 @@ class Session(Observer):
         waits_for: Sequence[tuple[int, str]] = (),
         in_collective: bool = False,
     ) -> None:
-        # Evaluations and saves may take long, so only training steps are watched.
+        # Only training steps are watched, because evaluations and saves may take long.
         if self.state.activity != OUTSIDE:
             self._report(activity, waits_for, in_collective)
 
@@ -353,7 +353,7 @@ class Session(Observer):
         waits_for: Sequence[tuple[int, str]] = (),
         in_collective: bool = False,
     ) -> None:
-        # Use a single assignment without a lock: the watchdog never sees half of a change.
+        # A single assignment needs no lock: the watchdog reads either the old or the new state.
         self.state = RankState(
             -1,
             activity,
@@ -379,10 +379,10 @@ class Session(Observer):
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
     """Return the bytes of all storages that the graph of the outputs keeps, without weights.
 
-    Hooks for saved tensors would be simpler, but with them a backward gets copies of the
-    parameters, without the attributes that Megatron sets on them.
+    Hooks for saved tensors would be simpler, but they pass copies of the parameters to the
+    backward, which lack the attributes that Megatron sets on parameters.
     """
-    # Weights are in memory with or without the graph.
+    # Exclude weights, because they are in memory anyway.
     weights = {
         parameter.untyped_storage().data_ptr() for parameter in model.parameters()
     }
@@ -412,7 +412,7 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that one node of a graph keeps."""
-    # torch's nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
+    # torch's own nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
     names = [name for name in dir(node) if name.startswith("_saved_")]
     for name in names or ["saved_tensors"]:
         saved = getattr(node, name, None)
@@ -423,7 +423,7 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
 
 
 def _attributes_of(message: Message) -> dict[str, Any]:
-    """Return the attributes by which a trace identifies a message; none for weights."""
+    """Return the attributes that identify a message in a trace; empty for weights."""
     if message.kind == "W":  # sent between steps, outside of any pipeline
         return {}
     kind, stage, microbatch = message[:3]

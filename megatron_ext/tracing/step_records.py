@@ -1,8 +1,8 @@
-"""Records losses and gradient norms of each step to the last bit, with time and memory.
+"""Records losses and gradient norms of each step in full precision, with time and memory.
 
-Megatron's log rounds them to a few digits. Each rank appends lines of JSON to `rank-R.jsonl` in a
-folder: first who it is, then one line per step. `megatron-ext compare` switches it on around a
-launch, by two environment variables, under Megatron's own schedules too.
+Megatron's log rounds these numbers to a few digits. Each rank writes lines of JSON to
+`rank-R.jsonl` in a folder: first its identity, then one line per step. `megatron-ext compare`
+enables this for its launches with two environment variables, also with Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_ext.config import active
 from megatron_ext.upstream.signatures import megatron_arguments
 
 FOLDER = "MEGATRON_EXT_STEPS_FOLDER"
-"""Where the ranks write; not set: nothing is recorded."""
+"""Environment variable: the folder for the files of all ranks. Without it, nothing is recorded."""
 LIMIT = "MEGATRON_EXT_STEPS_LIMIT"
-"""Steps after which the training ends, counted from where it began."""
+"""Environment variable: number of steps after which the training ends."""
 
 
 class StepRecord:
     """The file of one rank, and the steps that it has recorded.
 
     Args:
-        path: The file; its folder is made.
-        limit: Steps after which `is_complete` is true.
+        path: The file. Its folder is created.
+        limit: Number of steps after which `is_complete` is true.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -38,7 +38,7 @@ class StepRecord:
         self._limit = limit
         self._num_steps = 0
         self._begin_s: float | None = None
-        """When the step under way began; None for the first one, whose begin nothing reports."""
+        """Start of the current step; None for the first step, whose start is not reported."""
         self._file: IO[str] | None = None
 
     @property
@@ -47,7 +47,7 @@ class StepRecord:
         return self._num_steps >= self._limit
 
     def begin(self) -> None:
-        """Note that the next step begins now."""
+        """Note the start of the next step."""
         self._begin_s = time.monotonic()
 
     def add(
@@ -61,12 +61,12 @@ class StepRecord:
         """Append a step that has just ended.
 
         Args:
-            iteration: Its number, counted over all resumed runs.
-            losses: Tensors of one element by name; empty but on the last stage.
-            gradient_norm: A number, a tensor of one element, or None where nobody computed it.
-            skipped: Whether the optimizer left the weights as they were.
+            iteration: Number of the step, counted over all resumed runs.
+            losses: Tensors of one element by name; empty except on the last stage.
+            gradient_norm: A number, a tensor of one element, or None if it was not computed.
+            skipped: Whether the optimizer skipped the update of the weights.
         """
-        # The conversions wait for the device, so the time of the step is taken after them.
+        # The conversions wait for the device, so read the clock after them.
         loss_values = {name: float(loss) for name, loss in losses.items()}
         norm = None if gradient_norm is None else float(gradient_norm)
         now_s = time.monotonic()
@@ -96,7 +96,7 @@ class StepRecord:
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Each line reaches the disk at once: what a killed rank has measured counts.
+            # Line buffering: the steps of a rank that is killed later are in the file.
             self._file = self._path.open("w", encoding="utf-8", buffering=1)
             self._file.write(json.dumps(_header()) + "\n")
         self._file.write(json.dumps(content) + "\n")
@@ -113,7 +113,7 @@ def _header() -> dict[str, Any]:
 
 
 def requested() -> StepRecord | None:
-    """Return the record of what is in force; None: the environment requests none."""
+    """Return the record of the active configuration; None if the environment requests none."""
     folder = os.environ.get(FOLDER)
     in_force = active.active()
     if not folder or in_force is None:

@@ -9,24 +9,23 @@ from typing import Any
 from megatron_ext.tracing.records import ACTION_NAMES
 
 _ACTIONS, _MESSAGES = "microbatch", "communication"
-"""Megatron's names for groups of spans, which `--otel-span-groups` enables."""
+"""Megatron's names for groups of spans that `--otel-span-groups` enables."""
 
 
 def is_on() -> bool:
     """Return whether Megatron, or another host, has enabled spans of actions or messages."""
-    state = sys.modules.get(
-        "nemo.lens.state"
-    )  # imported by the code that sets up telemetry
+    # Don't import the module: if telemetry is set up, the host has imported it.
+    state = sys.modules.get("nemo.lens.state")
     return state is not None and any(
         map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES))
     )
 
 
 def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
-    """Begin a span inside that of the step; return the function that ends it.
+    """Begin a span inside the span of the step; return the function that ends it.
 
-    The function takes the attributes that the span has in a trace. Nested spans must end before the
-    spans around them.
+    The function takes the attributes of the span. Nested spans must end before the spans around
+    them.
     """
     from nemo.lens.helpers import managed_span
 

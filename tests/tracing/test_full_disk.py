@@ -1,4 +1,4 @@
-"""A trace that finds no room ends with a warning, and training goes on."""
+"""A trace that finds no room ends with a warning, and training continues."""
 
 from __future__ import annotations
 

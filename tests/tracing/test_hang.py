@@ -53,7 +53,7 @@ def test_a_rank_that_says_nothing_ends_the_chain() -> None:
     states[2] = RankState(2, "waits", ((0, "0F1"),))
     verdict = explain(states, 3, 0)
     assert verdict.culprits == (1,), "of several, whoever says nothing comes first"
-    assert "rank 1, which says nothing: its process is gone" in verdict.chain
+    assert "rank 1, which does not answer: its process is gone" in verdict.chain
 
 
 def test_circles_name_everybody_in_them() -> None:
@@ -65,7 +65,7 @@ def test_circles_name_everybody_in_them() -> None:
     verdict = explain(states, 3, 0)
     assert verdict.culprits == (1, 2)
     assert (
-        "rank 1, which was named before: their tables do not fit each other"
+        "rank 1, which appears above: the tables of these ranks do not match"
         in verdict.chain
     )
 

@@ -80,7 +80,7 @@ def hang(kind: str) -> tuple[RankRun, str]:
         (
             "wrong schedule",
             "ranks 1, 2 hold each other up",
-            "their tables do not fit each other",
+            "the tables of these ranks do not match",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_job_that_hangs_ends_and_names_the_rank(
     assert any(run.exit_codes), run.describe()
     assert error in text, run.describe()
     assert end in text, run.describe()
-    assert text.count("nothing goes on: ") == 1, "the chain is printed once"
+    assert text.count("no rank makes progress: ") == 1, "the chain is printed once"
     # Every rank that can says what it waits for.
     assert "rank 0 waits for 1B" in text
     assert "rank 2 waits for 1F" in text or kind == "wrong schedule"
@@ -100,7 +100,7 @@ def test_a_job_that_hangs_ends_and_names_the_rank(
 def test_a_job_that_goes_on_is_left_alone() -> None:
     run = start_ranks(RANKS, train, "nothing", 4, timeout_s=60)
     assert run.exit_codes == [0] * RANKS, run.describe()
-    assert "nothing goes on" not in "\n".join(run.logs)
+    assert "no rank makes progress" not in "\n".join(run.logs)
 
 
 def test_a_dead_rank_is_named_at_once() -> None:

@@ -146,7 +146,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", step_records())
-    with pytest.raises(DataError, match="name a new folder for each"):
+    with pytest.raises(DataError, match="use a new folder for each"):
         Writer(folder, Header(0))
 
 

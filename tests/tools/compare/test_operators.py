@@ -196,7 +196,7 @@ def test_a_place_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setenv(OPERATORS, text)
     with pytest.raises(
-        DataError, match="write iteration, micro-batch, forward or backward, and module"
+        DataError, match="give iteration, micro-batch, forward or backward, and module"
     ):
         place_asked_for()
 
