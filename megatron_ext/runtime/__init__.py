@@ -1,5 +1,5 @@
 """Executes schedule tables through Megatron's own forward and backward steps.
 
 `entry.forward_backward` replaces Megatron's schedules. Unlike `megatron_ext/schedules/`, this
-package imports torch and Megatron.
+package depends on torch and Megatron.
 """

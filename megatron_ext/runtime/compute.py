@@ -1,6 +1,6 @@
 """Computes one action at a time, using Megatron's forward and backward steps.
 
-Upstream's schedules call `forward_step` and `backward_step` in a loop, whose position determines
+Upstream's schedules call `forward_step` and `backward_step` in a loop, and the iteration determines
 the data. Here data, random numbers, losses and saved activations are keyed by stage and
 micro-batch, so actions can run in any order.
 """
@@ -65,15 +65,15 @@ class MicrobatchData:
         """
         if self.iterator is None:
             return None
-        # Megatron's forward steps call `next` on it. Without this view, the order of calls, which
-        # differs between stages, would decide which tokens a micro-batch gets.
+        # Megatron's forward steps call `next` on the iterator. Without this view, the order of the
+        # calls, which differs between stages, would decide which tokens a micro-batch gets.
         if hasattr(self.iterator, "__next__"):
             return map(self.take, repeat(microbatch))
         if microbatch != self._fetched or self.exchange is not None:
             raise ScheduleError(
                 f"micro-batch {microbatch} runs out of order, but its data comes from a "
                 f"{type(self.iterator).__name__}, which is not an iterator and cannot be read "
-                "ahead; take a schedule that keeps the order, such as zb-h1 without --use-dpp"
+                "ahead; use a schedule that keeps the order, such as zb-h1 without --use-dpp"
             )
         self._fetched += 1
         return self.iterator
@@ -96,7 +96,7 @@ class MicrobatchData:
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
-        # On such a stage the data, such as BERT's padding mask, must belong to the same samples as
+        # On a crossed stage, the data (such as BERT's padding mask) must be that of the twin, like
         # the activations.
         if self.exchange is not None:
             item = self.exchange(item)
@@ -118,8 +118,9 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     """Seed all random generators for one forward, and restore their states afterwards.
 
     This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
-    only on the arguments and on the tensor- and expert-parallel rank, and not on the pipeline rank,
-    the execution order or repetition. `iteration` counts from the start of training.
+    only on the arguments and on the tensor- and expert-parallel rank. They do not depend on the
+    pipeline rank or the execution order, and a repeated forward draws them again. `iteration`
+    counts from the start of training.
 
     Raises:
         ScheduleError: No seed is set.
@@ -128,17 +129,18 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     def fresh(state: Any, place: torch.device, *key: int | str) -> Any:
         """Return a state of the same type as `state`, seeded with a key."""
         seed = active.seed_of(*key, iteration, stage, microbatch)
-        if isinstance(state, torch.Generator):  # a tracker made for CUDA graphs
+        # A tracker for CUDA graphs has generators instead of states.
+        if isinstance(state, torch.Generator):
             seeded = state.clone_state()
             seeded.manual_seed(seed)
             return seeded
         return torch.Generator(place).manual_seed(seed).get_state()
 
-    # No device index, because a state fits every device of the same type.
+    # Leave out the device index, because a state fits every device of the same type.
     device_type = torch.device(devices.current().torch_device().type)
-    # Recomputation needs no handling here: upstream restores torch's states itself, but never
-    # those of `random` and `numpy`, even in its own schedules. This uses Megatron's own pair of
-    # functions, which knows the generators of each release.
+    # Recomputation needs no handling here: upstream restores torch's states itself. It never
+    # restores the states of `random` and `numpy`, not even in its own schedules. Use Megatron's
+    # pair of functions, which covers the generators of each release.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
@@ -170,7 +172,7 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     if tracked:
         random._set_all_rng_states(host, device, dict(tracked))
         return
-    # Not upstream's function, which would mark a tracker without generators as initialised.
+    # Don't use upstream's function here: it would mark a tracker without generators as initialised.
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
     random._set_cuda_rng_state(
@@ -179,9 +181,9 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
 
 
 def _shard(name: str) -> tuple[int, ...]:
-    """Return the ranks that tell apart copies of a tracker generator within one stage."""
-    # The same as in upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on
-    # all ranks of a stage and on its replicas.
+    """Return the ranks that distinguish a tracker's generator from its copies in the same stage."""
+    # As in upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on all
+    # ranks of a stage and on its replicas.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),
@@ -189,9 +191,8 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
-    if (
-        name == "mtp-hsm-rng"
-    ):  # 0.20: equal on tensor-parallel ranks, which mix the same states
+    # Since 0.20. It must be equal on tensor-parallel ranks, because they mix the same states.
+    if name == "mtp-hsm-rng":
         return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
 
@@ -206,7 +207,7 @@ class Call:
 
     forward_step_func: Callable[..., Any]
     data: list[MicrobatchData]
-    """By chunk."""
+    """Chunk -> its data."""
     chunks: list[torch.nn.Module]
     config: Any
     num_microbatches: int
@@ -215,12 +216,12 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Tokens of a sequence; only tables with slices of equal shares read it."""
+    """Tokens of a sequence; only tables with slices of equal shares use it."""
     slice_bounds: Sequence[Sequence[int]] = ()
-    """By micro-batch of the table: the first token of each slice, followed by the number of tokens.
-    Empty: micro-batches are whole, or have slices of equal shares."""
+    """Micro-batch of the table -> the first token of each slice, followed by the number of tokens.
+    Empty if micro-batches are whole, or have slices of equal shares."""
     packed_bounds: Sequence[tuple[int, ...]] = ()
-    """By micro-batch of the table: the bounds of its packed samples, if they were read ahead."""
+    """Micro-batch of the table -> the bounds of its packed samples, if they were read ahead."""
 
 
 class _Stage(NamedTuple):
@@ -229,7 +230,7 @@ class _Stage(NamedTuple):
     model: torch.nn.Module
     data: MicrobatchData
     vp_stage: int | None
-    """Megatron's virtual stage: the chunk number, or None if the rank has only one chunk."""
+    """Megatron's virtual stage: the number of the chunk, or None if the rank has only one chunk."""
     is_last: bool
     checks_lengths: bool
     """Whether to check sequence lengths, because they may vary."""
@@ -250,17 +251,18 @@ class StageCompute:
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Keeps weight gradients between I and W."""
     reports: dict[int, Any] = field(default_factory=dict)
-    """Reports of the loss function, by micro-batch; only on the rank of the last stage."""
+    """Micro-batch -> the loss function's report; only on the rank with the last stage."""
     ignored_inputs: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Stages and micro-batches whose backward produced no gradient for an input."""
+    """(stage, micro-batch) of the backwards that produced no gradient for an input."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
-    """One per forward. Summed after the step, off the critical path."""
+    """Number of tokens of each forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(
         default_factory=dict, init=False
     )
+    """(stage, micro-batch) -> inputs and outputs of a forward whose backward has not run."""
     _forwards: Counter[int] = field(default_factory=Counter, init=False)
-    """By stage: number of forwards in this step so far."""
+    """Stage -> number of its forwards in this step so far."""
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:
@@ -280,9 +282,8 @@ class StageCompute:
             outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
-            if not self._stage(
-                stage
-            ).is_last:  # only the graph is still needed, as after a send
+            # Nobody receives the outputs of an R, so free them, as after a send.
+            if not self._stage(stage).is_last:
                 self.release(outputs)
             return []
         if kind == "W":
@@ -302,7 +303,7 @@ class StageCompute:
         is_first = not self._forwards[stage]
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
-        # Upstream's partial checkpointing exempts the first few live micro-batches.
+        # Upstream's partial checkpointing exempts the first few live micro-batches from it.
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:
@@ -393,8 +394,8 @@ class StageCompute:
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs that were sent, because the backward needs only their graph."""
-        # Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
-        # allocating a new one takes as long as sending the tensor.
+        # This differs from upstream's `deallocate_output_tensor`: all outputs share one scalar,
+        # because allocating a new one takes as long as sending the tensor.
         if self.call.config.deallocate_pipeline_outputs:
             for tensor in outputs:
                 if tensor is not None:
@@ -420,9 +421,9 @@ class StageCompute:
         self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
     ) -> Tensors:
         """Return the gradients for the previous stage, with zeros for an ignored input."""
-        # Zeros match a single device, where no gradient would reach the earlier layers. Megatron's
-        # own schedules send nothing: the previous stage then takes the next micro-batch's gradient
-        # in its place, and waits for the last one until the process group times out.
+        # Zeros are equivalent to a single device, where no gradient would reach the earlier layers.
+        # Megatron's own schedules send nothing. The previous stage then takes the gradient of the
+        # next micro-batch instead, and waits for the last one until the process group times out.
         sent = list(gradients)
         for index, tensor in enumerate(inputs):
             if tensor is not None and sent[index] is None:
@@ -436,11 +437,11 @@ class StageCompute:
         """Run F of one micro-batch and B or I of another, and return the outputs of both.
 
         Raises:
-            ScheduleError: Only the compute class of pairs can do so.
+            ScheduleError: This class cannot run pairs; only the compute class of pairs can.
         """
         raise ScheduleError(
             f"{forward} and {backward} are a pair of the table, but the steps of this model run "
-            "whole actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
+            "single actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
         )
 
     def around_step(self) -> AbstractContextManager[None]:
@@ -451,13 +452,13 @@ class StageCompute:
         """Called when an action, or a pair with this backward, has run and sent its results."""
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Let observers see computation that is not part of an action."""
+        """Report computation that is not part of an action to these observers."""
 
     def end_step(self) -> None:
         """Record that this rank has completed the step."""
 
     def unfinished(self) -> list[str]:
-        """Return the backward actions whose saved tensors are still kept."""
+        """Return the backwards that have not run although their saved tensors are kept."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [
             f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()
@@ -483,7 +484,7 @@ class StageCompute:
     def _around_forward(
         self, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
-        """Return the context of an F: it postpones layers, seeds generators and checks lengths."""
+        """Return the context of an F: it defers weights, seeds generators and checks lengths."""
         # Most forwards need none of these, and entering an empty context costs as much as a real
         # one.
         contexts: list[AbstractContextManager[Any]] = []
@@ -515,8 +516,8 @@ def log_ignored_input(stage: int, microbatch: int) -> None:
     """Log a stage whose backward of a micro-batch produced no gradient for its input."""
     _LOG.warning(
         "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
-        "before it get zeros, as on a single device (Megatron's own schedules send nothing "
-        "there, and stop); is an output detached?",
+        "before it get zeros, as on a single device (Megatron's own schedules send nothing, "
+        "and hang); is an output detached?",
         stage,
         microbatch,
     )
@@ -525,7 +526,7 @@ def log_ignored_input(stage: int, microbatch: int) -> None:
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the placeholder for freed data, usable in inference mode and in training."""
-    # An evaluation may be the first to need it. A tensor created in inference mode could not be
-    # part of a graph later.
+    # The first caller may be an evaluation in inference mode, and a tensor created there could not
+    # be part of a graph later.
     with torch.inference_mode(mode=False):
         return torch.empty(1, dtype=dtype, device=device)

@@ -61,9 +61,13 @@ def open_transport(
 ) -> Transport:
     """Connect this rank to its peers. Collective over all ranks of the job.
 
-    Received tensors are allocated on `device`. `links` contains every (source, target) that
-    includes this rank. Stages exchange tensors of these `shapes`, `[s, b, h]` each, and this
-    `dtype`.
+    Args:
+        pipeline: The active pipeline.
+        device: The device on which received tensors are allocated.
+        links: Every (source, target) that includes this rank, as global ranks.
+        shapes: Shapes of the tensors that stages exchange, `[s, b, h]` each.
+        dtype: The dtype of these tensors.
+        bypasses: Messages that bypass stages.
 
     Raises:
         TransportError: The transport, or the chosen path between devices, is not available; the
@@ -76,10 +80,11 @@ def open_transport(
         shapes=[shape for of_kind in shapes.values() for shape in of_kind],
         dtype=dtype,
         bypasses=bypasses,
-        # Count on all ranks, although only ranks with a direct peer may open the native transport.
+        # Number the transport on all ranks, so that names match, although some ranks may not open
+        # the native transport.
         name=name_transport("pipeline"),
     )
-    # Decide by settings that are equal on all ranks, because finding direct peers is collective.
+    # Use only settings that are equal on all ranks, because finding direct peers is collective.
     tries_ipc = pipeline.config.tries_ipc and not devices.current().is_host
     if tries_ipc or pipeline.config.device_path == "ipc":
         return connections.between_devices()
@@ -96,7 +101,7 @@ class _Connections:
     links: Set[Link]
     """Every (source, target) that includes this rank, as global ranks."""
     shapes: Sequence[tuple[int, ...] | None]
-    """Shapes of all tensors that stages exchange; None: the shape travels with the tensor."""
+    """Shapes of all tensors that stages exchange; None if the shape is sent with the tensor."""
     dtype: torch.dtype
     bypasses: tuple[Bypass, ...]
     name: str
@@ -115,7 +120,7 @@ class _Connections:
         return through_host(host, self.device, self.pipeline.timeout_s)
 
     def between_devices(self) -> Transport:
-        """Open direct paths between devices that have one, and another transport for other peers.
+        """Open direct paths to the peers that have one, and another transport for all other peers.
 
         Collective over the job.
 
@@ -146,8 +151,8 @@ class _Connections:
 
         Each is None if no link needs it. Collective over the job.
         """
-        # Only a dynamic order needs to know what has arrived, which torch.distributed cannot tell.
-        # Under a static table it can serve the indirect links, without the native core.
+        # torch.distributed does not report arrivals, which only a dynamic order needs. With a
+        # static table it can serve the indirect links, without the native core.
         indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
         over_torch = self._over_torch(indirect_links)  # collective, so always called
         if not direct_peers:
@@ -159,14 +164,15 @@ class _Connections:
         self, direct_peers: Set[int], reach: Reach
     ) -> tuple[NativeTransport, Transport | None]:
         """Open the native core for all peers, and a transport over it; None if all are direct."""
-        # Slots have the same size on all ranks, so use short ones only if the job has no indirect
-        # link.
+        # All ranks must use the same slot size, so use small slots only if no link of the job is
+        # indirect.
         host = self._native(
             self.peers, self.pipeline.transport, for_notes=reach.is_complete
         )
         if direct_peers and not reach.reasons:
             return host, None
-        # Exit hooks run in reverse order, so this one runs after the hook of the direct transport.
+        # `through_host` registers an exit hook. Exit hooks run in reverse order, so it runs after
+        # that of the direct transport, which is registered later.
         return host, through_host(host, self.device, self.pipeline.timeout_s)
 
     def _direct(
@@ -176,7 +182,7 @@ class _Connections:
         direct_peers: Set[int],
         indirect: Transport | None,
     ) -> Transport:
-        """Return the transport for direct links, which contains the one for all other links."""
+        """Return the transport for direct links, which contains `indirect` for all other links."""
         assert host is not None
         assert reach.sharing is not None
         transport = DirectTransport(
@@ -203,15 +209,15 @@ class _Connections:
     def _native(
         self, peers: Set[int], wire: TransportName, *, for_notes: bool
     ) -> NativeTransport:
-        """Open the native transport to these peers, with slots for whole tensors or just notes."""
+        """Open the native transport to these peers, with slots for whole tensors or only notes."""
         assert wire != "torch"
         num_slots = slots_of(self.pipeline, self.bypasses)
         slot_bytes = self._tensor_bytes()
         if for_notes:
             slot_bytes = NOTE_BYTES
             if self.pipeline.dynamic is not None:
-                # A dynamic order sends two notes about each tensor: one when the sender has
-                # launched it, and one when it is ready.
+                # With a dynamic order, the sender sends two notes about each tensor: when it has
+                # launched the computation, and when the tensor is ready.
                 num_slots *= 2
         return open_native(
             self.name,
@@ -255,9 +261,9 @@ def _no_direct_path(reach: Reach) -> str:
     reasons = [
         f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()
     ]
-    between = "; ".join(reasons) or "where those of other ranks cannot"
+    between = "; ".join(reasons) or "because devices of other ranks cannot"
     return (
-        f"rank {dist.get_rank()}: its device cannot exchange tensors {between}; take "
+        f"rank {dist.get_rank()}: its device cannot exchange tensors {between}; use "
         "--pipeline-device-path staged"
     )
 
@@ -270,8 +276,8 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     schedule = replace(pipeline.full, bypasses=bypasses)
     slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
     if pipeline.config.slice_tokens is not None:
-        # Twice what is under way, in both directions, if the longest micro-batch of a step has two
-        # slices for each rank. More of them wait at their sender.
+        # Enough for twice the messages in flight, in both directions, if the longest micro-batch of
+        # a step has two slices for each rank. With more slices, messages wait at the sender.
         slots = max(slots, 4 * 3 * pipeline.pp)
     return slots
 
@@ -291,10 +297,10 @@ def open_native(
 ) -> NativeTransport:
     """Open the native core on this host's address, from the configuration or the launcher.
 
-    `rank` and `num_ranks` count all processes of the job. They find each other in `store` under the
-    transport's name (`name_transport`), and each of the `peers` must list this rank as a peer.
-    `slots` is the number of messages from each peer that fit here. The core carries tensors of
-    `device`, or copies of them.
+    `rank` and `num_ranks` count all processes of the job. The processes find each other in `store`
+    by the transport's name (`name_transport`), and each of the `peers` must list this rank as a
+    peer. `slots` is the number of messages from each peer that this rank has room for. The core
+    carries tensors of `device`, or copies of them.
 
     Raises:
         TransportError: See `NativeTransport`.
@@ -338,6 +344,6 @@ def through_host(
     backend = devices.current()
     if not backend.is_host:
         transport = StagedTransport(host, backend.copies(device), timeout_s=timeout_s)
-    # To its peers, a process that exits without closing looks as if it had crashed.
+    # If a process exits without closing its transport, its peers report a crash.
     atexit.register(transport.close)
     return transport

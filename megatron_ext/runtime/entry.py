@@ -83,9 +83,8 @@ def forward_backward(
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
     runtime = runtimes.by_group.get(id(groups.pp))
-    if runtime is None or not runtime.checked_chunks.issuperset(
-        chunks
-    ):  # the first step of a model
+    # This is the first step of a model.
+    if runtime is None or not runtime.checked_chunks.issuperset(chunks):
         _check_models(chunks)
         _refuse_torchs_wrappers(pipeline, chunks)
         for feature in features():
@@ -100,6 +99,7 @@ def forward_backward(
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
+    # If the table depends on the lengths of the data, read the data of the step first.
     read_ahead = (
         None if forward_only else runtime.read_ahead(iterators, num_microbatches)
     )
@@ -153,7 +153,7 @@ def _shapes(
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
-    # If lengths vary, shapes travel with the tensors.
+    # If lengths vary, shapes are sent with the tensors.
     if config.variable_seq_lengths or config.mtp_standalone:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
     return {
@@ -164,7 +164,7 @@ def _shapes(
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Measure a step with Megatron's timer, which it logs under the same name for all schedules."""
+    """Measure a step with the timer that Megatron's own schedules use."""
     if not config.timers:
         yield
         return
@@ -176,7 +176,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[None]:
-    """Return offloaded activations in the order of a table, if Megatron offloads any."""
+    """Reload offloaded activations in the order of a table, if Megatron offloads any."""
     if not getattr(config, "fine_grained_activation_offloading", False):
         yield
         return
@@ -186,15 +186,15 @@ def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[N
 
 
 def refuse_modules(groups: Any) -> None:
-    """Reject multi-module jobs (MIMO), which run one pipeline per module.
+    """Reject multi-module jobs (MIMO), which have a pipeline for each module.
 
     Raises:
         ScheduleError: The groups belong to several modules.
     """
     if is_multi_module(groups):
         raise ScheduleError(
-            "schedule_pg_collection of several modules (MIMO), but a table has one pipeline; "
-            "leave --pipeline-schedule out, and Megatron's own schedule runs them"
+            "schedule_pg_collection is for several modules (MIMO), but a table has one pipeline; "
+            "leave --pipeline-schedule out to run Megatron's own schedule"
         )
 
 
@@ -217,16 +217,16 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
             "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
             "for each chunk"
         )
-    # Each chunk reads all micro-batches at a different pace. `map(next, ...)` is needed because
-    # Megatron's RerunDataIterator has no __iter__, and `copy` because forward steps write into the
-    # items that they read.
+    # `tee`, because each chunk reads all micro-batches at a different pace. `map(next, ...)`,
+    # because Megatron's RerunDataIterator has no __iter__. `copy`, because forward steps write into
+    # the items that they read.
     return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
 
 
 def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
     """Check that models have every attribute that Megatron's steps read; name all missing ones."""
-    # Checked once, before the first step, because in the middle of a step a missing attribute would
-    # end this rank while its peers wait for its tensors.
+    # Check before the first step: in the middle of a step, a missing attribute would end this rank
+    # while its peers wait for its tensors.
     for chunk in chunks:
         # The attribute may be on the wrappers, DDP and Float16Module, or on the model itself.
         modules = [chunk]
@@ -249,7 +249,7 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
 def _refuse_torchs_wrappers(
     pipeline: Pipeline, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Reject torch's data parallelism where gradients are not complete when its hooks run."""
+    """Reject torch's data parallelism if its hooks would run before gradients are complete."""
     table = pipeline.full
     has_twins = table.placement.twins == 2
     if not (table.splits_backward or has_twins or pipeline.dynamic is not None):
@@ -257,8 +257,8 @@ def _refuse_torchs_wrappers(
     wrappers = set(_TORCHS_WRAPPERS)
     config = get_model_config(chunks[0])
     if config.no_sync_func is not None and config.grad_sync_func is not None:
-        # The first silences DDP for the whole step, and the second reduces. FSDP moves gradients in
-        # any case.
+        # `no_sync_func` disables DDP's hooks for the whole step, and `grad_sync_func` reduces.
+        # FSDP's hooks move gradients in any case.
         wrappers.remove("DistributedDataParallel")
     for chunk in chunks:
         for module in chunk.modules():

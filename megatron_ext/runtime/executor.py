@@ -1,8 +1,9 @@
 """Runs the actions of one rank: receive inputs, compute, send results.
 
-The executor knows no schedule and no policy. An `Order` yields the next action. If an input has not
-arrived, the executor sleeps in the transport. Tensors between two stages of the same rank never
-reach the transport. Observers (traces, watchdogs, statistics) see each action and each step.
+The executor does not depend on a schedule or a policy: an `Order` yields the next action. If an
+input has not arrived, the executor sleeps in the transport. Tensors between two stages of the same
+rank do not pass through the transport. Each action and each step are reported to observers (traces,
+watchdogs, statistics).
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ _NOTHING = nullcontext()
 def num_out_of_order(executed: Sequence[Executed]) -> int:
     """Return how many actions of a step ran before an action that precedes them in the table."""
     positions = [position for position, _, _ in executed]
-    if positions == sorted(positions):  # true for every static order, so skip the loop
+    # A fast path: true for every static order.
+    if positions == sorted(positions):
         return 0
+    # `head` is the first action of the table that has not run.
     done = bytearray(len(positions))
     head = num_jumps = 0
     for position in positions:
@@ -81,7 +84,7 @@ class Executor:
     transport: Transport
     timeout_s: float
     name_of: Callable[[int | None], str]
-    """Names a global rank for error messages; None stands for this rank."""
+    """Returns the name of a global rank for error messages; None means this rank."""
     run_ahead: RunAhead | None = None
     """Bounds how far the host runs ahead of the device; None if the host itself computes."""
     observers: Sequence[Observer] = ()
@@ -90,7 +93,7 @@ class Executor:
     )
     """Tensors in transit between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
-    """Actions still to run, by stage."""
+    """Stage -> number of its actions that have not run."""
     _begins: list[Observer] = field(init=False)
     """Observers that override `begin_action`."""
     _ends: list[Observer] = field(init=False)
@@ -101,17 +104,16 @@ class Executor:
         """Run every action of the table in the order that `order` yields.
 
         Raises:
-            TransportError: An input timed out or its peer failed, or an action did not end on the
+            TransportError: An input timed out, its peer failed, or an action did not end on the
                 device in time; the message names the blocked action.
-            MegatronExtError: The order ended before every action was executed.
+            MegatronExtError: The order ended before all actions had run.
         """
         begin_s = time.perf_counter()
         observers = list(self.observers)
-        # Profilers start and stop between steps. Without one, a range would still cost
-        # microseconds.
+        # Profilers start and stop between steps. Without a profiler, ranges would only cost time.
         if torch._C._autograd._profiler_enabled():
             observers.append(ProfilerRanges())
-        # The device may idle between two actions, so skip observers that override nothing.
+        # The device may be idle between two actions, so call only observers that override a method.
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
@@ -134,7 +136,7 @@ class Executor:
                 self._run(
                     choice, exchanges[forward]._replace(partner=exchanges[backward])
                 )
-        # Flush here, so that a failed send is reported by this step and not by a later one.
+        # Flush here, so that this step reports a failed send, and not a later step.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -148,18 +150,19 @@ class Executor:
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
         for stage, *_ in actions:
-            # Also before receiving, so that the gather of parameters overlaps the wait for the
+            # Start the gather of parameters before receiving, so that it overlaps the wait for the
             # inputs.
             if self._remaining[stage] == self.table.actions_by_stage[stage]:
                 self.sync.before(stage)
             self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
         gradients = [] if partner is None else self._inputs(partner)
-        # For a pair this is the backward: a forward is never its stage's last action and has no
-        # saved tensors.
+        # In a pair, this is the backward. The forward of a pair is never the last action of its
+        # stage, and has no saved tensors.
         action = actions[-1]
         stage, is_last = action.stage, not self._remaining[action.stage]
-        # This reference keeps a backward's graph alive until the results have been sent.
+        # This reference keeps a backward's graph alive until the results have been sent (see
+        # below).
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(action) if is_backward else None
         for observer in self._begins:
@@ -168,7 +171,7 @@ class Executor:
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        # A shared empty context, because creating one would take as long as the bookkeeping.
+        # Share one empty context: creating one here would take as long as the bookkeeping.
         with self.sync.around_last(action) if is_last else _NOTHING:
             if partner is None:
                 outputs = self.compute.run(action, inputs)
@@ -190,7 +193,7 @@ class Executor:
             self._deliver(exchange, outputs)
         if partner is not None and partner.outputs:
             self._deliver(partner, sent_back)
-        # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
+        # Free the graph only after sending: freeing it takes as long as a send, and a peer waits.
         del saved
         for position, ended in zip(positions, actions, strict=True):
             self._executed.append((position, ended, took_s))
@@ -212,8 +215,8 @@ class Executor:
                 raise MegatronExtError(
                     f"{exchange.action} cannot run before {transfer.message} was handed over"
                 )
-        # Grant credits only after the receives: a credit lets a forward rank send the message that
-        # takes the slot of these.
+        # Grant credits only after the receives: a credit lets a forward rank send a message into
+        # the slots that the receives have freed.
         for credit in exchange.grants:
             self.transport.isend(
                 torch.empty(0, dtype=torch.uint8), credit.peer, credit.message
@@ -248,19 +251,20 @@ class Executor:
                 # Detach, so that the backward stops at the stage boundary.
                 self._handed[message] = tensor.detach()
             self.order.handed(message)
-        # The transport and the next stage hold their own references to the storage.
+        # `release` replaces the data of these tensors, but the transport and the next stage hold
+        # references to the storage.
         if exchange.action.kind == "F":
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
-        # An order that ends early would skip gradients without any other sign.
+        # If an order ended early, gradients would silently be incomplete.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed
         leftovers = [
             *(str(row[position]) for position in sorted(skipped)),
             *self.compute.unfinished(),
-            *(f"what takes {message}" for message in self._handed),
+            *(f"the action that needs {message}" for message in self._handed),
         ]
         if leftovers:
             raise MegatronExtError(

@@ -1,6 +1,6 @@
 """How features extend a model's steps: the interface between the runtime and `features/`.
 
-A runtime creates one object of each `Feature` class at its first step and calls the methods below.
+A runtime creates one object of each `Feature` class at its first step, and calls the methods below.
 The base class does nothing; a feature overrides the methods that it needs.
 """
 
@@ -57,7 +57,7 @@ class Step:
 
 
 class ReportOrder(Protocol):
-    """The order of a step's data, which its reports return to."""
+    """Converts a step's reports to the order of its data."""
 
     def in_file_order(
         self,
@@ -76,15 +76,15 @@ class DataOrder(ReportOrder, Protocol):
 
 
 class ReadAhead(ReportOrder, Protocol):
-    """The data of one training step, read before its table is made, and cut into slices."""
+    """The data of one training step, read before its table is generated, and cut into slices."""
 
     @property
     def iterators(self) -> Sequence[Iterator[Any] | None]:
-        """By chunk: an iterator over the micro-batches in the order of the table."""
+        """Chunk -> an iterator over its micro-batches in the order of the table."""
 
     @property
     def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
-        """By micro-batch of the table: the first token of each slice, and the number of tokens."""
+        """Micro-batch of the table -> first token of each slice, and the number of tokens."""
 
     @property
     def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
@@ -92,7 +92,7 @@ class ReadAhead(ReportOrder, Protocol):
 
     @property
     def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
-        """By micro-batch of the table: the tokens of each slice, the same on all ranks."""
+        """Micro-batch of the table -> number of tokens in each slice; equal on all ranks."""
 
     @property
     def length_cost(self) -> LengthCost:
@@ -100,13 +100,13 @@ class ReadAhead(ReportOrder, Protocol):
 
 
 class Feature:
-    """A feature's part in the steps of one model. All ranks call its methods in the same order.
+    """Extends the steps of one model. All ranks call the methods in the same order.
 
-    Its constructor is collective over all ranks of the job.
+    The constructor is collective over all ranks of the job.
     """
 
     bypasses: tuple[Bypass, ...] = ()
-    """Messages that the model sends past stages."""
+    """Messages that bypass stages."""
 
     def __init__(self, model: Model) -> None:
         pass
@@ -132,7 +132,7 @@ class Feature:
         """Reject a model, or the caller's forward step, before the first step.
 
         Raises:
-            ScheduleError: They lack something that this feature needs.
+            ScheduleError: The model or the forward step lacks something that this feature needs.
         """
 
     @staticmethod
@@ -152,13 +152,13 @@ class Feature:
         """Accept another model on the same process groups, or other wrappers of the same model.
 
         Raises:
-            ScheduleError: It needs something different from the first model.
+            ScheduleError: The model has other requirements than the first model.
         """
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the object that computes a step's actions, and the ends of its messages.
 
-        None: this feature does not take part in the step.
+        None if this feature does not apply to the step.
         """
         return None
 
@@ -167,17 +167,17 @@ class Feature:
     ) -> ReadAhead | None:
         """Read the data of a training step whose table depends on it. Collective over the job.
 
-        `iterators` has one entry for each chunk. None: the table depends only on the number of
-        micro-batches.
+        `iterators` has one entry for each chunk. Return None if the table depends only on the
+        number of micro-batches.
         """
         return None
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order in which a training step runs its data; None: the order of the data."""
+        """Return the order in which a training step runs its data; None keeps the data's order."""
         return None
 
     def step_failed(self) -> None:
-        """Drop the state left by a failed step."""
+        """Drop the state that a failed step has left."""
 
 
 def features() -> list[type[Feature]]:

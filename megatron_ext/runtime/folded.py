@@ -1,11 +1,11 @@
 """Adapts Megatron to folded pipelines, whose first and last stage share a rank (V and W).
 
 Megatron assumes that the first and the last stage are on different ranks, and that the world's last
-rank has the loss and logs it. In a folded pipeline both copies of the word embedding live in one
-process, and losses must be sent to the rank that logs. For other placements these functions do
+rank has the loss and logs it. In a folded pipeline, both copies of the word embedding are on one
+rank, and losses must be sent to the rank that logs. With other placements, these functions do
 nothing.
 
-Each rank builds the layers assigned to it by a `PipelineParallelLayerLayout`. Upstream's class
+Each rank builds the layers that a `PipelineParallelLayerLayout` assigns to it. Upstream's class
 assigns stages to ranks round-robin; `PlacedLayout` follows a `Placement`.
 """
 
@@ -44,7 +44,8 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
     Call this after all chunks are built and before an optimizer copies their parameters.
     """
-    # Upstream all-reduces between the ranks of the two copies, which has no effect within one rank.
+    # Upstream uses an all-reduce between the ranks of the two copies, which has no effect if both
+    # are on the same rank.
     tied = _tied_weights(chunks)
     if tied is None:
         return
@@ -56,7 +57,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
     tied = _tied_weights(chunks)
-    # Ignore NaN, which is unequal to itself: a diverged run has NaNs in both copies.
+    # NaN is not equal to itself, and a diverged run has NaNs in both copies, so replace them.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
         return None
     first, last = tied
@@ -73,7 +74,7 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     This replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
     reduction and before gradients are scaled by the number of tokens.
     """
-    # With the distributed optimizer each replica owns one shard of the gradient. Tied weights have
+    # With the distributed optimizer, each replica owns a shard of the gradient. Tied weights have
     # separate buckets, so the shards of both copies match.
     tied = _tied_weights(chunks)
     if tied is None:
@@ -107,10 +108,7 @@ def _tied_weights(
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
-    """Return the model inside a chunk's wrappers that tells whether it shares its embedding.
-
-    Megatron's language models do; return None for other modules.
-    """
+    """Return Megatron's language model inside a chunk's wrappers; None for other modules."""
     model: Any = chunk
     while not hasattr(model, "share_embeddings_and_output_weights"):
         model = getattr(model, "module", None)
@@ -122,8 +120,8 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
 def keep_one_main_copy(sharded_state_dict: Any) -> None:
     """Make one of a tensor's two copies the main replica, which is saved or loaded.
 
-    The dict holds upstream's replica ids for parallel saving or loading; 0 marks the tensors that
-    this rank handles. The dict is modified in place.
+    The dict contains upstream's replica ids for parallel saving or loading, and is modified in
+    place. Id 0 marks the tensors that this rank handles.
     """
     main_copies: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
@@ -155,12 +153,13 @@ def share_losses(
 ) -> dict[str, torch.Tensor]:
     """Broadcast the last stage's losses, by name, to all stages. Collective over the pipeline.
 
-    Other ranks may pass anything. If the placement is not folded, `losses` is returned unchanged.
+    The argument is ignored on all other ranks. If the placement is not folded, `losses` is returned
+    unchanged.
     """
     if not is_folded():
         return dict(losses)
-    # Broadcast objects on the host: names and shapes differ between models, and only one rank knows
-    # them.
+    # Broadcast Python objects, because only one rank knows the names and shapes, which depend on
+    # the model.
     group = (groups or default_groups()).pp
     source = dist.get_process_group_ranks(group)[0]
     has_losses = dist.get_rank() == source
@@ -185,8 +184,8 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
             step_values[name] = values
     shared = share_losses(step_values, groups)
     if shared:
-        # Upstream averages over the replicas of the rank that computed the values. Now every rank's
-        # replicas hold them, so the average is also correct on the rank that logs.
+        # Upstream averages over the replicas of the rank that computed the values. Now the replicas
+        # of every rank have them, so the rank that logs can average over its own replicas.
         replicas = (groups or default_groups()).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)
 
@@ -205,11 +204,11 @@ class PlacedLayout(PipelineParallelLayerLayout):
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
                 f"schedule has {placement.num_stages}; separate that many with |"
             )
-        # Arguments and checkpoints keep the plain string in stage order, so checkpoints do not
-        # depend on the placement.
+        # Keep the plain string in stage order, because upstream stores it in arguments and
+        # checkpoints, which must not depend on the placement.
         super().__init__(layout, placement.num_ranks)
-        # Store plain tuples: hosts copy a configuration by assigning to every attribute reachable
-        # from it, which raises an error on a frozen `Placement`.
+        # Store plain tuples: some hosts copy a configuration by assigning to every attribute that
+        # is reachable from it, which raises an error on a frozen `Placement`.
         self.stages_of = placement.stages_of
         self.stages = stages
         self.layout = [
@@ -220,7 +219,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self, num_layers: int, mtp_num_layers: int | None
     ) -> bool:
         """Run upstream's checks; return whether an MTP layer is outside the last stage."""
-        # Upstream decides this by rank, which is wrong for these placements.
+        # Upstream's result depends on the rank, which is wrong for these placements.
         super().validate_layer_layout(num_layers, mtp_num_layers)
         return any(LayerType.mtp in stage for stage in self.stages[:-1])
 
@@ -230,7 +229,10 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Count the layers of one type in all stages before a rank's chunk; default: this rank."""
+        """Return the number of layers of a type in all stages before a chunk.
+
+        `vp_stage` is the number of the chunk, on this rank or on `pp_rank`.
+        """
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.stages_of[pp_rank]
@@ -241,5 +243,5 @@ class PlacedLayout(PipelineParallelLayerLayout):
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
-# Cached because upstream builds a new configuration for every micro-batch.
+# Cached, because upstream may build a new configuration for every micro-batch.
 placed_layout = lru_cache(maxsize=16)(PlacedLayout)

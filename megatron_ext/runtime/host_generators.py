@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# A spare generator for all forwards. Swapping NumPy's generator takes less than a microsecond;
-# copying its state and setting it again takes 60.
+# A spare generator for all forwards. Swapping NumPy's generator takes less than 1 us; saving and
+# restoring its state takes 60 us.
 _SPARE = np.random.MT19937()
 
 
@@ -21,8 +21,8 @@ _SPARE = np.random.MT19937()
 def host_generators(seed: int) -> Iterator[None]:
     """Seed `random` and `numpy.random` with 63 bits, and restore their states afterwards.
 
-    NumPy draws normal numbers in pairs; if only the first number of a pair was used, the second is
-    lost.
+    NumPy draws normal numbers in pairs. If only the first number of a pair has been used, the
+    second one is lost.
     """
     python_state, numpys = random.getstate(), np.random.get_bit_generator()
     random.seed(seed)

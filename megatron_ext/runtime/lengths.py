@@ -1,4 +1,4 @@
-"""Reads and checks the lengths of a micro-batch's sequences, and gives their cost in a model."""
+"""Reads and checks the lengths of a micro-batch's sequences, and estimates their cost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def refusing_long_sequences(
 ) -> Iterator[None]:
     """Check the number of tokens that a first stage reads in this context; upstream does not.
 
-    The tokens may be a slice, which `num_earlier` tokens of the sequence precede.
+    The tokens may be a slice, after `num_earlier` tokens of the sequence.
 
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions, or none.
     """
-    # A sequence that is too long would raise an index error in the embedding (on a GPU, a
+    # Otherwise, a sequence that is too long raises an index error in the embedding (on a GPU, a
     # device-side assertion), or no error at all with rotary embeddings.
     reader = unwrap_model(model)
     limit = getattr(reader, "max_sequence_length", None)
@@ -59,7 +59,7 @@ def refusing_long_sequences(
         if longest > limit:
             raise ScheduleError(
                 f"stage {stage}, micro-batch {microbatch}: a sequence has {longest} tokens, the "
-                f"model has {limit} positions; cut or pack the data to that, or raise "
+                f"model has {limit} positions; shorten the sequences, or raise "
                 "--max-position-embeddings"
             )
 
@@ -71,19 +71,19 @@ class ItemSize(NamedTuple):
     """Size of a micro-batch, which determines its cost."""
 
     tokens: int
-    """All tokens, including padding."""
+    """Number of tokens, including padding."""
     pairs: int
-    """Pairs of tokens within a sample: the sum of the squared lengths."""
+    """Number of pairs of tokens within a sample: the sum of the squared lengths."""
 
 
 def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the bounds of a micro-batch's packed samples, `[n]` or `[b, n]`; None without packing.
 
-    If there are padded ones, it returns those, as Megatron's script does.
+    If there are bounds with padding, this returns them, like Megatron's script.
     """
-    # With Megatron's packing scheduler, middle stages read only the bounds. The padded bounds give
-    # them the same size as on stages with tokens; otherwise the stages would choose different
-    # orders.
+    # With Megatron's packing scheduler, middle stages read only the bounds. Use the padded bounds,
+    # which result in the same size as on stages with tokens; with different sizes, stages would
+    # choose different orders.
     bounds: torch.Tensor | None = item.get("cu_seqlens_padded")
     if bounds is None:
         bounds = item.get("cu_seqlens")
@@ -108,7 +108,7 @@ def packed_bounds_in(item: Mapping[str, Any]) -> tuple[int, ...]:
 def item_size(item: Any) -> ItemSize | None:
     """Return the size of a micro-batch, or None if its lengths are unknown.
 
-    The item has `tokens`, `[b, s]`, or for packed samples `cu_seqlens`, `[n]` or `[b, n]`: the
+    The item has `tokens`, `[b, s]`. With packed samples it has `cu_seqlens`, `[n]` or `[b, n]`: the
     start of each sample and the end of the last one, which may be repeated. `cu_seqlens_padded` has
     the same bounds with padding.
     """
@@ -127,10 +127,10 @@ def item_size(item: Any) -> ItemSize | None:
 
 
 def sample_lengths(item: Any) -> list[int]:
-    """Return the tokens of each sample along the sequence of a micro-batch, which has a size.
+    """Return the number of tokens of each sample, along the sequence of a micro-batch.
 
-    Without packing, the rows of a micro-batch count as one sample. What is behind the last packed
-    sample counts as another one.
+    The micro-batch must have a size (`item_size`). Without packing, its rows are treated as one
+    sample. Tokens behind the last packed sample are treated as another sample.
     """
     tokens, bounds = item.get("tokens"), packed_bounds_of(item)
     if bounds is None:
@@ -143,7 +143,7 @@ def sample_lengths(item: Any) -> list[int]:
 
 
 def cost_of_model(config: Any) -> LengthCost:
-    """Return the cost of a sample by length, in a model with this `TransformerConfig`."""
+    """Return the cost of a sample by its length, for a model with this `TransformerConfig`."""
     num_experts, ffn_width = 1, config.ffn_hidden_size
     if config.num_moe_experts:
         num_experts = config.moe_router_topk

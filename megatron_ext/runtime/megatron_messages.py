@@ -1,7 +1,7 @@
 """Carries the tensors of Megatron's own schedules over a megatron_ext transport.
 
-Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport is replaced, at
-`P2PCommunicator._communicate`.
+Megatron's 1F1B and interleaved schedules run unmodified; only their P2P communication is replaced,
+at `P2PCommunicator._communicate`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Request:
-    """A request in the form that Megatron expects; a send's request is complete from the start."""
+    """A request with Megatron's interface. The request of a send is complete from the start."""
 
     arrive: Callable[[], None] | None = None
 
@@ -44,12 +44,12 @@ class _Request:
 
 
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
-# gets the name of the n-th message in the same schedule's table, which sender and receiver both
-# know.
+# gets the name of the n-th message in our table of the same schedule, which is equal on sender and
+# receiver.
 class StockPipeline:
     """The messages of Megatron's own schedule on one pipeline, in the order of its table.
 
-    `call` holds the keywords of the first step. The constructor is collective over the job.
+    `call` contains the keywords of the first step. The constructor is collective over the job.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class StockPipeline:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         self._pipeline = pipeline
-        self._group = groups.pp  # a reference, so that its id stays unique
+        # Keep a reference, so that the group's id, the key of `StockPipelines`, stays unique.
+        self._group = groups.pp
         self._peers = Peers(dist.get_process_group_ranks(groups.pp))
         self._device, self._dtype = device_of(chunks), config.pipeline_dtype
-        # By number of micro-batches.
+        # Number of micro-batches -> table.
         self._tables: dict[int, Table] = {}
         length = call.get("decoder_seq_length") or call["seq_length"]
         shape = shape_between_stages(config, groups, length, call["micro_batch_size"])
@@ -89,7 +90,8 @@ class StockPipeline:
         kinds: tuple[MessageKind, ...] = ("F", "B")
         if forward_only:  # an evaluation sends no gradients
             kinds = ("F",)
-        # Messages are named, so a send never blocks, whatever order the peer receives in.
+        # The transport matches messages by name, so a send does not block, whatever the order in
+        # which the peer receives.
         self._to_send = _by_kind(sent, kinds)
         self._to_receive = _by_kind(table.arrivals, kinds)
         expected = []
@@ -103,16 +105,15 @@ class StockPipeline:
         """Send the next tensor, `[s, b, h]`, in a direction."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
-        return (
-            _Request()
-        )  # nothing to wait for, because the transport holds the storage
+        # The request is complete, because the transport holds the storage.
+        return _Request()
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
         """Return an empty leaf that requires grad, and the request that fills it."""
-        # Fix the name here, because Megatron may wait in a different order than it requests.
+        # Assign the name here, because Megatron may wait for requests in another order.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self._peers.of(transfer), transfer.message
-        # Start empty: shapes travel with the tensors, so variable lengths need no exchange
+        # The tensor starts empty. Its shape is sent with it, so variable lengths need no exchange
         # beforehand.
         tensor = torch.empty(
             0, dtype=self._dtype, device=self._device, requires_grad=True
@@ -139,8 +140,8 @@ class StockPipeline:
         fills them.
 
         Returns:
-            (activation, gradient, requests). `requests` has Megatron's keys; None if already
-            waited for.
+            (activation, gradient, requests). `requests` has Megatron's keys; it is None if all
+            requests are complete.
 
         Raises:
             ScheduleError: Megatron sends or receives more tensors than the table has messages.
@@ -168,7 +169,7 @@ class StockPipeline:
         if not queues.get(kind):
             raise ScheduleError(
                 f"Megatron's schedule {verb} more tensors than the table of {self._pipeline.name} "
-                f"has messages; take --pipeline-transport torch"
+                f"has messages; use --pipeline-transport torch"
             )
         return queues[kind].popleft()
 
@@ -176,7 +177,7 @@ class StockPipeline:
 def _by_kind(
     transfers: Iterable[Transfer], kinds: Iterable[MessageKind]
 ) -> dict[MessageKind, deque[Transfer]]:
-    """Return a queue of transfers per kind, in the order of the table."""
+    """Return a queue of transfers for each kind, in the order of the table."""
     queues: dict[MessageKind, deque[Transfer]] = {kind: deque() for kind in kinds}
     for transfer in transfers:
         if transfer.message.kind in queues:
@@ -186,18 +187,18 @@ def _by_kind(
 
 @dataclass
 class StockPipelines:
-    """Megatron's own schedules of a configuration, whose messages travel over our transport."""
+    """Megatron's own schedules of a configuration, whose messages our transport carries."""
 
     by_group: dict[int, StockPipeline] = field(default_factory=dict)
-    """By id of the pipeline group. The pipeline holds a reference to it, so the id stays unique."""
+    """Id of the pipeline group -> pipeline, which holds the group, so the id stays unique."""
     running: StockPipeline | None = None
     """The pipeline whose step is running."""
 
     def step(self, schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         """Run one step of Megatron's schedule, with the transport carrying its messages."""
         pipeline = active.transport_only()
-        assert pipeline is not None, "the patch asks for it while there is a pipeline"
-        assert self.running is None, "a step inside of a step"
+        assert pipeline is not None, "the patch acts only while there is a pipeline"
+        assert self.running is None, "a step inside a step"
         groups = keywords.get("pg_collection") or default_groups()
         stock = self.by_group.get(id(groups.pp))
         if stock is None:
@@ -219,8 +220,8 @@ class StockPipelines:
         return result
 
     def abort(self, reason: str) -> None:
-        """Abort the transports; called from a thread other than the training's."""
-        for stock in list(self.by_group.values()):  # a copy: the training may add one
+        """Abort the transports. Called from a thread other than the training thread."""
+        for stock in list(self.by_group.values()):  # the training thread may add one
             stock.transport.abort(reason)
 
     def close(self) -> None:

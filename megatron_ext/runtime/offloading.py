@@ -1,7 +1,7 @@
-"""Returns offloaded activations in the order in which a table runs its backwards.
+"""Reloads offloaded activations in the order in which a table runs its backwards.
 
-Megatron's fine-grained offloading moves saved tensors to the host after each forward, starting in
-the first step, and later prefetches the tensors of the next backward. Megatron derives the order of
+Megatron's fine-grained offloading moves saved tensors to the host after each forward, from the
+first step on, and later prefetches the tensors of the next backward. It derives the order of
 backwards from the number of virtual stages, but a table may have a different order.
 """
 
@@ -18,18 +18,18 @@ _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 class Offloading:
-    """Keeps the order in which activations return in the current step."""
+    """Keeps the order in which activations are reloaded in the current step."""
 
     def __init__(self) -> None:
         # Indices of forwards, in the order of their backwards; empty in evaluations.
         self._order: tuple[int, ...] = ()
-        # The order that Megatron has learned.
+        # The order that Megatron has recorded in its first step.
         self._learned: tuple[int, ...] = ()
         # Number of forwards in this step so far.
         self._begun = 0
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Take the order of a rank's actions; if it has changed, Megatron learns it again."""
+        """Take the order from a rank's actions; if it has changed, Megatron records it again."""
         numbers: dict[tuple[int, int], int] = {}
         order = []
         for action in row:
@@ -41,7 +41,7 @@ class Offloading:
         self._order = tuple(order)
         self._begun = 0
         if self._order and self._order != self._learned:
-            # Also reset in the first step, because a schedule before this configuration may have
+            # Reset in the first step too: a schedule that ran before this configuration may have
             # left another order.
             _interface().reset_instance()
             self._learned = self._order
@@ -50,12 +50,11 @@ class Offloading:
         """Let Megatron prepare for one forward's saved tensors, and reorder its records."""
         if not self._order:
             return
-        call(
-            **{**kwargs, "vp_size": 1, "vp_stage": 0}
-        )  # so that it does not derive an order
+        # With one virtual stage, Megatron does not derive an order.
+        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
-        # During the first step Megatron has records only of the forwards so far.
+        # During the first step, Megatron has only records of the forwards so far.
         by_backward = [chunks[number] for number in self._order if number < len(chunks)]
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]

@@ -3,8 +3,8 @@
 The order comes from the rank's table, from a policy, or from the decisions of a leader.
 
 The executor iterates over positions in the table. When it requests the next position, it has
-launched the previous action. If the host computes, that action has then ended; a device may still
-be running it.
+launched the previous action. If the host computes, that action has ended by then; a device may
+still be running it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
-# Following a leader cannot deadlock: ranks with the same leader run the same order, so they count
-# as one rank. The leader runs only actions whose inputs have arrived, so the leader of the previous
-# stage has run the action that produced them. That leader's followers run the action as well, so
+# Following a leader cannot deadlock. Ranks with the same leader run the same order, so treat them
+# as one rank. A leader runs only actions whose inputs have arrived, so the leader of the previous
+# stage has run the action that produced them. The followers of that leader run this action too, so
 # their peers in this stage receive their inputs.
 def agree(
     *groups: dist.ProcessGroup, others: Iterable[int] = ()
@@ -49,8 +49,9 @@ def agree(
     twins that read data for each other. Ranks that share such groups, directly or through other
     ranks, follow the same leader, which sends its choices as messages.
 
-    Collectives over `groups` and over the expert groups run inside this rank's actions; `others`
-    are additional global ranks that must run the same order.
+    Args:
+        groups: Groups with collectives inside actions, in addition to the expert groups.
+        others: Additional global ranks that must run the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
@@ -60,7 +61,7 @@ def agree(
     for group in (*groups, *experts):
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))
-    # Gather over the whole job, because two ranks without a common group may be linked by a third.
+    # Gather over the whole job, because a third rank may link two ranks without a common group.
     peers_by_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(peers_by_rank, peers)
     leader_of = leaders(peers_by_rank)
@@ -74,8 +75,9 @@ def agree(
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
     """Return the lowest rank in each rank's connected component.
 
-    `peers` lists, for each rank, the ranks that must run the same order.
+    `peers` contains, for each rank, the ranks that must run the same order.
     """
+    # Union-find: `leader` is the parent of each rank, and a root is its own parent.
     leader = list(range(len(peers)))
 
     def root(rank: int) -> int:
@@ -91,22 +93,22 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 
 Choice = int | tuple[int, int]
-"""Position of the exchange that a rank runs next, or the positions of a forward and a backward that
-run as a pair."""
+"""Position of the exchange to run next, or the positions of a forward and a backward that run as a
+pair."""
 
 
 @dataclass
 class Order:
-    """The order in which one rank runs its actions in one step; this class keeps the table's."""
+    """The order in which a rank runs its actions in a step. This class uses the table's order."""
 
     table: Table
 
     def expected(self) -> list[Expected]:
-        """Return the messages that the order itself receives, besides the actions' messages."""
+        """Return the messages that the order itself receives, in addition to those of actions."""
         return []
 
     def __iter__(self) -> Iterator[Choice]:
-        """Yield choices; the caller runs each one before it takes the next."""
+        """Yield choices; the caller runs each choice before it requests the next one."""
         return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
@@ -115,35 +117,33 @@ class Order:
 
 @dataclass
 class PolicyOrder(Order):
-    """Runs what a policy chooses among the ready actions; sleeps if there are none."""
+    """Runs the action that a policy chooses among the ready ones; sleeps if none is ready."""
 
     policy: Policy
     transport: Transport
     num_parts: Mapping[str, int]
-    """Number of tensors per message, by kind of message."""
+    """Kind of message -> number of tensors in a message."""
     followers: Sequence[int]
     """Global ranks that follow these decisions."""
     timeout_s: float
     run_ahead: RunAhead | None = None
     """Reports when the device has ended an action; None if the host computes."""
     _durations: Sequence[float] = field(init=False)
-    """By index: cost of each action in units; empty: the policy never waits, so no pace is
-    needed."""
+    """Index of an action -> its cost in units. Empty if the policy never waits."""
     _ran_s: float = field(default=0.0, init=False)
     """Total time of the actions that have ended in this step."""
     _ran_units: float = field(default=0.0, init=False)
     """Total cost of these actions, in units."""
     _arrived: Counter[Message] = field(default_factory=Counter, init=False)
-    """Number of tensors, or launch notices, that have arrived for each message of several
-    tensors."""
+    """Message of several tensors -> number of its tensors, or launch notices, that have arrived."""
     _running: deque[Sequence[int]] = field(default_factory=deque, init=False)
-    """Actions, alone or as pairs, that the device has not ended, oldest first."""
+    """Single actions or pairs that the device has not ended, oldest first."""
     _idle_s: float = field(default=0.0, init=False)
     """Time, on the host's clock, at which this rank became idle."""
 
     def __post_init__(self) -> None:
         """Start a step."""
-        patience = self.policy.patience  # None: the policy never waits for the head
+        patience = self.policy.patience  # None if the policy never waits for the head
         self._durations = () if patience is None else patience.durations
 
     def __iter__(self) -> Iterator[Choice]:
@@ -155,14 +155,15 @@ class PolicyOrder(Order):
         progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                if transfer.message.kind in ("P", "G"):  # policies ignore bypasses
+                # The table of a policy contains no bypasses, so add them as required inputs.
+                if transfer.message.kind in ("P", "G"):
                     progress.require(exchange.action, transfer.message)
         if ahead is not None:
-            # Only peers over ipc send notices of what they have launched.
+            # Only peers over ipc send launch notices.
             wires = self.transport.stats().wires.values()
             progress.hears_launches = all(wire == "ipc" for wire in wires)
-            # An evaluation may still be running on the device, and its actions are not in this
-            # table.
+            # An evaluation may still be running on the device. Its actions are not in this table,
+            # so wait for their end.
             ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
@@ -174,9 +175,8 @@ class PolicyOrder(Order):
                 ]
                 for decision in self._decisions(positions):
                     for follower in self.followers:
-                        choice = torch.tensor(
-                            [decision], dtype=torch.int32
-                        )  # on the CPU: no sync
+                        # On the CPU, so that reading the decision does not wait for a device.
+                        choice = torch.tensor([decision], dtype=torch.int32)
                         self.transport.isend(choice, follower, Message("D", 0, number))
                     number += 1
                 begin_s = time.perf_counter()
@@ -189,11 +189,11 @@ class PolicyOrder(Order):
                     self._ended(indices, time.perf_counter() - begin_s)
                 else:
                     self._running.append(indices)
-                # On a device the action has only been launched, but what it enables runs behind it
-                # anyway.
+                # On a device the action has only been launched, but actions that need it run after
+                # it in the same stream.
                 for index in indices:
                     progress.finished(index)
-            # Nothing waits for the end of the last action.
+            # Nothing depends on the end of the last action, so leave one action running.
             while len(self._running) > 1:
                 self._wait()
         finally:
@@ -204,7 +204,7 @@ class PolicyOrder(Order):
         """Return the decisions to send to followers for an action or a pair."""
         if len(positions) == 1:
             return positions
-        # An offset marks the forward of a pair; its backward follows as the next decision.
+        # An offset marks the forward of a pair. The backward follows as the next decision.
         forward, backward = positions
         return forward + len(self.policy.progress.row), backward
 
@@ -215,16 +215,16 @@ class PolicyOrder(Order):
     def _choose(self) -> Sequence[int]:
         self._idle_s = time.perf_counter()
         self._sleep(0.0)
-        # On a device, choose while the last action runs if the policy looks ahead, so that the
-        # device does not idle during the launch. Otherwise choose once the last action has ended.
+        # If the policy looks ahead, choose while the last action still runs on the device, so that
+        # the device is not idle during the launch. Otherwise choose after that action has ended.
         while len(self._running) >= AHEAD:
             self._wait()
         self.policy.progress.began()
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # Convert the wait to seconds at the pace of this step; no wait until an action has
-            # ended.
+            # Convert the wait to seconds at the pace of this step. Until an action has ended, there
+            # is no pace, so don't wait.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0
@@ -240,7 +240,8 @@ class PolicyOrder(Order):
         """Sleep until a message arrives or an action ends."""
         deadline_s = time.perf_counter() + self.timeout_s
         while not self._sleep(deadline_s - time.perf_counter()):
-            # On a device this may wake early, for an end that was already known.
+            # With a device, `_sleep` may return early: the wake-up may be for an end that is
+            # already noted.
             if self.run_ahead is None or time.perf_counter() >= deadline_s:
                 raise TransportTimeout(self._missing())
 
@@ -264,7 +265,7 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            # For the policy, all tensors of one hand-over are one message. Bypasses are left out.
+            # For the policy, all tensors of a hand-over are one message, except for bypasses.
             message = part._replace(header=False)
             if part.kind not in ("P", "G"):
                 message = message._replace(part=0)
@@ -274,10 +275,11 @@ class PolicyOrder(Order):
                 else:
                     progress.arrived(message)
             elif part.header and self._is_whole(message.notice):
-                progress.launched(message)  # a header counts as its launch notice
+                # A header is also a launch notice.
+                progress.launched(message)
 
     def _is_whole(self, message: Message) -> bool:
-        """Count another tensor, or launch notice, of a message; return whether it was the last."""
+        """Count a tensor, or launch notice, of a message; return whether it was the last one."""
         number = self.num_parts[message.kind]
         if number > 1:
             self._arrived[message] += 1
@@ -305,13 +307,13 @@ class PolicyOrder(Order):
         needed = f", which needs {needs[0].message}" if needs else ""
         return (
             f"{rank} can run none of its {len(remaining)} remaining actions in {label}: nothing "
-            f"arrived for {self.timeout_s:g} s; the first of the table is {head}{needed}"
+            f"arrived for {self.timeout_s:g} s; the first one in the table is {head}{needed}"
         )
 
 
 @dataclass
 class LedOrder(Order):
-    """Follows the leader's decisions: one message per action, two per pair."""
+    """Follows the leader's decisions: one message for an action, two messages for a pair."""
 
     transport: Transport
     leader: int
@@ -319,7 +321,7 @@ class LedOrder(Order):
     timeout_s: float
 
     def expected(self) -> list[Expected]:
-        """Return one decision message per action: int32, shape `(1,)`."""
+        """Return one decision message for each action: int32, shape `(1,)`."""
         return [
             Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
             for number in range(len(self.table.exchanges))
@@ -331,7 +333,7 @@ class LedOrder(Order):
         Raises:
             TransportError: A decision timed out, or the leader failed.
         """
-        # A decision carries its number in the micro-batch field, because decisions may arrive
+        # The micro-batch field contains the number of the decision, because decisions may arrive
         # early.
         count = len(self.table.exchanges)
         forward = None
@@ -352,11 +354,11 @@ class LedOrder(Order):
 # -- how far the host runs ahead -------------------------------------------------------------------
 
 
-# A host that launches a whole step at once would occupy memory for every message of the step,
-# because a tensor used by a copy stream is freed only once the device has reached the copy. So each
+# A host that launched a whole step at once would need memory for every message of the step, because
+# a tensor that a copy stream uses is freed only once the device has reached the copy. So each
 # action ends with an event, and the host launches the next action only while few are unfinished.
 class RunAhead:
-    """Counts and times the actions that a device has finished. One thread makes all calls."""
+    """Counts and times the actions that a device has finished. Call it from one thread only."""
 
     def __init__(
         self, backend: Device, device: torch.device, *, timeout_s: float
@@ -364,31 +366,31 @@ class RunAhead:
         self._backend, self._device, self._timeout_s = backend, device, timeout_s
         # Start of the action that is being launched.
         self._began: torch.Event | None = None
-        # Unfinished actions, oldest first, each with a future for the seconds that the device
-        # spends on it.
+        # Unfinished actions, oldest first, each with a future for its duration on the device, in
+        # seconds.
         self._unfinished: deque[tuple[object, Future[float]]] = deque()
         self._ended_s: list[float] = []
         self._wake: Callable[[], None] | None = None
-        # For each action: events at its start and end, the future for its seconds, and what to call
-        # at its end.
+        # For each action: events at its start and end, the future for its duration, and the
+        # function to call at its end. None ends the thread.
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # This thread waits on the events, because a device's waits have no time-out. It is a
-        # daemon, because a device that hangs must not keep the process from exiting.
+        # A thread waits for the events, because waits for a device have no time-out. It is a
+        # daemon, so that a device that hangs does not keep the process from exiting.
         self._thread = threading.Thread(
             target=self._watch, name="megatron-ext ends", daemon=True
         )
         self._thread.start()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Keep durations for `ended_s`, and call `wake` from another thread after each action ends.
+        """Keep durations for `ended_s`, and call `wake` from another thread when an action ends.
 
-        None stops this. An action that fails also wakes the caller.
+        A failed action calls it too. None stops both.
         """
         self._wake = wake
         self._ended_s.clear()
 
     def ended_s(self) -> list[float]:
-        """Return the seconds of each action that ended since the last call, oldest first.
+        """Return the duration of each action that has ended since the last call, oldest first.
 
         Raises:
             MegatronExtError: The device failed.
@@ -400,8 +402,7 @@ class RunAhead:
 
     def begin(self) -> None:
         """Mark the start of an action."""
-        # Recorded after the current stream's wait for inputs, which does not count as part of the
-        # action.
+        # Record this after the current stream's wait for inputs, which is not part of the action.
         self._began = self._backend.timing_event()
         self._began.record()
 
@@ -421,8 +422,8 @@ class RunAhead:
             TransportTimeout: An action did not end in time; the device may wait for a peer.
             MegatronExtError: The device failed.
         """
-        # This cannot deadlock: it waits only for this rank's earlier work, and everything that
-        # follows in the table runs later anyway (`schedules/search/queues.py` proves that the order
+        # This cannot deadlock: it waits only for earlier work of this rank, and the rest of the
+        # table runs after that work anyway (`schedules/search/queues.py` proves that the order
         # completes).
         begin_s = time.perf_counter()
         while len(self._unfinished) > unfinished:
@@ -457,8 +458,8 @@ class RunAhead:
         while (launched := self._launched.get()) is not None:
             begin, end, took_s, wake = launched
             try:
-                # A new thread uses the first device by default. Bind inside the loop, so that a
-                # failure is reported with an action.
+                # A new thread uses the first device by default. Bind inside the loop, so that an
+                # action reports a failure.
                 self._backend.bind(self._device.index)
                 end.synchronize()
                 took_s.set_result(
@@ -468,7 +469,6 @@ class RunAhead:
                 took_s.set_exception(error)
             # Don't wake after the step has ended: the transport may already be closed.
             if wake is self._wake and wake is not None:
-                with suppress(
-                    MegatronExtError
-                ):  # the failed step reports its own error
+                # If the transport has failed, the step reports the error.
+                with suppress(MegatronExtError):
                     wake()

@@ -1,4 +1,4 @@
-"""One rank's table, and its communication in a step: peers, message names and shapes."""
+"""A rank's table, and its communication in a step: peers, message names and shapes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Table:
     rank: int
     """Pipeline rank of this process."""
     slots: int
-    """Largest number of messages in flight on one edge; with this many slots no send blocks."""
+    """Largest number of messages in flight on an edge. With this many slots, no send blocks."""
 
     window: int | None = None
-    """For disaggregated tables only: how many micro-batches forwards may run ahead
+    """For disaggregated tables only: the number of micro-batches by which forwards may run ahead
     (`exchanges`)."""
     costs: Costs = UNIT
-    """For tables of training: the durations that they are generated for."""
+    """For training tables: the durations for which the table was generated."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -64,19 +64,19 @@ class Table:
 
     @cached_property
     def positions(self) -> Mapping[Action, int]:
-        """Index of each of this rank's actions, in table order."""
+        """Action of this rank -> its index in table order."""
         return {
             action: index for index, action in enumerate(self.schedule.rows[self.rank])
         }
 
     @cached_property
     def actions_by_stage(self) -> Counter[int]:
-        """Number of actions that this rank runs, by stage."""
+        """Stage -> number of its actions on this rank."""
         return Counter(action.stage for action in self.schedule.rows[self.rank])
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives; those from the same source are in sending order."""
+        """The messages that this rank receives, in sending order for each source."""
         return tuple(
             Transfer("RECV", sent.message, rank, sent.to_twin)
             for rank in range(self.schedule.placement.num_ranks)
@@ -87,7 +87,7 @@ class Table:
 
     @cached_property
     def order(self) -> MessageOrder:
-        """The message order shared by all ranks."""
+        """The order of messages, which is the same on all ranks."""
         return MessageOrder(self.schedule)
 
     @cached_property
@@ -97,8 +97,8 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards."""
-        # Slices are numbered across the whole step, like micro-batches (`SlicedCompute`).
+        """(stage, micro-batch) of the backwards with a W. A stage may have others without a W."""
+        # `SlicedCompute` numbers slices through the whole step, as if they were micro-batches.
         count = self.schedule.num_slices
         return frozenset(
             (a.stage, a.microbatch * count + a.slice)
@@ -128,16 +128,17 @@ def make_table(
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
-        # Not the training table without its backwards: forwards alone have a shorter order, the
-        # same for all schedules.
+        # Don't take the training table without its backwards: forwards alone have a shorter order,
+        # which is the same for all schedules.
         schedule = forward_only(pipeline.placement, num_microbatches)
         schedule = replace(schedule, bypasses=bypasses)
-        # Only the number of micro-batches bounds the bypasses in flight.
+        # Bypasses in flight are bounded only by the number of micro-batches.
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
     schedule = pipeline.schedule(num_microbatches)
     table = _training_table(pipeline, schedule, pipeline.costs, rank, bypasses)
-    # The pipeline has already checked this table without bypasses, which add messages to the order.
+    # The pipeline has already checked this table without bypasses. Bypasses add messages, so check
+    # the order again.
     if bypasses and pipeline.transport == "torch":
         check_queues(table.schedule, table.order)
     return table
@@ -151,14 +152,14 @@ def make_table_by_length(
     *,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
-    """Generate and validate the table of one step whose micro-batches have these slices.
+    """Generate and validate the table of a step whose micro-batches have these slices.
 
-    `slice_tokens` has the tokens of each slice by micro-batch.
+    `slice_tokens` contains the number of tokens of each slice, for each micro-batch.
 
     Raises:
         ScheduleError: No order was found.
     """
-    # A step of empty micro-batches has no longest one.
+    # If all micro-batches of the step are empty, avoid a division by 0.
     longest = max(map(sum, slice_tokens)) or 1
     slice_sizes = []
     for widths in slice_tokens:
@@ -181,9 +182,11 @@ def _training_table(
 ) -> Table:
     """Return a pipeline rank's view of a validated training table, generated for these costs."""
     schedule = replace(schedule, bypasses=bypasses)
-    if pipeline.dynamic is not None:  # ranks choose their pairs at run time
+    # In a dynamic order, ranks choose their pairs at run time.
+    if pipeline.dynamic is not None:
         schedule = replace(schedule, pairs=())
     # Activations and bypasses in the same direction share slots.
+    # (source, target, is forward) -> slots
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in validate(schedule).slots.items():
         by_pair[source, target, kind in ("F", "P")] += count
@@ -198,8 +201,8 @@ def check_agreement(
     Raises:
         ScheduleError: Tables differ within a group. Every rank of that group raises this.
     """
-    # Ranks with different tables would wait until the time-out for messages that are never sent. 15
-    # hexadecimal digits fit into an int64.
+    # Ranks with different tables would wait until the time-out for messages that are never sent.
+    # Compare 15 hexadecimal digits of the digest, which fit into an int64.
     digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
         digests = [torch.empty_like(digest) for _ in range(group.size())]
@@ -242,7 +245,7 @@ def check_same_choice(choice: Choice) -> None:
 
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
-"""By kind of message (F, B): the shape of each tensor, `[s, b, h]`. None: the shape travels with
+"""Kind of message (F, B) -> the shape of each tensor, `[s, b, h]`; None if the shape is sent with
 the tensor."""
 
 
@@ -253,7 +256,7 @@ def shape_between_stages(
 
     s is the length on this rank, after division by context and sequence parallelism.
     """
-    # Not upstream's `get_tensor_shapes`, which does not support residual streams.
+    # Upstream's `get_tensor_shapes` does not support residual streams.
     divisor = groups.cp.size()
     if config.sequence_parallel:
         divisor *= groups.tp.size()
@@ -277,7 +280,10 @@ class Peers:
         return ranks[transfer.peer]
 
     def leads(self, rank: int) -> bool:
-        """Return whether a pipeline rank sends to its twin first, as the lower global rank does."""
+        """Return whether a pipeline rank sends to its twin before it receives from it.
+
+        The twin with the lower global rank does.
+        """
         return not self.mirrored or self.pipeline[rank] < self.mirrored[rank]
 
 
@@ -285,7 +291,7 @@ class Form(NamedTuple):
     """Shape and dtype of a tensor to receive."""
 
     shape: tuple[int, ...] | None
-    """None: the shape travels with the tensor."""
+    """None if the shape is sent with the tensor."""
     dtype: torch.dtype
     part: int = 0
     """Index of the tensor in its hand-over."""
@@ -293,7 +299,7 @@ class Form(NamedTuple):
     """Whether this tensor describes the tensors that follow."""
 
     def named(self, message: Message) -> Message:
-        """Return the message name of this tensor in a hand-over."""
+        """Return the name of this tensor's message in a hand-over."""
         return message._replace(part=message.part + self.part, header=self.header)
 
 
@@ -309,12 +315,13 @@ class Ends(Protocol):
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The `Ends` of a pipeline with one peer per transfer."""
+    """The `Ends` of a pipeline with one peer for each transfer."""
 
     peers: Peers
     received: Mapping[str, Sequence[Form]]
-    """By kind of message."""
+    """Kind of message -> its tensors."""
     sent: Mapping[str, Sequence[Form]]
+    """Kind of message -> its tensors."""
 
     @classmethod
     def of_shapes(
@@ -327,7 +334,7 @@ class PipelineEnds:
             ]
             for kind, shapes_of_kind in shapes.items()
         }
-        # A sent F consists of as many tensors as the B that comes back.
+        # The gradient that comes back (B) has a tensor for each tensor of the activation (F).
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
@@ -342,15 +349,15 @@ class PipelineEnds:
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's exchanges, with global ranks as peers and one tensor per transfer.
+    """A rank's exchanges, with global ranks as peers and one tensor in each transfer.
 
-    If a transfer moves several tensors to several peers, all peers get the first tensor, then all
-    get the second.
+    If a transfer moves several tensors to several peers, the first tensor is sent to all peers
+    before the second.
     """
 
     exchanges: tuple[Exchange, ...]
     expected: tuple[Expected, ...]
-    """Messages to receive, in the message order shared by all ranks."""
+    """Messages to receive, in the order of messages that all ranks share."""
 
 
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
@@ -358,12 +365,13 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
 
     One of two twins `leads`: it sends before it receives.
     """
-    # The device waits for the host between two actions, so look up everything in advance. Peers and
-    # names depend only on the table and the shapes, so all steps share one program.
+    # Look up everything in advance, because the device waits for the host between two actions.
+    # Peers and names depend only on the table and the shapes, so all steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     # (transfer, number of transport calls before it is posted), in the shared order.
     turns: list[tuple[Transfer, int]]
-    if table.schedule.disaggregated:  # its transport matches messages by name
+    # The transport of a disaggregated job matches messages by name, so their order is irrelevant.
+    if table.schedule.disaggregated:
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         # Tensors that stay on this rank (LOCAL) never reach the transport.

@@ -1,4 +1,4 @@
-"""Keeps the state of models on one set of process groups across steps, and runs their steps.
+"""Keeps the state of models on a set of process groups across steps, and runs their steps.
 
 A `Runtime` is created at a model's first step and closed with the configuration. This module also
 sums and logs training statistics.
@@ -70,7 +70,7 @@ _MAX_TABLES_BY_LENGTH = 4
 
 @dataclass
 class Measured(Observer):
-    """Statistics of one rank over its training steps."""
+    """Statistics of a rank over its training steps."""
 
     steps: int = 0
     actions: int = 0
@@ -81,16 +81,16 @@ class Measured(Observer):
     wall_s: float = 0.0
     """Time spent in steps, in seconds."""
     peak_live: float = 0
-    """Peak number of live stage activations. With slices by length, those of the step's longest
-    micro-batch count 1."""
+    """Peak number of live stage activations. With slices by length, the unit is the activation of
+    the step's longest micro-batch."""
     tables_s: float = 0.0
-    """Time in which steps waited for tables that depend on their lengths, and for what follows from
+    """Time in which steps waited for tables by length, and for the computations that follow from
     them, in seconds."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Note the table, whose slices may have other sizes than those of the step before."""
+        """Keep the table, because the sizes of slices may differ between steps."""
         self._schedule = compute.table.schedule
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
@@ -104,7 +104,7 @@ class Measured(Observer):
         assert self._schedule is not None, "begin_step was not called"
         peak = most_alive(row, 1.0, self._schedule.slices, self._schedule.slice_sizes)
         self.peak_live = max(self.peak_live, peak)
-        self._schedule = None  # ranks exchange these statistics
+        self._schedule = None  # ranks pickle and exchange these statistics
 
     def add(self, other: Measured) -> None:
         """Add the statistics of another rank or of more steps."""
@@ -114,13 +114,12 @@ class Measured(Observer):
         self.busy_s += other.busy_s
         self.wall_s += other.wall_s
         self.peak_live = max(self.peak_live, other.peak_live)
-        self.tables_s = max(
-            self.tables_s, other.tables_s
-        )  # ranks make them at the same time
+        # Ranks generate a table at the same time, so don't add up their waits.
+        self.tables_s = max(self.tables_s, other.tables_s)
 
 
 class Runtime:
-    """The state of models on one set of process groups, kept across steps.
+    """The state of models on a set of process groups, kept across steps.
 
     The constructor is collective over all ranks of the job. `iterators` has one entry for each of
     the model's `chunks` on this rank; `config` is their `TransformerConfig`.
@@ -162,10 +161,11 @@ class Runtime:
         full = replace(pipeline.full, bypasses=self.bypasses)
         links = links_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
-        # Leader and followers in a dynamic order; None: every rank runs the table's order.
+        # Leader and followers in a dynamic order; None if every rank runs the table's order.
         self.agreement: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
-            # Twins that read data on crossed stages swap it, so they must follow the same leader.
+            # Twins that read data on crossed stages swap the data inside an action, so they must
+            # follow the same leader.
             swaps = any(
                 is_crossed and iterator is not None
                 for is_crossed, iterator in zip(crossed, iterators, strict=True)
@@ -195,11 +195,11 @@ class Runtime:
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # By tokens of slices: the tables of the latest steps whose slices depend on lengths.
+        # Tokens of slices, [micro_batch][slice] -> table of one of the latest steps by length.
         self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
-        # By table: the latest program, with the ends it was built for.
+        # Table -> its latest program, with the ends for which it was built.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
-        # Tables checked to be safe for layers that overwrite their first gradients.
+        # Tables that were checked for layers that overwrite their first gradients.
         self._checked: set[Table] = set()
         # Whether a training step of this rank has split a backward.
         self._has_split = False
@@ -234,8 +234,8 @@ class Runtime:
         """Return a function that swaps a data item with the twin; None if no stage needs it."""
         if not self.placement.twin_hops:
             return None
-        # Ranks without such stages also take part, because creating groups is collective over the
-        # job.
+        # Ranks without such stages create no group, but must call this too: creating groups is
+        # collective over the job.
         twins = []
         if reads_for_twin:
             low, high = sorted((dist.get_rank(), mirrored[self.rank]))
@@ -273,14 +273,13 @@ class Runtime:
             for feature in self.features:
                 feature.admit(chunks)
         except ScheduleError as error:
-            self.transport.abort(
-                str(error)
-            )  # other stages may find no fault and start the step
+            # Other stages may accept the model and start the step, so end their waits.
+            self.transport.abort(str(error))
             raise
         self.checked_chunks.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
-        """Return each chunk's data, readable by micro-batch."""
+        """Return the data of each chunk, which can be read by micro-batch."""
         crossed = map(self.placement.is_crossed, self.placement.stages_of[self.rank])
         return [
             MicrobatchData(
@@ -290,7 +289,7 @@ class Runtime:
         ]
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order of the micro-batches of one step; None: the order of the data."""
+        """Return the order of the micro-batches in a step; None if it is the order of the data."""
         for feature in self.features:
             order = feature.data_order(table, config)
             if order is not None:
@@ -300,11 +299,11 @@ class Runtime:
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Return the data of a training step whose table depends on it; None: it does not.
+        """Return the data of a training step if its table depends on the data; otherwise None.
 
-        If the table does, this is collective over the job. `Transport.abort` ends no such wait: a
-        rank that fails between two steps leaves the others in it, until the launcher ends them or
-        the process group's time-out passes.
+        In the former case, this is collective over the job, and `Transport.abort` does not end the
+        wait. If a rank fails between two steps, the other ranks wait here until the launcher ends
+        them or the process group's time-out passes.
         """
         for feature in self.features:
             read_ahead = feature.read_ahead(iterators, num_microbatches)
@@ -317,7 +316,7 @@ class Runtime:
     ) -> Table:
         """Return the table of a step whose slices depend on the lengths of its micro-batches.
 
-        If it is new, this is collective over the pipeline, data- and tensor-parallel groups.
+        If the table is new, this is collective over the pipeline, data- and tensor-parallel groups.
 
         Raises:
             ScheduleError: No order was found, or the tables differ between ranks.
@@ -333,7 +332,8 @@ class Runtime:
                     bypasses=self.bypasses,
                 )
                 self._agree_on(table)
-        # The latest is last. Steps rarely have the same lengths, and tables take memory.
+        # Keep only the latest tables, the most recent one last: few steps have the same lengths,
+        # and tables take memory.
         self._tables_by_length[slice_tokens] = table
         if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
             oldest = self._tables_by_length.pop(next(iter(self._tables_by_length)))
@@ -406,7 +406,7 @@ class Runtime:
                 self.splits,
                 force_all_reduce=force_all_reduce,
             )
-        # Statistics cover only training.
+        # Observe and count training steps only, not evaluations.
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
@@ -433,14 +433,12 @@ class Runtime:
             with sync, compute.around_step():
                 executor.run()
         except BaseException as error:
-            # Report the error to peers if the transport can, so that they stop waiting before their
-            # time-outs.
             self.splits.clear()
             for feature in self.features:
                 feature.step_failed()
-            self.transport.abort(
-                str(error) or type(error).__name__
-            )  # Ctrl-C has no message
+            # Report the error to peers if the transport can, so that they stop waiting before their
+            # time-outs. The exception of Ctrl-C has no message.
+            self.transport.abort(str(error) or type(error).__name__)
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
@@ -463,7 +461,7 @@ class Runtime:
         if schedule.num_slices > 1 or schedule.pairs_of(self.rank):
             raise ScheduleError(
                 f"{schedule.label} has actions that no feature of this installation computes; "
-                "install megatron_ext anew"
+                "reinstall megatron_ext"
             )
         shapes = self._on_wires(shapes)
         ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
@@ -472,7 +470,7 @@ class Runtime:
         ), ends
 
     def _on_wires(self, shapes: Shapes) -> Shapes:
-        """Return the shapes that the transport carries if stages exchange tensors of `shapes`."""
+        """Return the shapes of the tensors that the transport carries between stages."""
         for feature in self.features:
             shapes = feature.shapes_on_wires(shapes)
         return shapes
@@ -492,15 +490,16 @@ class Runtime:
         return program
 
     def _name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank for errors; None stands for this rank."""
+        """Return the name of a global rank for errors; None means this rank."""
         if rank is None:
             return f"rank {dist.get_rank()} (pipeline rank {self.rank})"
         return f"rank {rank}"
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Log after this rank's first step with split backwards if W had nothing to compute."""
-        # The step is correct, but slower than its table: either `split_backward.linear` no longer
-        # patches the layers of this Megatron release, or the model has custom layers.
+        # In this case the step is correct, but slower than its table. Either the patch
+        # `split_backward.linear` does not fit this Megatron release, or the model has custom
+        # layers.
         self._has_split = any(
             action.kind == "I" for action in table.schedule.rows[self.rank]
         )
@@ -513,13 +512,13 @@ class Runtime:
         ):
             _LOG.warning(
                 "%s splits backwards, but no layer of rank 0 left a weight gradient for W (patch "
-                "split_backward.linear): its linear layers are none of Megatron's; --pipeline-"
-                "schedule 1f1b is as fast",
+                "split_backward.linear): its linear layers are not Megatron's; --pipeline-schedule "
+                "1f1b is as fast",
                 table.schedule.label,
             )
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
-        """Return the step's order; evaluation keeps the table's order, which is the shortest."""
+        """Return the step's order; evaluations use the table's order, which is the shortest."""
         timeout_s = self.pipeline.timeout_s
         if self.agreement is None or call.forward_only:
             return Order(table)
@@ -548,30 +547,30 @@ class Runtimes:
     """The runtimes of one configuration, closed with it."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
-    """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
+    """Id of the pipeline group -> runtime, which holds the group, so the id stays unique."""
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Weight gradients between I and W; patched layers record them here."""
     kept_by_feature: dict[str, Any] = field(default_factory=dict)
-    """State of features, by name; the layers they patch read it here."""
+    """Name -> state of a feature, for the layers that it patches."""
     offloading: Offloading = field(default_factory=Offloading)
-    """The order in which Megatron returns offloaded activations."""
+    """The order in which Megatron reloads offloaded activations."""
     stock: StockPipelines = field(default_factory=StockPipelines)
     """Megatron's own schedules, if our transport carries their messages."""
     last_counts: tuple[float, list[float]] | None = None
-    """Time and values of the last reading of the counts for scalar writers."""
+    """Time and values of the counts at the last report to scalar writers."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())
 
     def abort(self, reason: str) -> None:
-        """Abort the transports; called from a thread other than the training's."""
-        for runtime in list(self):  # copied, as the training may add one
+        """Abort the transports. Called from a thread other than the training thread."""
+        for runtime in list(self):  # the training thread may add one
             runtime.transport.abort(reason)
         self.stock.abort(reason)
 
     def close(self) -> None:
         """Close the transports."""
-        # Stop the device's thread first, because it wakes the transport when an action ends.
+        # Stop the thread of `run_ahead` first, because it calls the transport when an action ends.
         for runtime in self:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
@@ -599,7 +598,7 @@ def totals() -> tuple[Measured, int]:
 
 
 def log_statistics(*, of_all: bool = True) -> None:
-    """Log training statistics on rank 0: of all ranks (a collective call), or of rank 0 alone."""
+    """Log training statistics on rank 0, of all ranks (collective) or only of rank 0."""
     for runtime in in_force():
         by_rank, where = [runtime.measured], " on this rank"
         if of_all:
@@ -616,10 +615,10 @@ def log_statistics(*, of_all: bool = True) -> None:
         order = "table" if dynamic is None else dynamic.policy
         jumped = 100 * together.out_of_order / together.actions
         figures = [f"{jumped:.1f} % of actions out of order"]
-        # Times are the host's, and on any other device a launch returns before the computation has
-        # ended.
+        # Busy times are measured on the host. On any other device, a launch returns before the
+        # computation has ended.
         if runtime.device.type == "cpu":
-            # Ranks without remaining actions wait, after their step, for the slowest rank.
+            # Use the longest wall time: ranks that finish their step early wait for the slowest.
             whole_s = len(by_rank) * max(measured.wall_s for measured in by_rank)
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
@@ -632,7 +631,7 @@ def log_statistics(*, of_all: bool = True) -> None:
             )
             table_ms = 1000 * together.tables_s / together.steps
             figures.append(f"{table_ms:.1f} ms a step for its table")
-        # Without logging set-up, Python shows nothing below WARNING.
+        # Use WARNING: if logging is not configured, Python hides all lower levels.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",
             schedule.label,

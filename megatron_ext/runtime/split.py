@@ -7,25 +7,26 @@ between, the two operands of each weight gradient are kept: the layer's input an
 its output. The result is bitwise equal to upstream's backward. The idea comes from "Zero Bubble
 Pipeline Parallelism" (Qi et al., 2023).
 
-Deferred to W: the weights of Column- and RowParallelLinear (`split_linear.py`: attention, MLP,
-sequential experts, the output layer), grouped experts (`split_grouped.py`), and Transformer Engine
-layers built for it (`split_te.py`). Everything else stays in I: embeddings and weights tied to one
-on the same stage, norms, biases, the router.
+Gradients of these weights are deferred to W: Column- and RowParallelLinear (`split_linear.py`:
+attention, MLP, sequential experts, the output layer), grouped experts (`split_grouped.py`), and
+Transformer Engine layers that are built for it (`split_te.py`). All other gradients stay in I:
+embeddings, weights that are tied to an embedding on the same stage, norms, biases, the router.
 
-Between I and W, autograd does not know about the pending gradient, so a weight's gradient waits
-only while nothing else reads it:
+Autograd is unaware of a gradient that is pending between I and W. So a weight's gradient is
+deferred only if no other code needs it in between:
 
-* Only the executor's backward defers. Any other, such as `torch.autograd.grad` in a forward, gets
-  real gradients.
-* A weight is left whole as long as it has hooks.
+* Only the executor's backward defers. Any other backward, such as `torch.autograd.grad` in a
+  forward, computes all gradients.
+* The gradient of a weight with hooks is computed as a whole, in I.
 * If a deferred weight gets a gradient from another use in the same backward, that gradient also
-  waits for W and is added to the product. From the next micro-batch on, the weight is left whole.
+  waits for W and is added to the product. From the next micro-batch on, the weight's gradient is
+  computed as a whole.
 
 Contract with the executor:
 
 * The order of a stage's Ws affects the last bits, and all ranks of a tensor-parallel group must run
   their Ws in the same order.
-* Message memory may be reused after W, not after I.
+* The memory of a message may be reused after W, not after I.
 * Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
 """
 
@@ -62,16 +63,16 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
-"""Callback with the ids of the weights whose gradients remain to be computed."""
+"""Callback that takes the ids of the weights whose gradients remain to be computed."""
 
-# Megatron's buffer for gathered inputs, and a second one, so that a gather can write it while a
-# GEMM reads the first.
+# Megatron's buffer for gathered inputs, and a second buffer, so that a gather can write one while a
+# GEMM reads the other.
 _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
 _HAS_HOOK = "a hook reads it"
 _HAS_OTHER_USE = (
-    "something else than its layer uses the weight, too (in this micro-batch a sum of three or "
-    "more gradients may round differently)"
+    "not only its layer uses the weight (in this micro-batch, a sum of three or more gradients may "
+    "round differently)"
 )
 _OTHER_RANK = "another tensor-parallel rank must"
 
@@ -80,27 +81,28 @@ class SplitBackward:
     """Keeps a configuration's deferred weight gradients, by stage and micro-batch."""
 
     def __init__(self) -> None:
-        # A plain attribute, because autograd runs CUDA backwards in a separate thread, which sees
-        # neither thread-locals nor context variables of the caller.
+        # A plain attribute: autograd runs CUDA backwards in a separate thread, which does not share
+        # thread-locals or context variables with the caller.
         self._key: _Key | None = None
-        # By id of the weight, or of a layer's first weight. Weights and gradients stay in the order
-        # in which they were recorded, because it determines the last bits.
+        # Key -> id of a layer's first weight -> gradients. Both stay in the order in which they
+        # were recorded, because it determines the last bits.
         self._waiting: dict[_Key, dict[int, list[WeightGradient]]] = {}
-        # By the same id: the stream in which the layer runs its backward.
+        # Id of a layer's first weight -> stream in which the layer runs its backward.
         self._streams: dict[int, Any] = {}
         self._prepared: list[_Prepared] = []
+        # Stage -> its chunk.
         self._chunks: dict[int, _Chunk] = {}
-        # By id: why a weight that has another use is left whole.
+        # Id of a weight with another use -> why its gradient is not deferred.
         self._shared: dict[int, str] = {}
-        # Ids of weights that all ranks of a tensor-parallel group leave whole in this step.
+        # Ids of weights whose gradients no rank of the tensor-parallel group defers in this step.
         self._agreed: set[int] = set()
-        # Reasons that have not been logged yet, and ids of the weights that have been.
+        # Reason that has not been logged yet -> weights; and ids of the weights that were logged.
         self._unlogged: dict[str, list[torch.Tensor]] = {}
         self._named: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self.before_whole: Callable[[torch.Tensor], None] | None = None
-        """Called in a backward that will compute a weight's gradient whole."""
+        """Called in a backward that will compute a weight's gradient as a whole."""
         self.has_deferred = False
         """Whether any layer in this process has deferred a weight gradient to W."""
         self.is_in_use = False
@@ -123,8 +125,8 @@ class SplitBackward:
 
     def close(self) -> None:
         """Remove the hooks from the weights, and forget the chunks."""
-        # Python cannot collect a cycle through a hook of a weight that autograd holds: the model
-        # would stay in memory, with its process groups.
+        # Python cannot collect a reference cycle through a hook of a weight that autograd holds, so
+        # the model and its process groups would stay in memory.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -137,9 +139,9 @@ class SplitBackward:
     ) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
-        Call it before each step; known chunks cost nothing. Without it, Transformer Engine layers
-        that are built to postpone their weight gradients would never compute them. If no backward
-        is split, these layers are left to Megatron, as with
+        Call it before each step; it returns at once for known chunks. Without it, Transformer
+        Engine layers that are built to defer their weight gradients would never compute them. If no
+        backward is split, Megatron controls these layers, as with
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
@@ -150,17 +152,17 @@ class SplitBackward:
         postponing = PostponingLayers(chunk, put, may_wait=self._may_wait_for_te)
         self._chunks[stage] = _Chunk(chunk, postponing, tuple(chunk.parameters()))
         for module in chunk.modules():
-            # A stage may tie this weight to the output layer. Multi-token prediction uses both
-            # several times, so autograd must sum the gradients in its own order, within one
-            # backward.
+            # A stage may tie this weight to the output layer, and multi-token prediction uses both
+            # several times. Autograd must sum the gradients in its own order, in a single backward,
+            # so the weight is marked and not split.
             if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
                 setattr(module.weight, _EMBEDDING, True)
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Leave whole every weight that any tensor-parallel rank must leave whole in this step.
+        """Don't defer the gradients of weights that any tensor-parallel rank cannot defer.
 
         Collective over the group, before a training step with sequence parallelism. The ranks must
-        agree, because a layer gathers its input in I if its weight is left whole, and in W if not.
+        agree, because a layer gathers its input in W if the gradient is deferred, otherwise in I.
         """
         weights = [
             weight for chunk in self._chunks.values() for weight in chunk.weights
@@ -181,7 +183,7 @@ class SplitBackward:
     def defer(self, stage: int, microbatch: int) -> _Deferral:
         """Return a context for the backward of I, in which layers defer weight gradients to `run`.
 
-        The context is for this backward only: another one inside it would not get its gradients.
+        The context is for this backward only: a nested backward would miss its weight gradients.
         """
         chunk = self._chunks.get(stage)
         layers = chunk.postponing if chunk and chunk.postponing.layers else None
@@ -189,21 +191,21 @@ class SplitBackward:
 
     def postponing(self, stage: int) -> PostponingLayers | None:
         """Return the context for the forward of a split backward, or None if none is needed."""
-        # Transformer Engine's layers decide in the forward whether to postpone.
+        # Transformer Engine's layers decide in the forward whether to defer.
         chunk = self._chunks.get(stage)
         return chunk.postponing if chunk and chunk.postponing.layers else None
 
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
         """Return whether a weight's gradient may wait for W; called in a layer's backward in I.
 
-        If not, the weight's earlier gradients are accumulated now, which keeps their order.
+        If it may not, this accumulates the weight's earlier gradients now, to keep their order.
 
         Args:
             weight: A leaf.
             gathers: Whether the product needs a collective over the tensor-parallel group.
 
         Raises:
-            ScheduleError: The weight has a hook that some of its tensor-parallel ranks do not have.
+            ScheduleError: The weight has a hook that is missing on some tensor-parallel ranks.
         """
         reason = self._why_whole(weight)
         if gathers:
@@ -218,18 +220,18 @@ class SplitBackward:
     def _agreed_reason(
         self, weight: torch.nn.Parameter, reason: str | None
     ) -> str | None:
-        """Return why all tensor-parallel ranks leave a weight whole, or None if they do not.
+        """Return why no tensor-parallel rank defers a weight's gradient, or None if all ranks do.
 
         `reason` is this rank's current reason. Other ranks may not have it, because hooks may
-        differ between ranks, and a rank discovers another use in the middle of a step.
+        differ between ranks, and a rank detects another use in the middle of a step.
         """
         if id(weight) in self._agreed:
             return reason or _OTHER_RANK
         if reason == _HAS_HOOK:
             raise ScheduleError(
-                f"{self._name(weight)} got a hook during a step, but with --sequence-parallel its "
-                "tensor-parallel ranks must know of hooks when a step begins; register it between "
-                "steps"
+                f"{self._name(weight)} got a hook during a step, but with --sequence-parallel the "
+                "hooks must be known to its tensor-parallel ranks when the step begins; register "
+                "it between steps"
             )
         if reason == _HAS_OTHER_USE:
             return None
@@ -238,8 +240,8 @@ class SplitBackward:
     def record(self, gradient: WeightGradient) -> None:
         """Store a gradient that waits for W; called in a layer's backward in I."""
         assert self._key is not None, "layers record inside `defer` only"
-        # The operands may be messages: a received gradient, or an activation that the first layer
-        # uses directly. They must stay valid until W.
+        # The operands may be messages (a received gradient, or an activation that the first layer
+        # uses directly), whose memory must stay valid until W.
         weight = gradient.weights[0]
         self.has_deferred = True
         self._waiting.setdefault(self._key, {}).setdefault(id(weight), []).append(
@@ -267,17 +269,17 @@ class SplitBackward:
         Args:
             stage: The stage.
             microbatch: The micro-batch.
-            in_current_stream: Whether to compute in the current stream, and not in those of the
-                layers' backwards, which then do not wait for W. The caller keeps the operands'
+            in_current_stream: Whether to compute in the current stream instead of the streams of
+                the layers' backwards, which then do not wait for W. The caller keeps the operands'
                 memory until W has ended.
         """
         waiting = self._waiting.pop((stage, microbatch), {})
         self._compute(waiting, in_current_stream=in_current_stream)
 
     def run_next(self, stage: int, microbatch: int) -> bool:
-        """Run a part of W, the gradients of one layer, and return whether others remain.
+        """Run W for a single layer, and return whether other layers remain.
 
-        Not for layers whose gradients need a collective.
+        Don't call it for layers whose gradients need a collective.
         """
         waiting = self._waiting.get((stage, microbatch), {})
         if waiting:
@@ -303,9 +305,9 @@ class SplitBackward:
         remaining = {
             id(w) for gradients in waiting.values() for w in gradients[0].weights
         }
-        # With sequence parallelism this all-gathers the inputs again, one gradient ahead of the
-        # GEMMs, so that the two overlap. The gather is collective, so all tensor-parallel ranks of
-        # a stage must compute the same gradients in the same order.
+        # With sequence parallelism, all-gather the inputs again, one gradient ahead of the GEMMs,
+        # so that gathers and GEMMs overlap. The gather is collective, so all tensor-parallel ranks
+        # of a stage must compute the same gradients in the same order.
         ahead = deque(
             zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False)
         )
@@ -357,7 +359,7 @@ class SplitBackward:
         self.before_whole = None
         self._restore()
 
-    # -- weights that are left whole, or watched ---------------------------------------------------
+    # -- weights whose gradients are not deferred, or watched --------------------------------------
 
     def _why_whole(self, weight: torch.Tensor) -> str | None:
         """Return why a weight's gradient cannot be deferred now, or None if it can."""
@@ -378,17 +380,17 @@ class SplitBackward:
             if reason is not None:
                 self._say(weight, reason)
         may_wait = reasons.count(None) == len(reasons)
-        # With fusion, the layer's own backward adds the gradient of a weight that was frozen after
-        # its forward; without, autograd drops it.
+        # If a weight was frozen after its forward, autograd drops its gradient, but with fusion the
+        # layer's own backward would add it.
         may_wait = may_wait and all(weight.requires_grad for weight in weights)
         if not may_wait and self._key is not None:
             self._catch_up(weights[0])
         return may_wait
 
     def _watch(self, weight: torch.nn.Parameter, layer_id: int) -> None:
-        """Pass what autograd is about to accumulate into a weight's gradient to `_arrived`.
+        """Hook a weight: pass the gradient that autograd is about to accumulate to `_arrived`.
 
-        The gradients of the weight's layer wait under `layer_id`.
+        `layer_id` is the key of the layer's gradients in `_waiting`.
         """
         hooks: dict[int, Any] = weight._backward_hooks or {}
         for hook in hooks.values():
@@ -399,9 +401,9 @@ class SplitBackward:
     def _arrived(
         self, watch: _Watch, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Handle the sum of the gradients that autograd has for a weight; None: there is none.
+        """Handle the sum of the gradients that autograd has for a weight, or None.
 
-        Return what autograd should accumulate instead; None: no change.
+        Return the gradient that autograd should accumulate instead; None changes nothing.
         """
         if self._key is None:
             return None
@@ -410,7 +412,8 @@ class SplitBackward:
         if waiting is None or weight is None:
             return None
         if gradient is None or waiting[0].is_fused:
-            # With fusion, upstream also lets DDP's hook drop what is not in the kernel's product.
+            # With fusion, the kernel adds the product to `main_grad`, and upstream makes DDP's hook
+            # drop any other gradient.
             if hasattr(weight, "grad_added_to_main_grad"):
                 self._prepare_for_ddp(weight, watch.nothing)
             return None
@@ -423,7 +426,7 @@ class SplitBackward:
         return torch.zeros_like(gradient)
 
     def _prepare_for_ddp(self, weight: Any, gradient: torch.Tensor | None) -> None:
-        """Set `grad` until the end of I: DDP's hook, which runs next, requires it and drops it."""
+        """Set `grad` until the end of I, because DDP's hook runs next, requires it and drops it."""
         has_flag = hasattr(weight, "grad_added_to_main_grad")
         self._prepared.append(_Prepared(weight, weight.grad, has_flag))
         weight.grad = gradient
@@ -432,7 +435,7 @@ class SplitBackward:
 
     def _restore(self) -> None:
         """Undo `_prepare_for_ddp`."""
-        # A flag left set would make the hooks drop the gradients of unsplit backwards.
+        # If the flag stayed set, DDP's hooks would drop the gradients of unsplit backwards.
         for weight, gradient, has_flag in reversed(self._prepared):
             weight.grad = gradient
             if has_flag:
@@ -442,11 +445,12 @@ class SplitBackward:
     def _put(
         self, layer: Any, operands: list[Any], product: Callable[..., Any]
     ) -> None:
-        """Store what a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
+        """Store an entry that a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
         gradient: Any = TeGradients(layer)
         weight = gradient.weights[0]
+        # `torch.autograd.grad` for the layer's input needs no weight gradient.
         if not accumulates(weight):
-            return  # `torch.autograd.grad` for the layer's input
+            return
         if self._key is None:
             raise ScheduleError(
                 f"a forward runs backward() through {self._name(weight)}, which leaves its weight "
@@ -465,13 +469,13 @@ class SplitBackward:
     # -- the log -----------------------------------------------------------------------------------
 
     def _say(self, weight: torch.Tensor, reason: str) -> None:
-        """Log a weight that is left whole, once; an empty reason is not logged."""
+        """Note once, for the log, why a weight's gradient is not deferred; ignore empty reasons."""
         if reason and id(weight) not in self._named:
             self._named.add(id(weight))
             self._unlogged.setdefault(reason, []).append(weight)
 
     def _log(self) -> None:
-        """Log the weights that are newly left whole, on one of the replicas."""
+        """Log the noted weights, on one of the replicas."""
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
@@ -504,13 +508,13 @@ class _Prepared(NamedTuple):
 
     weight: Any
     gradient: torch.Tensor | None
-    """The weight's `grad` before."""
+    """The previous `grad` of the weight."""
     has_flag: bool
     """Whether DDP reads `grad_added_to_main_grad`."""
 
 
 class _Watch:
-    """The hook on a weight whose gradients wait."""
+    """The hook on a weight with deferred gradients."""
 
     __slots__ = ("layer_id", "nothing", "splits", "weight")
 
@@ -527,7 +531,7 @@ class _Watch:
         return self.splits._arrived(self, gradient)
 
 
-# A class, because a generator-based context costs more, and every I enters this one.
+# A class, because every I enters this context, and a generator-based one is slower.
 class _Deferral:
     """The context of `defer`."""
 

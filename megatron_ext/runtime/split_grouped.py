@@ -1,4 +1,4 @@
-"""Grouped experts in Megatron 0.16: grouped_gemm with the weight gradient deferred to W."""
+"""Grouped experts in Megatron 0.16: defers the weight gradient of grouped_gemm to W."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _GroupedGradient(WeightGradient):
-    """The weight gradients of all experts, by the backward of `product`, which `gmm` returned."""
+    """The weight gradients of all experts, computed by the backward of `product`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _GroupedGradient(WeightGradient):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The library's `gmm` on a separate graph, whose backward runs at once or in two parts."""
+    """The library's `gmm` on a separate graph, whose backward runs as a whole or in two parts."""
 
     @staticmethod
     def forward(
@@ -106,8 +106,9 @@ def grouped_product(
 
     `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
-    # Builds of grouped_gemm differ, so call only the library's `ops.gmm`. All gradients come from
-    # `gmm`'s own backward; the tokens' gradient alone is computed with `gmm` itself.
+    # Builds of grouped_gemm differ, so call nothing but the library's `ops.gmm`. The backward of
+    # `gmm` computes all gradients, except for the gradient of the tokens in I, which is a `gmm`
+    # itself.
     weight = experts._base
     if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

@@ -1,7 +1,7 @@
-"""Column- and RowParallelLinear: runs their backward without the weight gradient's GEMM.
+"""Column- and RowParallelLinear: runs their backward without the GEMM of the weight gradient.
 
-Megatron's autograd function runs unmodified, forward and backward. In the executor's I it gets a
-context with which it skips the weight gradient.
+Megatron's autograd function runs unmodified, forward and backward. In the executor's I, it gets a
+context that makes it skip the weight gradient.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def linear_backward(
         grad_output: Gradient of the output, `[s, b, out]`.
 
     Returns:
-        The gradients of all inputs, like `backward`; None for a weight whose gradient waits.
+        The gradients of all inputs, like `backward`; None for a weight whose gradient is deferred.
     """
     accumulator = ctx.next_functions[_WEIGHT][0]
-    # Not the saved tensor: hooks on saved tensors return copies, and torch's checkpoint allows only
-    # one unpacking. If the node has no `variable`, the weight is computed from parameters.
+    # Don't read the saved tensor: hooks on saved tensors return copies, and torch's checkpoint
+    # allows only one unpacking. If the node has no `variable`, the weight is not a leaf.
     weight = getattr(accumulator, "variable", None)
     if not (
         isinstance(weight, torch.nn.Parameter)
         and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
         and getattr(ctx, "gtp_remat_size", 1)
-        == 1  # 0.19: the weight itself is gathered
-        and weight.requires_grad  # frozen after its forward: autograd drops the gradient
+        == 1  # since 0.19, the weight itself may be gathered
+        and weight.requires_grad  # if it was frozen after its forward, autograd drops its gradient
         and will_accumulate(accumulator)
         and splits.may_wait(weight, gathers=ctx.sequence_parallel)
     ):
@@ -68,26 +68,24 @@ def linear_backward(
 
 
 class _ContextWithoutWeight:
-    """The context for a layer's backward, with which it computes only its input gradient.
+    """A context that makes a layer's backward compute only the input gradient.
 
     If `grad_output_buffer` is a list, upstream's backward appends the output gradient to it and
-    skips the weight gradient. Upstream uses this to postpone the output layer's weight gradient to
-    the end of the step. This object also acts as that list.
+    skips the weight gradient. Upstream uses this to defer the weight gradient of the output layer
+    to the end of the step. This object also acts as that list.
     """
 
-    gradient_accumulation_fusion = (
-        True  # otherwise upstream always computes the product
-    )
-    wgrad_deferral_limit = 0  # no limit on the list's length
-    use_bias = (
-        False  # upstream would sum over s and b separately, which changes the last bits
-    )
+    # Otherwise upstream always computes the product.
+    gradient_accumulation_fusion = True
+    wgrad_deferral_limit = 0  # the list may have any length
+    # Upstream would sum over s and b separately, which changes the last bits.
+    use_bias = False
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
         self._ctx, self._weight = ctx, weight
         self._input, saved_weight = ctx.saved_tensors
-        # A view, which lacks the parameter's attributes. With those, upstream would return
-        # uninitialised memory as the weight's gradient, for DDP's hook.
+        # Pass a view, which lacks the parameter's attributes. With them, upstream would return
+        # uninitialised memory as the weight's gradient, meant for DDP's hook.
         self.saved_tensors = self._input, saved_weight.detach()
         self.gradient: LinearGradient
         self.grad_bias: torch.Tensor | None = None
@@ -98,14 +96,13 @@ class _ContextWithoutWeight:
     @property
     def grad_output_buffer(self) -> _ContextWithoutWeight:
         """The list to which upstream appends."""
-        return (
-            self  # not an attribute, as a cycle would keep the operands alive after W
-        )
+        # A property, because an attribute would be a reference cycle, which keeps the operands
+        # alive after W.
+        return self
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the output gradient; upstream calls this instead of computing the product."""
-        # Created here and not earlier, because upstream has now entered the autocast of the layer's
-        # forward.
+        # Create the gradient here, where upstream has entered the autocast of the layer's forward.
         self.gradient = LinearGradient(
             self._weight, self._input, grad_output, self._ctx
         )
@@ -130,7 +127,7 @@ class LinearGradient(WeightGradient):
         self.grad_output = grad_output.detach()
         # The group over which sequence parallelism splits the input; None if the input is whole.
         self._gather_group = ctx.tp_group if ctx.sequence_parallel else None
-        # The whole input `[s, b, h]`, and the pending gather that fills it.
+        # The whole input, `[s, b, h]`, and the pending gather that writes it.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
         self._autocast: AbstractContextManager[object] = nullcontext()
         kind = grad_output.device.type

@@ -1,9 +1,9 @@
-"""Transformer Engine's layers, which themselves queue the operands of weight gradients.
+"""Transformer Engine's layers, which queue the operands of weight gradients themselves.
 
-A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues them, and
-`backward_dw` computes the oldest entry. This is written against the sources of Transformer Engine
-2.3 and later. It is tested with stand-ins for the layers, and on the CPU with the layers of 2.20,
-but without running its kernels, which need a GPU.
+A layer that is built with `delay_wgrad_compute` (`patches/split_backward.py`) queues them, and
+`backward_dw` computes the oldest entry. This module is written against the sources of Transformer
+Engine 2.3 and later. It is tested with fake layers, and on the CPU with the layers of 2.20, but not
+with its kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def overwrites_first(module: torch.nn.Module) -> bool:
 
 
 class PostponingLayers:
-    """The layers of a stage that themselves postpone their weight gradients.
+    """The layers of a stage that defer their weight gradients themselves.
 
-    Once registered here, the layers of the stage's chunk postpone only inside this object's
-    context, and pass what they queue (layer, operands, product) to `put`. Without `put` they are
-    left unchanged. `may_wait` is called with a layer's weights each time.
+    After the constructor, the layers of the stage's chunk defer only inside this object's context,
+    and pass queue entries (layer, operands, product) to `put`. Without `put`, they are unchanged.
+    `may_wait` takes a layer's weights, and is called at each entry of the context.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PostponingLayers:
         for layer in chunk.modules():
             store: Any = getattr(layer, "wgrad_store", None)
             if store is None or store.context is None:
-                continue  # not built to postpone
+                continue  # not built to defer
             store.disable_delay_wgrad_compute()
             if not _can_postpone(layer):
                 continue
@@ -59,7 +59,7 @@ class PostponingLayers:
             store.put = partial(put, layer)
 
     def __enter__(self) -> None:
-        """Make the layers postpone their weight gradients, except those that something reads."""
+        """Make the layers defer their weight gradients, except where `may_wait` forbids it."""
         for layer in self.layers:
             if self._may_wait(_matrices(layer)):
                 layer.wgrad_store.enable_delay_wgrad_compute()
@@ -71,7 +71,7 @@ class PostponingLayers:
 
 
 class TeGradients(WeightGradient):
-    """A layer's queue entries for one micro-batch: one for each use of each of its weights."""
+    """A layer's queue entries for a micro-batch: one for each use of each of its weights."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -81,7 +81,7 @@ class TeGradients(WeightGradient):
         self._entries: SimpleQueue[list[Any]] = SimpleQueue()
 
     def put(self, operands: list[Any], product: Callable[..., Any]) -> None:
-        """Add an entry, as the layer queues it."""
+        """Add an entry in the format of the layer's own queue."""
         if any(getattr(self._layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
             operands = [_copied(operand) for operand in operands]
         if not self.is_fused and isinstance(operands[-1], list):
@@ -92,7 +92,7 @@ class TeGradients(WeightGradient):
         """Run the layer's `backward_dw`; return gradients that it does not accumulate itself."""
         self._layer.wgrad_store.context = self._entries
         totals: list[torch.Tensor | None] = [None for _ in self.weights]
-        # Without fusion, `backward_dw` overwrites `grad`.
+        # Without fusion, `backward_dw` overwrites `grad`, so save and restore it.
         unfused = [] if self.is_fused else self.weights
         older = [weight.grad for weight in unfused]
         with _computing(self._layer):
@@ -106,7 +106,7 @@ class TeGradients(WeightGradient):
         return totals
 
 
-# Settings of a layer, under --tp-comm-overlap, with which its operands may be in a buffer that the
+# Settings of a layer (from --tp-comm-overlap) with which its operands may be in a buffer that the
 # next layer's backward overwrites.
 _GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
@@ -127,8 +127,8 @@ def _into_new_memory(
 ) -> Callable[..., Any]:
     """Make the product of a grouped layer allocate its gradients only when it runs.
 
-    Without gradient accumulation fusion the layer queues uninitialised memory, and passes the same
-    list to autograd, which would accumulate it.
+    Without gradient accumulation fusion, the layer queues uninitialised memory. It passes the same
+    list to autograd, which would accumulate that memory.
     """
     empty = partial(
         torch.empty, (len(gradients), *gradients[0].shape),
@@ -137,14 +137,14 @@ def _into_new_memory(
     gradients[:] = [None] * len(gradients)
 
     def run(inputs: Any, grad_outputs: Any, _: Any) -> Any:
-        gradients[:] = empty()  # one per expert; `backward_dw` reads the list
+        gradients[:] = empty()  # one for each expert; `backward_dw` reads the list
         return product(inputs, grad_outputs, gradients)
 
     return run
 
 
 def _matrices(layer: Any) -> list[Any]:
-    """Return the weights whose gradients a layer postpones."""
+    """Return the weights whose gradients a layer defers."""
     named = layer.named_parameters(recurse=False)
     return [
         weight
@@ -155,17 +155,18 @@ def _matrices(layer: Any) -> list[Any]:
 
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets only the gradients of the layer's weights."""
-    # With several weights joined into a copy, it would set the copy's gradient. And if the experts'
-    # weights are one parameter, autograd gets the gradient before W has filled it.
+    # If the layer joins several weights into a copy, `backward_dw` would set the gradient of the
+    # copy. If the weights of the experts are one parameter, autograd would get the gradient before
+    # W has filled it.
     has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(
         layer, "num_gemms"
     )
     joined = has_parts or getattr(layer, "single_grouped_weight", False)
     if joined and not layer.fuse_wgrad_accumulation:
         return False
-    # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, so autograd
-    # computes the bias gradient in I. A layer that adds its bias itself (attention's QKV
-    # projection) gets both gradients from one GEMM, so both stay in I (`te_leaves_whole`).
+    # DDP's hooks expect bias gradients in I. For most layers, Megatron adds the bias, so autograd
+    # computes its gradient in I. A layer that adds its bias itself (attention's QKV projection)
+    # computes both gradients with one GEMM, so both stay in I (`te_leaves_whole`).
     if not getattr(layer, "use_bias", False):
         return True
     if hasattr(layer, "fc1_bias"):  # two weights; Megatron never adds the first bias
@@ -175,9 +176,9 @@ def _can_postpone(layer: Any) -> bool:
 
 @contextmanager
 def _computing(layer: Any) -> Iterator[None]:
-    """Make `backward_dw` set gradients of weights but not of biases."""
-    # It sets a gradient for every bias whose `grad` is None, which is the normal state after DDP's
-    # hooks. That would fail, because autograd computed these gradients in I and the layer does not
+    """Make `backward_dw` set the gradients of weights but not of biases."""
+    # `backward_dw` sets a gradient for every bias whose `grad` is None, as it is after DDP's hooks.
+    # That would fail, because autograd has computed these gradients in I, and the layer does not
     # have them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]

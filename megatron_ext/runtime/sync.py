@@ -1,9 +1,9 @@
 """Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
-Megatron's DDP runs both: reductions in the order in which the table completes chunks, and gathers
-in stage order.
+Megatron's DDP performs both. Reductions start in the order in which the table completes chunks, and
+gathers in the order of stages.
 
-Without `--overlap-grad-reduce` this module starts no reductions; `finalize_model_grads` does.
+Without `--overlap-grad-reduce`, `finalize_model_grads` starts all reductions instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNCHANGED = nullcontext()
 
 
 class Sync:
-    """Starts neither reductions nor gathers: for evaluations, and for ranks without gradients."""
+    """Starts no reductions and gathers: for evaluations, and for ranks without gradients."""
 
     def __enter__(self) -> Sync:
         return self
@@ -45,7 +45,7 @@ class Sync:
 
 
 class TrainingSync(Sync):
-    """Starts one step's reductions, and its parameter gathers one chunk ahead of their use.
+    """Starts the reductions of a step, and its parameter gathers one chunk ahead of their use.
 
     It is also a context manager that disables DDP's hooks, except where `around_last` enables them.
     """
@@ -63,37 +63,36 @@ class TrainingSync(Sync):
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_backwards
-        # Stages of this rank; the reductions of the first `_started` ones have been started. They
-        # start in the table's order, whatever order this rank runs: peers must start the same
-        # collectives in the same order, but in a dynamic order each rank runs its actions in its
-        # own order.
+        # Stages of this rank, in the order of their reductions; the first `_started` ones have been
+        # started. Use the table's order even if this rank runs its actions in a dynamic order,
+        # because peers must start the same collectives in the same order.
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
-        # The chunks in order of first use, which is the same under any schedule and so on all
-        # peers.
+        # The chunks in the order of their first use, which is the same in all schedules, and so on
+        # all peers.
         self._uses = [
             self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)
         ]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # By chunk: the bucket groups still to reduce; the next one is last.
+        # Chunk -> bucket groups whose reduction has not started; the next one is last.
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
         reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
-            # Megatron's own schedules do not disable hooks, which then count the backwards of a
-            # whole step. Here they would count an I, which has no weight gradients yet.
+            # In Megatron's own schedules, enabled hooks count the backwards of the whole step. Here
+            # they would count an I, which has no weight gradients yet.
             silences = [
                 chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
             ]
-        # A program may set these functions although its DDP does not overlap. Reductions started
-        # here would then run twice, because `finalize_model_grads` starts them as well.
+        # A program may set these functions although its DDP does not overlap. Then start no
+        # reductions here: they would run twice, because `finalize_model_grads` starts them too.
         self._overlaps = bool(silences and reducing)
-        # Contexts that disable DDP's hooks, per chunk or for all chunks, each with the stack that
-        # it is entered on.
+        # Contexts that disable DDP's hooks, for each chunk or for all chunks, each with the stack
+        # that it is entered on.
         self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
@@ -108,7 +107,7 @@ class TrainingSync(Sync):
             stack.close()
 
     def before(self, stage: int) -> None:
-        """At a stage's first use, start gathering the next chunk; at the very first, two chunks."""
+        """At a stage's first use, start gathering the next chunk, or two chunks the first time."""
         if self._gathers is None:
             return
         # Gather one chunk ahead, so that the gather overlaps the forward of the previous chunk.
@@ -118,12 +117,13 @@ class TrainingSync(Sync):
         self._gathered += ahead
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Enable DDP's hooks during a chunk's last whole backward, or reduce during its last W."""
+        """Enable DDP's hooks during a chunk's last B, or reduce bucket by bucket in its last W."""
         stage = action.stage
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
-        # No other rank waits for a W, so reductions may slow it down: each starts as soon as its
-        # buckets' weights are done. DDP's hooks would fire at I, before there are weight gradients.
+        # No other rank waits for a W, so reductions may slow it down: start each one as soon as the
+        # weights of its bucket are done. DDP's hooks would fire at I, before the weight gradients
+        # exist.
         is_its_turn = self._order[self._started] == stage
         if (
             action.kind == "W"
@@ -137,22 +137,22 @@ class TrainingSync(Sync):
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
-        # Twins may complete their chunks in different orders, because each waits for micro-batches
-        # of the other.
+        # With hooks, reductions start in the order in which chunks complete. Twins may complete
+        # theirs in different orders, because each waits for micro-batches of the other.
         if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
             return False
         # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions from
-        # slowing down a B that another rank waits for: a chunk is reduced in one go after its last
+        # slowing down a B that another rank waits for: a chunk is reduced as a whole after its last
         # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
-        # in upstream's 1F1B. Without these functions the hooks may do so for every stage: all peers
-        # use the same order anyway, because the last B of a stage needs the last B of the next
-        # stage.
+        # in upstream's 1F1B. Without these functions, the hooks may do so for every stage: all
+        # peers have the same order anyway, because the last B of a stage needs the last B of the
+        # next stage.
         return self._functions is None or (
             stage == 0 and self._uses_ddp_reduction(stage)
         )
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
-        """Return whether DDP itself reduces a stage, and not a custom `grad_sync_func`."""
+        """Return whether DDP itself reduces a stage, instead of a custom `grad_sync_func`."""
         number = self._placement.chunk_of(stage)
         if self._functions is None:
             return True
@@ -172,10 +172,10 @@ class TrainingSync(Sync):
         stack.enter_context(silence())
 
     def after(self, stage: int) -> None:
-        """Mark a stage complete; start its reduction and any waiting for it, in table order."""
+        """Mark a stage complete; start all reductions that are due, in the order of the table."""
         self._complete.add(stage)
         # A chunk that completes early waits for its turn, because peers may complete another chunk
-        # first.
+        # before it.
         while (
             self._started < len(self._order)
             and self._order[self._started] in self._complete
@@ -192,12 +192,12 @@ class TrainingSync(Sync):
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
         """Start a chunk's next reductions, up to the first bucket group with a pending weight."""
-        # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start only some
-        # buckets.
+        # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor start only
+        # some buckets.
         if number not in self._buckets:
-            # Use parameter order, which backwards complete from the end. The order of completion
-            # would differ between peers: experts, which have a separate reduction group, may
-            # receive no tokens on some ranks.
+            # Use the reverse order of parameters, in which backwards complete them. The actual
+            # order of completion may differ between peers: experts, which have a separate reduction
+            # group, may receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
             place = {
                 id(parameter): index
@@ -218,8 +218,9 @@ class TrainingSync(Sync):
         while waiting and waiting[-1].weights.isdisjoint(remaining):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
-            # At the end of the step, Megatron reduces buckets that no hook has counted yet, unless
-            # they have a reduction's handle. With several optimizer instances there is no handle.
+            # At the end of a step, Megatron reduces buckets that no hook has counted so far, unless
+            # they have the handle of a reduction. With several optimizer instances there is no
+            # handle, so mark the bucket as counted.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
@@ -233,7 +234,7 @@ class _BucketGroup(NamedTuple):
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
-    """Return whether DDP's hooks reduce a chunk's gradients; foreign DDPs always do."""
+    """Return whether DDP's hooks reduce a chunk's gradients; any DDP but Megatron's always does."""
     return bool(
         getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True)
     )

@@ -1,4 +1,4 @@
-"""Weight gradients that wait for W: their operands, and where the products are added."""
+"""Weight gradients that wait for W: keeps their operands, and accumulates the products."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 class WeightGradient(ABC):
     """The deferred gradients of a layer's weights; usually there is one weight.
 
-    Except with Transformer Engine, the operands stay alive as long as this object: W may run in
-    another stream than the one that their memory belongs to (`features/pairs/waiting_weights.py`).
+    Except with Transformer Engine, the operands stay alive as long as this object, because W may
+    run in another stream than the one that owns their memory
+    (`features/pairs/waiting_weights.py`).
     """
 
     weights: Sequence[Any]
-    """Parameters, always in the same order."""
+    """The parameters, always in the same order."""
     is_fused = False
     """Whether the layer's kernel adds the product to `main_grad`."""
 
@@ -27,7 +28,7 @@ class WeightGradient(ABC):
 
     @abstractmethod
     def compute(self) -> Sequence[torch.Tensor | None]:
-        """Return the gradients; None for one that the GEMM kernel has added to `main_grad`."""
+        """Return the gradients; None for a gradient that the kernel has added to `main_grad`."""
 
 
 class ArrivedGradient(WeightGradient):
@@ -53,7 +54,7 @@ class Unchanged:
         self._versions = [operand._version for operand in operands]
 
     def check(self, *operands: torch.Tensor) -> None:
-        """Compare the operands with those given to the constructor.
+        """Check that these operands have not changed since the constructor.
 
         Raises:
             RuntimeError: An operand was modified.
@@ -71,7 +72,7 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
     Args:
         accumulator: The weight's AccumulateGrad node.
     """
-    # It does not inside `torch.autograd.grad`, or inside `backward(inputs=...)` for other tensors.
+    # It does not in `torch.autograd.grad`, nor in `backward(inputs=...)` with other inputs.
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError:  # torch raises inside `torch.autograd.grad` for this weight
@@ -87,7 +88,7 @@ def accumulates(weight: torch.Tensor) -> bool:
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:
-    """Return the stream in which the weight's layer now runs its backward; None on a CPU."""
+    """Return the current stream, in which the weight's layer runs its backward; None on a CPU."""
     if weight.device.type == "cpu":
         return None
     return torch.get_device_module(weight.device).current_stream(weight.device)
@@ -96,9 +97,9 @@ def stream_of_backward(weight: torch.Tensor) -> Any:
 @contextmanager
 def in_stream(stream: Any) -> Iterator[None]:
     """Run in a stream, after the current stream's earlier work and before its later work."""
-    # With --moe-shared-expert-overlap, Megatron's shared experts run in a separate stream, to which
-    # their operands belong. If a W in another stream freed them, their memory could be reused by
-    # the next kernel in the experts' stream while W is still reading it.
+    # With --moe-shared-expert-overlap, Megatron's shared experts run in a separate stream, which
+    # owns their operands. If a W in another stream freed them, the next kernel in the experts'
+    # stream could overwrite their memory while W still reads it.
     if stream is None:
         yield
         return
@@ -117,13 +118,12 @@ def in_stream(stream: Any) -> Iterator[None]:
 def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> None:
     """Compute the deferred gradients of a layer, accumulate them and drop their operands.
 
-    They are added to `main_grad`, or to `grad` without DDP. Directly before a gradient is computed,
-    `fetch` starts gathering the operands of a later one. `products` is empty afterwards.
+    The gradients are added to `main_grad`, or to `grad` without DDP. Before each gradient is
+    computed, `fetch` starts gathering the operands of a later one. `products` is empty afterwards.
     """
     weights = products[0].weights
-    # Unfused gradients are first summed, in the order in which they were recorded, and the sum is
-    # added once. Autograd does the same for several uses of a weight in one backward, so the bits
-    # are equal.
+    # Sum unfused gradients first, in the order in which they were recorded, and add the sum once.
+    # Autograd does the same for several uses of a weight in one backward, so the bits are equal.
     totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:
@@ -144,7 +144,7 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
 def add_to(
     totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]
 ) -> None:
-    """Add each gradient to its sum, skipping None."""
+    """Add each gradient to its total, skipping None."""
     for index, gradient in enumerate(gradients):
         total = totals[index]
         if gradient is None:

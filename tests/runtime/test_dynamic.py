@@ -223,7 +223,7 @@ def test_a_rank_with_nothing_to_run_says_what_its_table_waits_for() -> None:
         in message
     )
     assert (
-        "the first of the table is 1F0, which needs the activation that stage 1"
+        "the first one in the table is 1F0, which needs the activation that stage 1"
         in message
     )
 
