@@ -1,5 +1,5 @@
 """Tensor transports between pipeline ranks.
 
 `native` loads the C++ core `_C`: shared memory, TCP and RDMA links, and the doorbells that wake a
-process when a message arrives. Importing this package loads neither torch nor native code.
+process when a message arrives. Importing this package imports neither torch nor native code.
 """

@@ -19,7 +19,7 @@ Wire = Literal["auto", "shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Address:
-    """The published address of a process. Socket names and ports are public; the secret is not."""
+    """The published address of a process. Anyone may know its name and port, but not its secret."""
 
     version: str
     byte_order: str
@@ -28,12 +28,12 @@ class Address:
     host: str
     boot_id: str
     network: int
-    """Inode of the network namespace, which is the scope of abstract socket names."""
+    """Inode of the network namespace. Names of abstract sockets are valid within a namespace."""
     name: str
     """Name of the unix socket, in the abstract namespace."""
     secret: str
     ip: str = ""
-    """IP address on which the process listens for TCP; empty if it does not listen."""
+    """IP address on which the process listens for TCP; empty if it does not."""
     port: int = 0
     no_rdma: str = "it was not probed"
     """Why the process cannot use RDMA; empty if it can."""
@@ -51,8 +51,8 @@ class Address:
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             network=Path("/proc/self/ns/net").stat().st_ino,
             name=f"megatron_ext-{secrets.token_hex(8)}",
-            # Every connection starts with the secret: ranks read it from the job's store, strangers
-            # cannot.
+            # Every connection starts with the secret. Ranks read it from the job's store; other
+            # processes cannot.
             secret=secrets.token_hex(16),
         )
 
@@ -70,13 +70,14 @@ def choose_wire(
 ) -> tuple[str, str]:
     """Choose the wire between this process (`rank`) and a peer: shm, tcp or rdma, with the reason.
 
-    `address` belongs to this process. Both sides reach the same decision.
+    `address` belongs to this process. Both processes reach the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their
             configured wire, version or byte order.
     """
-    # Compare these here: messages carry neither, and any release may change their headers.
+    # Compare these here, because messages contain neither, and their headers may change in any
+    # release.
     if (peer_address.version, peer_address.byte_order) != (
         address.version,
         address.byte_order,
@@ -98,15 +99,16 @@ def choose_wire(
             no_rdma.append(f"host {end.host} has no RDMA: {end.no_rdma}")
     if address.wire == "shm" and no_memory is not None:
         raise TransportError(
-            f"rank {rank} shares no memory with rank {peer}: {no_memory}; take "
+            f"rank {rank} shares no memory with rank {peer}: {no_memory}; use "
             f"--pipeline-transport auto"
         )
     if address.wire == "rdma" and no_rdma:
         raise TransportError(
-            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
+            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Use "
             f"--pipeline-transport auto, or repair RDMA"
         )
-    # Check both addresses on both ends, so that neither waits for a peer that has raised an error.
+    # Check both addresses in both processes, so that neither waits for the other, which has raised
+    # an error.
     if no_memory is not None:
         _require_reachable(rank, address)
         _require_reachable(peer, peer_address)
@@ -114,15 +116,12 @@ def choose_wire(
         return address.wire, "as configured"
     if no_memory is None:
         return "shm", "they are on one host"
-    # RDMA is faster but needs both ends; TCP works between all hosts.
+    # RDMA is faster but both processes need it; TCP works between all hosts.
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
 
 
 def _require_reachable(rank: int, address: Address) -> None:
-    """Raise TransportError for a loopback address.
-
-    A host's name may resolve to one on that host.
-    """
+    """Raise TransportError for a loopback address, to which the name of a host may resolve."""
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
             f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
@@ -137,7 +136,7 @@ def own_address(
     ranks_per_node: int | None,
     rendezvous_host: str,
 ) -> str:
-    """Return the IP address at which other hosts reach this one.
+    """Return the IP address that other hosts use to reach this host.
 
     Args:
         node_ips: Addresses or host names (`--node-ips`), one for each node, in the order of ranks,
@@ -145,7 +144,7 @@ def own_address(
             used.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        ranks_per_node: Number of ranks on each node. None: all ranks are on one node.
+        ranks_per_node: Number of ranks on each node; None if all ranks are on one node.
         rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
 
     Raises:
@@ -167,7 +166,7 @@ def own_address(
             f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes "
             f"or for each of the {world_size} ranks"
         )
-    # One address for each rank, or one for each host.
+    # There is one address for each host, or one for each rank.
     index = rank // local_world_size
     if len(node_ips) == world_size:
         index = rank
@@ -181,8 +180,8 @@ def own_address(
         ) from error
     if ipaddress.ip_address(ip).is_unspecified:
         raise TransportError(
-            f"--node-ips: {name} stands for every address of this host; give the one that the "
-            f"other hosts reach"
+            f"--node-ips: {name} means every address of this host; give the one that the other "
+            f"hosts reach"
         )
     if num_nodes > 1 and ipaddress.ip_address(ip).is_loopback:
         raise TransportError(
@@ -199,7 +198,7 @@ def source_address(peer: str) -> str:
         OSError: The peer's name does not resolve, or there is no route to it.
     """
     # Ask the routing table, because the first network interface may be the wrong one. Connecting a
-    # datagram socket sends no packet.
+    # datagram socket does not send a packet.
     family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

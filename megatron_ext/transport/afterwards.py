@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Afterwards:
-    """A thread that runs callbacks in order, each after its copy; after an error, it runs no more.
+    """A thread that runs callbacks in order, each after its copy, until the first error.
 
-    An error calls `abort` of the transport, which ends the waits of this rank and its peers.
+    After an error, it calls `abort` of the transport, which ends the waits of this rank and its
+    peers.
     """
 
     def __init__(self, name: str, abort: Callable[[str], None]) -> None:
@@ -28,8 +29,8 @@ class Afterwards:
         ] = queue.SimpleQueue()
         self._num_left = 0
         self._changed = threading.Condition()
-        # Use a daemon thread: the interpreter joins other threads before the exit hook closes the
-        # transport.
+        # Use a daemon thread: the interpreter joins all other threads before it runs the exit hook
+        # that closes the transport.
         self._thread = threading.Thread(
             target=self._run, name=f"megatron-ext {name}", daemon=True
         )
@@ -39,7 +40,7 @@ class Afterwards:
         """Raise the error of an earlier job, if any.
 
         Raises:
-            TransportError: A copy or its callback failed; has the class of the original error.
+            TransportError: A copy or its callback failed. The class is that of the original error.
         """
         if isinstance(self.error, TransportError):
             raise type(self.error)(str(self.error)) from self.error
@@ -86,8 +87,8 @@ class Afterwards:
             copied, then, kept = job
             del job
             try:
-                # Wait after an error too: the device does not notice it and continues its copies,
-                # whose memory `kept` keeps alive.
+                # Wait after an error too: the device continues its copies, so `kept` must keep
+                # their memory alive.
                 copied.wait()
                 if self.error is None:
                     then()
@@ -95,7 +96,8 @@ class Afterwards:
                 if self.error is None:
                     self.error = error
                     self._abort(f"a tensor could not be copied or sent: {error}")
-            del copied, then, kept  # before finish() returns
+            # Free the memory before `finish` returns.
+            del copied, then, kept
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()

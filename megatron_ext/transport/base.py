@@ -1,8 +1,8 @@
 """The interface of all transports, which carry tensors between pipeline stages.
 
 Messages are identified by their purpose (`megatron_ext/message.py`), not by their position in a
-sequence. So a receiver may take messages in any order, and a send never waits for the order in
-which its peer receives. Transports know nothing about schedules: at the start of each step, the
+sequence. So a receiver may take messages in any order, and a send does not depend on the order in
+which its peer receives. Transports are independent of schedules: at the start of each step, the
 executor announces the messages that will arrive, and their senders.
 """
 
@@ -26,11 +26,11 @@ class Expected(NamedTuple):
     """Global rank of the sender."""
     message: Message
     shape: tuple[int, ...] | None
-    """Shape of the tensor; None if only the sender knows it."""
+    """Shape of the tensor; None if it is unknown to the receiver."""
     dtype: torch.dtype
     after: int = 0
     """Number of `isend` and `recv` calls that the receiver makes in this step before this message
-    is due, in the order that all ranks share (`schedules/search/queues.py`). Used by wires that
+    is due, in the order that all ranks share (`schedules/search/queues.py`). It is for wires that
     must start receives and sends in the same order."""
 
 
@@ -39,9 +39,9 @@ class Stats:
     """Totals of a transport since it was opened."""
 
     messages: int = 0
-    """Messages sent."""
+    """Number of messages sent."""
     bytes: int = 0
-    """Bytes of the tensors sent."""
+    """Number of bytes in the tensors sent."""
     waited_s: float = 0.0
     """Time spent waiting for messages."""
     wires: dict[int, str] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class Transport(Protocol):
         """Start a step and announce the messages that will arrive in it.
 
         Args:
-            expected: All messages of the step, in the order in which each source sends them and
-                with ascending `after`. Wires that must know a message's size, or post a buffer for
-                it, use this.
+            expected: All messages of the step, in the order in which each source sends them, with
+                ascending `after`. It is for wires that need a message's size, or a buffer for it,
+                in advance.
             slots: Maximum number of messages of one kind in flight from one rank to another. With
-                room for that many, no send waits, whatever the timing (see
+                this much room, no send waits, whatever the timing (see
                 `schedules/table/memory.py`).
 
         Raises:
@@ -67,10 +67,10 @@ class Transport(Protocol):
         """
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor, of any shape, to a global rank. Return before the rank receives it.
+        """Send a tensor of any shape to a global rank. Return before the rank receives it.
 
-        The transport keeps the tensor's storage alive for as long as it needs it. The caller must
-        not write to the storage again, but may drop the tensor or replace its `data`.
+        The transport keeps the tensor's storage alive as long as necessary. The caller must not
+        write to the storage again, but may drop the tensor or replace its `data`.
 
         Raises:
             TransportError: The wire cannot carry the message or its dtype, or the peer is gone.
@@ -89,8 +89,8 @@ class Transport(Protocol):
 
         Returns:
             The messages, without tensors; empty after the time-out or `wake`. `recv` returns their
-            tensors. Some wires first deliver a notice that the sender has launched the computation:
-            `recv` can return the tensor then too, and the device waits for it.
+            tensors. Some wires first deliver a notice that the sender has launched the computation.
+            `recv` can already return the tensor then; the device waits for it.
 
         Raises:
             TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.
@@ -107,7 +107,7 @@ class Transport(Protocol):
         """
 
     def abort(self, reason: str) -> None:
-        """Abort the step: release its resources, and end the waits of peers if possible."""
+        """Abort the step: release its resources, and end the waits of the peers if possible."""
 
     def close(self) -> None:
         """Release all resources. May be called more than once."""
@@ -117,7 +117,7 @@ class Transport(Protocol):
 
 
 def find_lost_peer(transport: Transport, timeout_s: float) -> None:
-    """Wait for `timeout_s` for the end of a peer, which may have caused an error elsewhere.
+    """Poll for `timeout_s`, to report the loss of a peer instead of an error that it has caused.
 
     Raises:
         TransportError: A peer is gone; the subclass says how.

@@ -1,8 +1,8 @@
 """Device-to-device transfers within one host, which bypass host memory.
 
-A send copies the tensor into a buffer on the sender's device that the receiver has mapped. The host
-transport carries a short message that identifies the buffer. The receiver's device copies the
-tensor out, and a note tells the sender that the buffer is free. The devices order these copies
+A send copies the tensor into a buffer on the sender's device, which the receiver has mapped. The
+host transport carries a short message that identifies the buffer. The receiver's device copies the
+tensor out, and the receiver sends a note that the buffer is free. The devices order these copies
 themselves (`devices/sharing.py`), so no thread waits for a copy.
 """
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
-"""Bytes of a host slot: fits every message and note of this transport, except decisions."""
+"""Size of a host slot, which fits every message and note of this transport, except decisions."""
 
-# Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
-# each), then the buffer's handle at its first use.
+# Header of a message: buffer number, dtype code, number of dimensions. It is followed by the sizes
+# (int64 each), and at the first use of a buffer by its handle.
 _HEAD = struct.Struct("<QHB")
 
-# Header of a release note: buffer number. The reader's handle follows at the first use.
+# Header of a release note: buffer number. At a buffer's first use, the reader's handle follows.
 _RELEASE = struct.Struct("<Q")
 
-# Sent in place of a buffer number when the reader has unmapped all buffers.
+# Sent instead of a buffer number after the reader has unmapped all buffers.
 _FAREWELL = (1 << 64) - 1
 
 # How long `close` waits for peers to receive their messages.
@@ -62,42 +62,43 @@ _TAKEN_S = 10.0
 # How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
 
-# How long to wait for news of a peer's death after a copy from its memory has failed.
+# How long to wait for the report of a peer's death after a copy from its memory has failed.
 _NOTICED_S = 0.5
 
 
 @dataclass
 class _Peer:
-    """The buffers to and from one peer, by number."""
+    """The buffers for messages to and from one peer, by number."""
 
     free: dict[int, SharedBuffer] = field(default_factory=dict)
+    """Buffers of this rank whose message the peer has received."""
     lent: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Buffers of this rank that may hold a message that the peer has not received yet."""
+    """Buffers of this rank that may contain a message that the peer has not received yet."""
     mapped: dict[int, SharedBuffer] = field(default_factory=dict)
     """The peer's buffers."""
     has_unmapped: bool = False
 
 
 class DirectTransport:
-    """Carries tensors between devices of processes on one host, and to all other peers another way.
+    """Carries tensors between devices of one host, and delegates to `indirect` for other peers.
 
-    Credits and decisions between these devices arrive on the host, which acts on them; all other
-    messages arrive on the device. All calls come from one thread.
+    Credits and decisions arrive in host memory; all other messages arrive on the device. All calls
+    must come from one thread.
 
     Args:
         host: Carries the buffer numbers and notes, with slots of at least `NOTE_BYTES`; closed with
             this transport.
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
-        timeout_s: How long a step waits for the copies of the previous one.
-        reports_copies: If true, a message counts as arrived once its tensor is complete, and its
-            launch is reported before by a notice (`Message.notice`). Otherwise it counts as arrived
-            once the sender has launched its computation, which is enough for a receiver that
-            follows a table.
-        peers: Global ranks of the peers whose devices this one reaches (`find_reach`), all over
-            shared memory. None: all peers of `host`.
+        timeout_s: How long a step waits for the copies of the previous step.
+        reports_copies: If true, a message is reported as arrived once its tensor is complete, and
+            its launch is reported before by a notice (`Message.notice`). Otherwise it is reported
+            as arrived once the sender has launched its computation, which suffices for a receiver
+            that follows a table.
+        peers: Global ranks of the peers whose devices this device reaches (`find_reach`), all over
+            shared memory. None means all peers of `host`.
         indirect: Carries messages of all other peers, and is closed with this transport: either a
-            transport over the same `host`, or a `TorchTransport`. None: there are no other peers.
+            transport over the same `host`, or a `TorchTransport`. None if there are no other peers.
     """
 
     def __init__(
@@ -115,21 +116,20 @@ class DirectTransport:
         self._sharing = sharing
         self._timeout_s = timeout_s
         self._indirect = indirect
-        # At most one of these two is set. `_over_torch` also counts the calls that it does not
-        # carry, because its receives start in an order that all ranks share. `_over_host` starts
-        # the steps of `host`, and closes it.
+        # At most one of these two is set. `_over_torch` must also count the calls for direct peers,
+        # because its receives start in an order that all ranks share. `_over_host` starts the steps
+        # of `host`, and closes it.
         self._over_torch: TorchTransport | None = None
         self._over_host: Transport | None = None
         if isinstance(indirect, TorchTransport):
             self._over_torch = indirect
         else:
             self._over_host = indirect
-        # A dynamic order depends on which tensors have arrived, so for it this thread sends an
-        # additional empty message once the tensor is in the buffer.
+        # A dynamic order depends on which tensors are complete, so this thread sends an additional
+        # empty message once the tensor is in the buffer.
         self._copies = Afterwards("copies", self.abort) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
-        # Source and message of received tensors that may not be complete: their empty completion
-        # messages have not arrived yet.
+        # Source and message of received tensors whose empty completion messages have not arrived.
         self._incomplete: list[tuple[int, Message]] = []
         self._is_aborted = self._is_closed = False
         self._peers = {
@@ -143,7 +143,8 @@ class DirectTransport:
                 _log.info(
                     "rank %d and rank %d: ipc (from device to device)", rank, peer
                 )
-        # `close` needs this thread and may run at exit, where Python can no longer start threads.
+        # `close` needs this thread. Start it now: `close` may run at exit, when Python can no
+        # longer start threads.
         self._final_copies = Afterwards("last copies", self.abort)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
@@ -152,10 +153,11 @@ class DirectTransport:
         For each device tensor, the host receives a buffer number, as bytes (uint8).
         """
         if self._copies is not None:
-            # Finish within the step of these messages, because their tags contain its number.
+            # Send the completion messages of the previous step first, because their tags contain
+            # the number of that step.
             self._copies.finish(self._timeout_s)
         if self._indirect is not None:
-            # Do this before the notes are announced: a transport over the same host starts the
+            # Begin this before announcing the notes: a transport over the same host starts the
             # host's step.
             self._indirect.begin(
                 [item for item in expected if item.source not in self._peers], slots
@@ -181,7 +183,7 @@ class DirectTransport:
             self._host.expect(notes)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor. The device copies it once it has computed it."""
+        """Send a tensor. The device copies the tensor after its computation."""
         if self._indirect is not None and target not in self._peers:
             self._indirect.isend(tensor, target, message)
             return
@@ -222,7 +224,7 @@ class DirectTransport:
         self._stats.bytes += tensor.nbytes
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a message's tensor on the device, whose later work waits for the copy.
+        """Return a message's tensor on the device; later work on the device waits for the copy.
 
         Raises:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
@@ -273,10 +275,10 @@ class DirectTransport:
             self._fail(
                 f"{message} could not be copied from the device of rank {source}", error
             )
-        # The device orders the reuse of the buffer after this copy, so the note need not wait for
-        # it. The sender may already be gone.
+        # The devices order the reuse of the buffer after this copy, so the note need not wait for
+        # the copy. The sender may already be gone.
         with suppress(TransportError):
-            # With the handle of a buffer that it has just lent, the peer can wait for this process.
+            # At the first use of a buffer, send the handle by which the peer waits for this copy.
             self._host.note(
                 source, _RELEASE.pack(number) + (buffer.handle if handle else b"")
             )
@@ -286,8 +288,8 @@ class DirectTransport:
         """Return the messages that arrived, as defined by `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
-        # Only an indirect transport over the same host can be polled, and it reports arrivals for
-        # both.
+        # An indirect transport that can be polled uses the same host, and reports the arrivals of
+        # both transports.
         return (self._indirect or self._host).poll(timeout_s)
 
     def wake(self) -> None:
@@ -297,7 +299,7 @@ class DirectTransport:
     def flush(self, timeout_s: float) -> None:
         """Wait until all peers can receive their messages.
 
-        The devices order the reuse of buffers.
+        This does not wait for the devices, which order the reuse of buffers.
         """
         deadline_s = time.perf_counter() + timeout_s
         if self._indirect is not None:
@@ -311,9 +313,9 @@ class DirectTransport:
         self._host.flush(max(0.0, deadline_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
-        """Abort for good.
+        """Abort. The transport cannot be used afterwards.
 
-        Peers may still read the buffers, so they stay until this process exits.
+        Peers may still read the buffers, so they are not freed until this process exits.
         """
         self._is_aborted = True
         self._host.abort(reason)
@@ -327,18 +329,19 @@ class DirectTransport:
             self._indirect.close()
 
     def release(self) -> None:
-        """Wait for peers to receive their messages, then free the memory that nobody uses.
+        """Wait for peers to receive their messages, then free all memory that is not in use.
 
         Call this at exit at the latest.
         """
         if self._is_closed:
             return
-        atexit.unregister(self.release)  # which keeps the transport
+        atexit.unregister(self.release)  # atexit would keep the transport alive
         self._is_closed = True
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
-            # Copies may wait for the device of a dead process; the driver frees the memory at exit.
+            # After an abort, copies may wait for the device of a dead process. The driver frees the
+            # memory at exit.
             if self._is_aborted:
                 self._final_copies.stop(0.0)
                 return
@@ -391,12 +394,12 @@ class DirectTransport:
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
         """Lend the smallest fitting buffer, or a new one.
 
-        Return its number, and the handle if new.
+        Return its number, and the handle if the buffer is new.
         """
         # Never wait for a buffer that the peer's device has yet to read: on a device with one
-        # queue, the push would block messages that the peer's read waits for. So a peer has as many
-        # buffers as it ever had messages in flight at once, which is bounded by the schedule and
-        # the hosts' run-ahead.
+        # queue, the push would block messages that the peer's read depends on. So there are as many
+        # buffers as messages were ever in flight at once, which is bounded by the schedule and by
+        # how far hosts run ahead.
         longest_too_short = 0
         for number in sorted(peer.free, key=lambda number: peer.free[number].num_bytes):
             buffer = peer.free[number]
@@ -405,9 +408,9 @@ class DirectTransport:
             elif self._sharing.is_read(buffer):
                 peer.lent[number] = peer.free.pop(number)
                 return number, b""
-        # Grow by half over the longest buffer: messages that become longer and longer would
-        # otherwise leave a series of buffers too short for all later ones. None is freed before the
-        # end, because freeing device memory blocks the host.
+        # Make it at least half as large again as the largest free buffer: if messages become longer
+        # and longer, there would otherwise be many buffers that are too short for later messages.
+        # No buffer is freed before the end, because freeing device memory blocks the host.
         number = len(peer.free) + len(peer.lent)
         buffer = self._sharing.make(max(num_bytes, 3 * longest_too_short // 2))
         peer.lent[number] = buffer
@@ -423,14 +426,13 @@ class DirectTransport:
             else:
                 buffer = peer.free[number] = peer.lent.pop(number)
                 handle = note[_RELEASE.size :]
-                if (
-                    handle and not self._is_closed
-                ):  # while closing, the peer may have exited
+                # While this transport closes, the peer may have exited, and its handle is invalid.
+                if handle and not self._is_closed:
                     self._sharing.attach(buffer, handle)
             timeout_s = 0.0
 
     def _await_peers(self, is_done: Callable[[_Peer], bool], timeout_s: float) -> None:
-        """Process notes until every peer is done or gone, or the time-out ends."""
+        """Process notes until every peer is done or gone, or until the time-out."""
         deadline = time.monotonic() + timeout_s
         for source, peer in self._peers.items():
             with suppress(TransportError):
@@ -439,7 +441,7 @@ class DirectTransport:
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
     def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
-        """Raise the cause of a failed copy: a peer's death if known, otherwise the device error."""
+        """Raise the cause of a failed copy: the loss of a peer, otherwise the device's error."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
         except PeerAborted as lost:
@@ -456,17 +458,17 @@ class Reach(NamedTuple):
     sharing: Sharing | None
     """The memory sharing of this rank's device; None if the device does not support it."""
     reasons: dict[int, str]
-    """Global rank of each peer that it does not reach -> the reason."""
+    """Global rank of a peer that the device does not reach -> the reason."""
     is_complete: bool
     """Whether the devices of every pair of peers in the job reach each other."""
 
 
 class _Offer(NamedTuple):
-    """A rank's device, as offered to the ranks that try to reach it."""
+    """Information about a rank's device, for ranks that try to reach it."""
 
     address: Address
     device: str
-    """Name of the device, valid in all processes of its host."""
+    """Name of the device, which is valid in all processes of its host."""
     handle: bytes
     """Handle of a buffer on the device."""
     problem: str
@@ -481,14 +483,14 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
     """
     me, world_size = dist.get_rank(), dist.get_world_size()
-    # Drivers reveal this only when one process maps memory of the other, and both must agree. So
-    # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
-    # results before any transport is opened.
+    # Drivers report problems only when one process maps memory of the other, and both must decide
+    # alike. So each rank offers a small buffer, its peers on the same host map it, and all ranks
+    # exchange the results before any transport is opened.
     my_address = Address.new("auto")
     sharing: Sharing | None = None
     buffer: SharedBuffer | None = None
     try:
-        require_native()  # carries the notes beside the memory
+        require_native()  # the native core carries the notes
         sharing = make_sharing()
         buffer = sharing.make(1)
         my_offer = _Offer(my_address, sharing.name, buffer.handle, "")
@@ -516,13 +518,13 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     reasons = {
         peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
     }
-    # If both ends have a reason, prefer this rank's, which says more about its own device.
+    # If both ranks have a reason, prefer this rank's, which says more about its own device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))
 
 
 def _why_not_mapped(sharing: Sharing, offer: _Offer) -> str:
-    """Map a peer's buffer for a moment; return why it cannot be mapped, or an empty string."""
+    """Map a peer's buffer and unmap it; return why it cannot be mapped, or an empty string."""
     try:
         reason = sharing.why_unreachable(offer.device)
         if reason is None:

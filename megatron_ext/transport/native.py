@@ -1,7 +1,7 @@
 """Access to the native core, which may not be installed.
 
-An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All users import
-the core through this module, so a missing core is one error with a remedy instead of a bare
+An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All other modules
+import the core through this one, so a missing core raises an error with a remedy instead of a bare
 ImportError.
 """
 
@@ -28,7 +28,7 @@ def require_native() -> ModuleType:
     """Return the native core, `megatron_ext.transport._C` (its interface: `_C.pyi`).
 
     Raises:
-        TransportError: The core is not installed or does not load; names a remedy.
+        TransportError: The core is not installed or cannot be loaded; names a remedy.
     """
     try:
         return importlib.import_module(_MODULE)
@@ -43,7 +43,7 @@ class RdmaProbe(NamedTuple):
 
     usable: bool
     finding: str
-    """The port that links will use, or the step that failed and its error."""
+    """The port that links will use, or the failed step and its error."""
     remedy: str = ""
 
     @property
@@ -55,17 +55,17 @@ class RdmaProbe(NamedTuple):
 
 
 def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
-    """Try everything an RDMA link needs: libibverbs, a port, a GID, memory, a looped queue pair.
+    """Try everything that an RDMA link needs: libibverbs, port, GID, memory, looped queue pair.
 
     Args:
-        address: IP address of this host that the port must have (see `--node-ips`). None: the best
-            port is chosen.
+        address: IP address of this host that the port must have (see `--node-ips`). None chooses
+            the best port.
         sysfs: Mount point of sysfs; tests pass another directory.
 
     Raises:
         TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed. Missing hardware
-            or libraries are findings instead, because `auto` probes every machine and most have no
-            RDMA.
+            and libraries are findings instead, because `auto` probes every machine, and most have
+            no RDMA.
     """
     try:
         probe_steps = require_native().probe_rdma(address or "", sysfs)

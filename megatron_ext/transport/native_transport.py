@@ -1,9 +1,9 @@
-"""The transport of the native core: messages in any order, over the wire of each pair of ranks.
+"""The transport of the native core: carries messages in any order, over the wire of each pair.
 
 Within a host, the sender writes messages into memory of the receiver. A message that fits a slot is
-received without another copy: the tensor uses the slot's memory, and the slot becomes free with the
-last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same room for each
-peer.
+received without another copy: the tensor uses the memory of the slot, which becomes free with the
+last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same number of slots
+for each peer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The public function looks for __dlpack__ first, which takes a third of its time when it gets a
-# capsule.
+# The public function looks for __dlpack__ first, which takes a third of its time if the argument is
+# a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
-# Limit of an arena (csrc/core/arena.h); a gpipe table sends a message for every F
+# Limit of an arena (csrc/core/arena.h). A gpipe table, for example, may need more slots.
 _MAX_SLOTS = 1024
 
 # How long `poll` sleeps before it checks for peers that have closed.
@@ -58,8 +58,8 @@ _TURN_S = 1.0
 # How long a wait spins before it sleeps, on a host with at least one CPU for each rank.
 _SPIN_S = 20e-6
 
-# The fields of a tag, from the highest bit: kind 4 bits, launched 1, header 1, then these. The step
-# is in the low bits, so that an OR turns a tag of step 0 into the tag of any step.
+# The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1), then those
+# below. The step is in the low bits, so that an OR turns a tag of step 0 into the tag of any step.
 _KINDS: dict[MessageKind, int] = {
     "F": 0,
     "B": 1,
@@ -76,17 +76,17 @@ _MICROBATCH_BITS = 17
 _STEP_BITS = 21
 
 NUM_STEPS = 1 << _STEP_BITS
-"""Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
+"""Number of steps that tags distinguish. The low bits of a tag are the step modulo this number."""
 
 NOTE = 15 << 60
-"""Tag of the notes between transports; no message kind uses this value."""
+"""Tag of notes between transports. No kind of message has this value."""
 
 WAKE = NOTE | 1
 """Tag of the message that a rank sends itself to end its own `poll`."""
 
 
 class Tags(dict[Message, int]):
-    """The 64-bit tags of messages in step 0, computed once: all steps have the same messages.
+    """The 64-bit tags of messages in step 0, cached because all steps have the same messages.
 
     Looking up a message raises TransportError if one of its fields exceeds its bits.
     """
@@ -118,42 +118,42 @@ class _RdmaPort(NamedTuple):
     """The RDMA port of this host that a link uses."""
 
     ip: str
-    """IP address of the port; empty: any port."""
+    """IP address of the port; empty for any port."""
     rail: int
-    """Index among the devices that are equally good."""
+    """Index among the devices that are equally suitable."""
 
 
 class NativeTransport:
     """Carries CPU tensors between processes, in any order.
 
-    One thread makes all calls; a second thread may also call `isend`, `publish` and `abort`.
+    Call it from one thread; a second thread may also call `isend`, `publish` and `abort`.
 
-    The constructor connects all peers, so each of them must construct its transport too.
+    The constructor connects to all peers, so each of them must construct its transport too.
 
     Args:
         store: Key-value store through which processes find each other, such as torch.distributed's.
         rank: Global rank of this process.
-        peers: Global ranks of its peers; each must list this rank too. A rank may always send to
+        peers: Global ranks of the peers; each must list this rank too. A rank may always send to
             itself.
-        run_id: Distinguishes the jobs of one store, and the transports of a job. The same on all
-            ranks.
-        wire: shm, tcp, rdma, or the best that each pair has (auto).
-        slots: Number of messages of each peer that have room here, at least 2. Above 1024, the
-            excess waits at its sender. Received tensors may hold half of the slots; the other half
-            stays available to new messages.
+        run_id: Distinguishes the jobs of one store, and the transports of a job. It must be equal
+            on all ranks.
+        wire: shm, tcp, rdma, or auto for the best wire that each pair has.
+        slots: Number of messages from each peer that this rank has room for, at least 2. Above
+            1024, further messages wait at the sender. Received tensors may occupy half of the
+            slots; the other half stays available for new messages.
         slot_bytes: Size of a slot, ideally the usual size of a message: a longer message is sent in
             pieces and copied once more.
         connect_timeout_s: How long to wait for the peers.
-        checksums: Whether the bytes of messages carry a checksum, which detects faulty memory and
-            networks and costs about as much as a copy. Descriptors always carry one.
-        ip: Address of this host for peers on other hosts. None: an address that only this host
+        checksums: Whether the bytes of messages have a checksum, which detects faulty memory and
+            networks and costs about as much as a copy. Descriptors always have one.
+        ip: Address of this host for peers on other hosts. None uses an address that only this host
             reaches.
-        silence_s: How long a peer on another host may stay silent before it counts as dead.
-        spin_s: How long a wait spins before it sleeps. None: 20 us if this host has a CPU for each
-            of its ranks, otherwise 0.
+        silence_s: How long a peer on another host may be silent before it is considered dead.
+        spin_s: How long a wait spins before it sleeps. None means 20 us if this host has a CPU for
+            each of its ranks, otherwise 0.
         rail: Local rank, which selects one of several RDMA devices.
-        ranks_per_node: Number of ranks on this host. None: this rank and those that share memory
-            with it.
+        ranks_per_node: Number of ranks on this host. None counts this rank and the peers that share
+            memory with it.
         for_device: Whether a device copies the messages (see `fixed_memory`).
 
     Raises:
@@ -184,22 +184,22 @@ class NativeTransport:
         self._slots = slots = min(slots, _MAX_SLOTS)
         native = require_native()
         self._native_type: type[NativeMessage] = native.Message
-        # Once this rank holds half of a peer's slots, the endpoint copies further messages, so that
-        # tensors kept by a schedule never block a sender.
+        # Once tensors of this rank occupy half of a peer's slots, the endpoint copies further
+        # messages, so that tensors that a schedule keeps never block a sender.
         self._endpoint: Endpoint | None = native.Endpoint(
             rank, slots, slot_bytes, checksums
         )
-        # The endpoint; None after `abort` and `close`.
+        # The endpoint; None after `abort` or `close`.
         self._open = self._endpoint
-        # A snapshot of the endpoint's counters.
+        # The latest snapshot of the endpoint's counters.
         self._stats = Stats()
         self._given_up: str | None = None
         self._warned = False
         self._step = 0
         self._tags = Tags()
-        # Messages announced by `begin` and not yet received, by source and tag.
+        # (source, tag) -> message that was announced and not received yet.
         self._expected: dict[tuple[int, int], Expected] = {}
-        # Source and tag of arrivals that `poll` has not returned yet, in order.
+        # (source, tag) of arrivals that `poll` has not returned yet, in order of arrival.
         self._unreported: dict[tuple[int, int], None] = {}
         self._wake_name = (rank, WAKE)
         connections = connect_peers(
@@ -218,7 +218,7 @@ class NativeTransport:
             peer: connection.wire for peer, connection in connections.items()
         }
         self._for_device = for_device
-        # Address and size in bytes of the buffers, and of the slots of all links.
+        # (address, size in bytes) of the buffers, and of the slots of all links.
         self._memory: list[tuple[int, int]] = []
         num_over_tcp = list(self._wires.values()).count("tcp")
         if for_device and num_over_tcp > 0:
@@ -232,7 +232,9 @@ class NativeTransport:
         finally:
             for connection in connections.values():
                 connection.socket.close()  # the links have duplicated the descriptors
-        if spin_s is None:  # a rank that spins must not take the CPU of another
+        # By default, spin only if each rank has a CPU: a spinning rank slows down a rank on the
+        # same CPU.
+        if spin_s is None:
             num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
             spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
         self._endpoint.set_spin(spin_s)
@@ -244,13 +246,13 @@ class NativeTransport:
         silence_s: float,
         rdma_port: _RdmaPort,
     ) -> None:
-        """Make a link from each connection. The peer does the same at the same time."""
+        """Create a link from each connection. The peer does the same at the same time."""
         native = require_native()
         endpoint = self._usable()
         links: dict[int, Link] = {}
         try:
-            # Make all links before finishing any of them, because both ends take part in finishing
-            # one.
+            # Create all links before connecting any of them, because each connection needs the
+            # link of the peer.
             for peer, connection in connections.items():
                 if connection.wire == "shm":
                     links[peer] = native.ShmLink(endpoint, peer, connection.socket)
@@ -276,25 +278,25 @@ class NativeTransport:
                 if isinstance(link, (native.ShmLink, native.RdmaLink)):
                     self._memory += [link.slots, link.peer_slots]
                 endpoint.add(peer, link)
-        # The peer may have failed first, for example for lack of memory
+        # The cause may be a failure of the peer, such as lack of memory.
         except TransportError as error:
             raise TransportError(
                 f"rank {self._rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
             ) from error
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. Messages of peers that are ahead may have arrived already."""
+        """Start a step. Messages from peers that are ahead may have arrived already."""
         self._usable()
         if self._expected:
             missing = next(iter(self._expected.values()))
             raise TransportError(
                 f"{missing.message} of the previous step was never received"
             )
-        # Messages of two kinds may be in flight.
+        # `slots` is the number for one kind of message, and two kinds may be in flight.
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
             _log.warning(
-                "rank %d has room for %d messages of each peer, but up to %d may be under way: "
+                "rank %d has room for %d messages from each peer, but up to %d may be in flight: "
                 "some wait at their sender and are sent while it computes",
                 self._rank, self._slots, 2 * slots,
             )  # fmt: skip
@@ -309,14 +311,14 @@ class NativeTransport:
             self._expected[item.source, tags[item.message] | step] = item
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room."""
+        """Send a CPU tensor. Its bytes are copied at once, or as soon as the receiver has room."""
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             raise TransportError(
-                f"the native core sends tensors of the CPU only, not of {tensor.device}; send them "
+                f"the native core sends CPU tensors only, not those on {tensor.device}; send them "
                 f"through a StagedTransport"
             )
-        # The core copies raw bytes; conjugated and negated views differ from their bytes.
+        # The core copies raw bytes, which differ from the values of conjugated and negated views.
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
@@ -325,8 +327,8 @@ class NativeTransport:
         tag = self._tags[message] | self._step
         try:
             # If the receiver has no room, a thread of the core sends the message while this process
-            # computes. Keep the storage instead of the tensor: the caller may replace the tensor's
-            # `data`.
+            # computes. Pass the storage to keep alive instead of the tensor: the caller may replace
+            # the tensor's `data`.
             endpoint.send(
                 target,
                 tag,
@@ -341,8 +343,8 @@ class NativeTransport:
     def fixed_memory(self) -> Sequence[tuple[int, int]]:
         """Return the address and size in bytes of the memory for messages that fit a slot.
 
-        A device registers this memory, which includes that of peers on this host. For messages over
-        TCP, a transport that was opened `for_device` has enough of it for half of the slots.
+        A device registers this memory, which includes memory of peers on this host. For messages
+        over TCP, a transport that was opened `for_device` has enough of it for half of the slots.
 
         Raises:
             TransportError: The transport was not opened for a device.
@@ -358,11 +360,10 @@ class NativeTransport:
     ) -> NativeMessage | None:
         """Return a message for a device to write, in memory from which it is sent without a copy.
 
-        When it is complete, pass it to `publish`. If that never happens, its memory is never
-        reused.
+        When the message is complete, pass it to `publish`. Otherwise its memory is never reused.
 
         Returns:
-            None if the wire has no such memory, or no free piece is large enough; then `isend` a
+            None if the wire has no such memory, or no free slot is large enough; then `isend` a
             copy.
 
         Raises:
@@ -389,7 +390,7 @@ class NativeTransport:
             raise self._unsent(target, message, error) from error
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Wait for a message and return its CPU tensor, whose memory nobody else writes.
+        """Wait for a message and return its CPU tensor, whose memory is not written by anyone else.
 
         Raises:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
@@ -411,9 +412,8 @@ class NativeTransport:
             arrived = endpoint.take(
                 source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0)
             )
-        except (
-            TransportError
-        ) as error:  # an arrival is damaged, not necessarily this message
+        # An arrival is damaged, but not necessarily this message.
+        except TransportError as error:
             raise TransportError(
                 f"{message} cannot be received from rank {source}: {error}"
             ) from error
@@ -456,12 +456,11 @@ class NativeTransport:
         begin_s = time.perf_counter()
         while True:
             messages: list[Message] = []
-            # Arrivals that this step does not expect belong to the next step of a peer that is
-            # ahead.
+            # Arrivals that this step does not expect are from a peer that has begun the next step.
             of_next_step: dict[tuple[int, int], None] = {}
             for name in self._unreported:
-                # Look each message up only once: another thread's abort() may clear `_expected` in
-                # between.
+                # Look up each message only once: `abort` in another thread may clear `_expected` at
+                # any time.
                 item = self._expected.get(name)
                 if item is None:
                     of_next_step[name] = None
@@ -471,18 +470,19 @@ class NativeTransport:
             if messages:
                 return messages
             remaining_s = max(0.0, begin_s + timeout_s - time.perf_counter())
-            # Sleep in turns: the core's wait does not end when only one of several peers closes.
+            # Sleep for a limited time: the core's wait does not end if only some peers have closed.
             arrivals = endpoint.arrivals(min(remaining_s, _TURN_S))
             self._unreported.update(dict.fromkeys(arrivals))
             if self._wake_name in self._unreported:
                 del self._unreported[self._wake_name]
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
-                    pass  # one end of a sleep is enough for any number of calls of `wake`
+                    pass  # any number of calls of `wake` ends only one sleep
                 timeout_s = 0.0  # check once more without sleeping
             if arrivals:
                 continue
+            # Check whether anything can still arrive only in calls that wait.
             if timeout_s == 0.0:
-                return []  # only calls that wait check whether anything can arrive
+                return []
             self._require_peers(begin_s)
             if time.perf_counter() - begin_s >= timeout_s:
                 return []
@@ -495,7 +495,7 @@ class NativeTransport:
         self._send(self._rank, WAKE, b"")
 
     def note(self, target: int, content: bytes) -> None:
-        """Send a peer a note: bytes outside of the schedule, during a step or between steps."""
+        """Send a note to a peer: bytes outside of the schedule, during a step or between steps."""
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
@@ -508,7 +508,7 @@ class NativeTransport:
         self._usable().send(target, tag, code, text.shape, text.data_ptr(), text)
 
     def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next note of a peer; None if none has arrived and the time-out is 0.
+        """Return the next note from a peer; None if none has arrived and the time-out is 0.
 
         Raises:
             TransportError: No note arrived in time, or the peer is gone.
@@ -527,29 +527,30 @@ class NativeTransport:
             peers = self._usable().peers()  # raises if another thread has aborted
             target = next((peer.rank for peer in peers if peer.num_queued), None)
             if target is None:
-                return  # the last message left between the time-out and this check
+                return  # the last message was sent between the time-out and this check
             problem = f"rank {target} did not receive what was sent to it: "
             raise self._failure(
                 problem + self._waited(endpoint), target, None, timeout_s
             )
 
     def abort(self, reason: str) -> None:
-        """Abort for good: waits of peers end with an error at once, and so do later calls."""
+        """Abort: waits of peers and later calls end with an error at once."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
             self._open = None
             self._expected.clear()
-            # File names may hold bytes that are not UTF-8; an error here would hide the real one.
+            # File names may contain bytes that are not UTF-8, and an error here would hide the
+            # original one.
             text = reason.encode(errors="replace").decode()
-            # Pass a peer's reason on unchanged; otherwise each rank on the way would add a prefix
-            # to it.
+            # Forward the reason of a peer unchanged; otherwise each rank on the way would add a
+            # prefix to it.
             if text not in [report.reason for report in self._endpoint.peers()]:
                 text = f"rank {self._rank}: {text}"
             self._endpoint.abort(text)
 
     def close(self) -> None:
-        """Close all links and release all memory except that of tensors still in use."""
-        atexit.unregister(self.close)  # which keeps the transport
+        """Close all links and release all memory, except the memory of tensors in use."""
+        atexit.unregister(self.close)  # atexit would keep the transport alive
         if self._endpoint is not None:
             self._endpoint.close()
             self.stats()
@@ -582,7 +583,7 @@ class NativeTransport:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin_s: float) -> None:
-        """Raise the fate of the peers if messages of this step can no longer arrive."""
+        """Raise an error about lost peers if messages of this step can no longer arrive."""
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin_s
         problem = f"no message can arrive: waited {waited_s:.1f} s"
@@ -605,9 +606,9 @@ class NativeTransport:
     ) -> TransportError:
         """Return the exception of a failed call.
 
-        A peer that aborted or died explains the failure, whichever rank it is; a peer that closed
-        its transport does so only if the call depended on it (`peer`). Otherwise the cause is the
-        call's own: the time-out in seconds, or the core's error.
+        Any peer that has aborted or died is the cause. A peer that has closed its transport is the
+        cause only if the call depended on it (`peer`). Otherwise `cause` is: the time-out in
+        seconds, or the core's error.
         """
         if message is not None:
             problem = f"{problem} (tag {self._tags[message] | self._step:#x})"
@@ -615,7 +616,7 @@ class NativeTransport:
         def place(report: PeerReport) -> str:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
-        # Sort `peer` first: its end may have caused that of the others.
+        # Put `peer` first: its loss may have caused that of other peers.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":

@@ -16,10 +16,10 @@ WaitsFor = Literal["input", "slot"]
 
 
 class TransportObserver:
-    """Callbacks for one rank's messages; the defaults do nothing. Each begin has a matching end."""
+    """Callbacks for one rank's messages, which do nothing. Each begin has a matching end."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
-        """A transport is open.
+        """A transport has been opened.
 
         `wires` maps the global rank of each peer to the wire that reaches it.
         """
@@ -34,7 +34,7 @@ class TransportObserver:
         """The wire has accepted the message, a tensor of `num_bytes`."""
 
     def begin_receive(self, message: Message, source: int) -> None:
-        """The rank starts to receive a message of global rank `source`."""
+        """The rank starts to receive a message from global rank `source`."""
 
     def end_receive(
         self, message: Message, source: int, num_bytes: int, waited_s: float
@@ -71,7 +71,7 @@ class ObservedTransport:
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport
         self._observer = observer
-        # These are not reported.
+        # Calls of these methods are not reported.
         self.wake, self.abort = transport.wake, transport.abort
         self.close, self.stats = transport.close, transport.stats
 
@@ -80,7 +80,7 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
-    # No `finally` here: an error ends the step, and a call that raised has a begin without an end.
+    # Don't use `finally` here: a call that raises ends the step, and is reported without an end.
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
         self._observer.begin_send(message, target)
@@ -90,7 +90,7 @@ class ObservedTransport:
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
-        # Only the transport knows which part of the call is waiting.
+        # The difference of the transport's totals is the part of the call that is waiting.
         before_s = self.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
         waited_s = self.stats().waited_s - before_s
@@ -115,6 +115,6 @@ class ObservedTransport:
         self._observer.end_wait("slot", ())
 
 
-# Observers see tensors, without the notices of their launches.
+# Observers are told about tensors, but not about the notices of their launches.
 def _tensors(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if not message.launched]

@@ -1,8 +1,8 @@
-"""Which user owns the process at the other end of a connection.
+"""Finds the user who owns the process at the other end of a connection.
 
-A secret only proves that a process can read the job's store, which anyone who reaches the store's
-port can do. Within one host, the kernel tells which user owns the process, and no process can forge
-that.
+A secret only proves that a process can read the job's store, and so can any process that reaches
+the store's port. Within one host, the kernel reports the user of a process, which no process can
+forge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 NOBODY = -1
-"""Returned for a connection whose other end no process holds any more."""
+"""Returned for a connection whose other end is no longer open in any process."""
 
 _NET = Path("/proc/net")
 
@@ -24,8 +24,8 @@ def user_of_peer(link: socket.socket) -> int | None:
     """Return the user of the process at the other end of a unix socket or TCP connection.
 
     Returns None if the process is on another host, or in another network namespace, such as a
-    container's. A server may check its client at once, but a client may check its server only after
-    the first answer: until the server accepts the connection, no process holds its end.
+    container's. A server may check its client at once. A client may check its server only after the
+    first answer: until the server accepts the connection, its end is not open in any process.
     """
     if link.family == socket.AF_UNIX:
         size = struct.calcsize("3i")
@@ -37,8 +37,8 @@ def user_of_peer(link: socket.socket) -> int | None:
         peer_ip, peer_port = link.getpeername()[:2]
     except OSError:  # the peer closed the connection before it read all data
         return NOBODY
-    # If the peer is in this network namespace, its end of the connection is in this table. Accept
-    # any state: a peer that has half closed the connection can still receive.
+    # If the peer is in this network namespace, the kernel's table contains its end of the
+    # connection. Accept any state: a peer that has half closed the connection can still receive.
     for table, spelled in _SPELLINGS.items():
         ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
         with suppress(OSError):  # a kernel without IPv6 has no tcp6

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes: addresses through a store, then a socket for each pair.
+"""Rendezvous of a job's processes: exchanges addresses through a store, then connects each pair.
 
 Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
 publishes both in the store, together with a secret.
@@ -33,23 +33,25 @@ _TURN_S = 1.0
 _MAX_CALLS = 3
 # Time-out for notifying a peer that this rank gave up.
 _RING_S = 1.0
-# Prefix of a notice published in place of an address: the reason and its addressees' secrets.
+# Prefix of a notice that replaces an address. It contains the reason, and the secrets of the peers
+# that it is for.
 _GAVE_UP = b"gave up "
-# Backlog of a listener, in addition to one for each peer: this process connects before it accepts.
+# Backlog of a listener, in addition to one connection for each peer: this process accepts only
+# after it has connected to its own peers.
 _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
 """How long a connection may take to send its hello message."""
-# Anyone on the network can connect, including port scanners. This many connections without a hello
-# are kept, in addition to one for each peer.
+# Any process on the network can connect, such as a port scanner. This many connections without a
+# hello are kept, in addition to one for each peer.
 _MAX_STRANGERS = 64
 
 
 class Connection(NamedTuple):
-    """A connected socket to an authenticated peer; the caller closes it."""
+    """A connected socket to an authenticated peer; the caller must close it."""
 
     wire: str
-    """The wire that the connection is for: shm (a unix socket), tcp or rdma (a TCP socket)."""
+    """The wire for which the connection is used: shm (a unix socket), tcp or rdma (TCP sockets)."""
     host: str
     """Host name of the peer."""
     socket: socket.socket
@@ -67,9 +69,9 @@ class _Visit(NamedTuple):
 class _Reception:
     """Accepts connections and reads the first line of each, in a `with` block.
 
-    All connections are read concurrently: a client that sends nothing, or one byte at a time,
-    delays only itself. At most `max_visits` connections without a hello are kept; a new one
-    replaces the oldest.
+    All connections are read concurrently, so a client that sends nothing, or one byte at a time,
+    does not delay other clients. At most `max_visits` connections without a hello are kept; a new
+    one replaces the oldest.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class _Reception:
         self._rank = rank
         self._listeners = listeners
         self._max_visits = max_visits
-        # Sorted by deadline, since all connections get the same time.
+        # Sorted by deadline, because all connections get the same time.
         self._visits: dict[socket.socket, _Visit] = {}
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -99,7 +101,8 @@ class _Reception:
             next_deadline = min(
                 [deadline, *(visit.deadline for visit in self._visits.values())]
             )
-            # In turns: no exception from another thread ends a sleep, only what follows it.
+            # Sleep for a limited time: NVRx raises an exception in this thread, which takes effect
+            # only after the sleep.
             for key, _ in self._selector.select(min(next_deadline - now, _TURN_S)):
                 link: socket.socket = key.fileobj  # type: ignore[assignment]
                 if link in self._listeners:
@@ -114,13 +117,13 @@ class _Reception:
             visitor, _ = listener.accept()
             if len(self._visits) >= self._max_visits:
                 oldest = next(iter(self._visits))
-                self._refuse(oldest, "too many others wait to send a hello")
+                self._refuse(oldest, "too many connections have not sent a hello")
             visitor.setblocking(False)
             self._visits[visitor] = _Visit(b"", time.monotonic() + HELLO_S)
             self._selector.register(visitor, selectors.EVENT_READ)
 
     def _read(self, link: socket.socket) -> bytes | None:
-        """Read once. If the line is complete, return it and stop watching the connection."""
+        """Read once. If the line is complete, stop watching the connection and return the line."""
         text, deadline = self._visits[link]
         try:
             part = link.recv(HELLO_BYTES)
@@ -154,7 +157,7 @@ class _Reception:
 
 
 class _Rendezvous:
-    """The part of one process in connecting to its peers."""
+    """Connects one process to its peers."""
 
     def __init__(
         self,
@@ -170,11 +173,11 @@ class _Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._my_address = my_address
-        # Global rank of each peer -> the address that it published last.
+        # Global rank of a peer -> the latest address that it has published.
         self._peer_addresses: dict[int, Address] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
-        """Connect to all peers. The lower rank of each pair is the client."""
+        """Connect to all peers. In each pair, the lower rank is the client."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
@@ -184,10 +187,12 @@ class _Rendezvous:
             )
             connections: dict[int, Connection] = {}
             try:
-                for peer in sorted(lower):  # both sides of an impossible pair raise
+                # If a pair has no common wire, the client's call would fail; raise the error on the
+                # server too.
+                for peer in sorted(lower):
                     choose_wire(self._rank, self._my_address, peer, self._address(peer))
-                # Read the answers last, so that no rank waits for higher ranks before it answers
-                # lower ones.
+                # Read the answers last, so that no rank waits for higher ranks before it has
+                # answered the lower ones.
                 for peer in higher:
                     connections[peer] = self._call_until_heard(peer)
                 self._answer_all(listeners, lower, connections)
@@ -197,7 +202,8 @@ class _Rendezvous:
                 for connection in connections.values():
                     connection.socket.close()
                 if isinstance(error, TransportError) and self._peer_addresses:
-                    # Publish the reason before peers find the listeners closed.
+                    # Publish the reason before the listeners are closed, so that peers can report
+                    # it.
                     self._give_up(str(error), connections)
                 raise
             return connections
@@ -219,7 +225,7 @@ class _Rendezvous:
     def _listen(
         self, stack: ExitStack, num_lower: int, ip: str | None
     ) -> list[socket.socket]:
-        # Use the abstract namespace and a random name, which leaves no file behind.
+        # Use the abstract namespace, which leaves no file behind, and a random name.
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         unix.bind(f"\0{self._my_address.name}")
         unix.listen(num_lower + _BACKLOG)
@@ -230,9 +236,8 @@ class _Rendezvous:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                tcp.bind(
-                    (ip, 0)
-                )  # on this address only, with a port that the kernel chooses
+                # Listen on this address only, at a port that the kernel chooses.
+                tcp.bind((ip, 0))
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._my_address.host}: "
@@ -257,9 +262,8 @@ class _Rendezvous:
                     raise TransportError(
                         f"rank {peer} gave up connecting: {note['reason']}"
                     )
-                self._left_s(
-                    f"rank {peer} to listen"
-                )  # the notice is of an earlier run
+                # The notice is from an earlier run, so wait for the address of this run.
+                self._left_s(f"rank {peer} to listen")
                 time.sleep(_RETRY_S)
         except RuntimeError as error:  # an error of the store, such as a time-out
             raise TransportError(
@@ -278,12 +282,12 @@ class _Rendezvous:
     def _call_until_heard(self, peer: int) -> Connection:
         """Connect to a peer, retrying until it listens.
 
-        Each attempt reads the address again: the previous one may have been left by an earlier run.
+        Each attempt reads the address again, because the previous address may be from an earlier
+        run.
         """
         while True:
-            with suppress(
-                ConnectionError, BlockingIOError
-            ):  # the latter: its backlog is full
+            # BlockingIOError: the peer's backlog is full.
+            with suppress(ConnectionError, BlockingIOError):
                 return self._call(peer)
             time.sleep(_RETRY_S)
 
@@ -291,7 +295,7 @@ class _Rendezvous:
         """Connect and send the hello.
 
         Raises:
-            ConnectionError, BlockingIOError: The peer does not listen, or not yet.
+            ConnectionError, BlockingIOError: The peer is not listening, or its backlog is full.
         """
         address = self._address(peer)
         wire, reason = choose_wire(self._rank, self._my_address, peer, address)
@@ -305,14 +309,14 @@ class _Rendezvous:
                 f"rank {self._rank} on host {self._my_address.host} cannot connect to rank {peer} "
                 f"on host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
             ) from error
-        # Log visibly only if a better wire exists; the reason says why it is not used.
+        # INFO only if a better wire exists; the reason says why it is not used.
         is_second_best = self._my_address.wire == "auto" and wire == "tcp"
         level = logging.INFO if is_second_best else logging.DEBUG
         _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, reason)
         return Connection(wire, address.host, link)
 
-    # Include the published secrets of both sides, so that processes of two jobs, or of a job and an
-    # earlier run under the same run id, never connect to each other.
+    # Include the published secrets of both processes, so that processes of different jobs, or of a
+    # job and an earlier run with the same run id, never connect to each other.
     def _hello(self, address: Address) -> str:
         return f"{self._rank} {address.secret} {self._my_address.secret}\n"
 
@@ -372,7 +376,7 @@ class _Rendezvous:
             if peer not in lower:
                 raise TransportError("it does not know the secrets of this run")
             address = self._address(peer)
-            # Up to here the input is only compared, never interpreted, because anyone can connect.
+            # The input is not trusted before this comparison, because any process can connect.
             published_secrets = f"{self._my_address.secret} {address.secret}".encode()
             if not secrets.compare_digest(peer_secrets, published_secrets):
                 raise TransportError("it does not know the secrets of this run")
@@ -386,7 +390,7 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
-            # The call may come from a peer that gave up; this raises its reason
+            # The call may come from a peer that gave up. Then `_address` raises the peer's reason.
             for peer in sorted(lower):
                 self._address(peer)
             return
@@ -398,7 +402,7 @@ class _Rendezvous:
 
         Return the connection.
         """
-        # A peer that received a damaged hello closes the connection; this rank then connects again.
+        # A peer that has received a damaged hello closes the connection; then connect again.
         for attempt in range(1, _MAX_CALLS + 1):
             if self._read_answer(peer, call.socket):
                 return call
@@ -414,7 +418,7 @@ class _Rendezvous:
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
-        """Read a peer's answer. If the peer hung up instead, close the socket and return False."""
+        """Read a peer's answer. If the peer has hung up, close the socket and return False."""
         waiting_for = f"rank {peer} to answer"
         expected = self._address(peer).secret.encode()
         answer = b""
@@ -437,14 +441,14 @@ class _Rendezvous:
                     f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
-            # Over TCP this cannot be checked earlier: until the peer accepts the connection, no
-            # process holds its end.
+            # Over TCP, this cannot be checked earlier: until the peer accepts the connection, the
+            # other end is not open in any process.
             self._require_same_user(link, f"the process that listens as rank {peer}")
             unless_answered.pop_all()
         return True
 
     def _require_same_user(self, link: socket.socket, process: str) -> None:
-        """Reject a connection to a process of another user; the error calls that process `process`.
+        """Reject a connection to a process of another user. `process` describes it in the error.
 
         Raises:
             TransportError: The process has ended or belongs to another user.
@@ -481,10 +485,10 @@ def connect_peers(
     wire: Wire = "auto",
     ip: str | None = None,
 ) -> dict[int, Connection]:
-    """Connect this process to the peers of its job; return a socket for each.
+    """Connect this process to the peers of its job; return a socket for each peer.
 
-    For the arguments, see `NativeTransport`. `timeout_s` is how long peers may take once they have
-    published their addresses; the store's own time-out detects a rank that never publishes one.
+    For the arguments, see `NativeTransport`. `timeout_s` limits the time for the connections. The
+    store's own time-out detects a rank that never publishes its address.
 
     Raises:
         TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.

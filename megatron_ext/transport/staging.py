@@ -1,9 +1,9 @@
-"""Device tensors over a transport of host tensors, staged through pinned memory.
+"""Carries device tensors over a transport for host tensors, staged through pinned memory.
 
 A send copies the tensor to pinned host memory, on a separate stream that waits for the computation.
-A thread sleeps until the copy is complete and then sends it, or publishes the slot that holds it. A
-received tensor is copied to the device from where it lies in host memory. So the caller never waits
-for the device, and memory is read only after its copy is complete.
+A thread sleeps until the copy is complete, and then sends it, or publishes the slot that contains
+it. A received tensor is copied to the device from its place in host memory. So the caller never
+waits for the device, and memory is read only after its copy is complete.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _CLOSE_S = 10.0
 class StagedTransport:
     """Carries device tensors through host memory, and host tensors unchanged.
 
-    Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
-    device.
+    Credits and decisions arrive in host memory; all other messages arrive on the device.
 
     Args:
         host: Carries the copies. The constructor pins the memory of its messages.
-        copies: The device's copy engine.
+        copies: The copier between host and device.
         timeout_s: How long `begin` waits for the sends of the previous step.
     """
 
@@ -53,8 +52,8 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
-        # Use two threads: a send may wait for a long computation, while releases free slots of
-        # peers.
+        # Use two threads: a send may wait for a long computation, which must not delay releases,
+        # because they free the slots of peers.
         self._sends = Afterwards("sends", self.abort)
         self._releases = Afterwards("releases", self.abort)
         self._pinned: list[int] = []
@@ -66,22 +65,24 @@ class StagedTransport:
         self._writes_slots = bool(memory) and len(self._pinned) == len(memory)
         if self._writes_slots:
             total = sum(num_bytes for _, num_bytes in memory)
-            _log.info("the device knows %d MiB of memory for messages", total >> 20)
+            _log.info("%d MiB of memory for messages are pinned", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Wait for the sends of the previous step, then start a step."""
-        self._drain(self._timeout_s)  # their tags contain its number
+        # The tags of these messages contain the number of the previous step.
+        self._drain(self._timeout_s)
         self._host.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor: a host tensor now, a device tensor once its copy is complete."""
+        """Send a host tensor at once, or a device tensor when its copy is complete."""
         self._check()
         if tensor.is_cpu:
             self._host.isend(tensor, target, message)
             return
         # Keep an alias of the storage: the caller may replace the `data` of its tensor.
         source = plain(tensor.detach())
-        # Over shared memory and RDMA, copy into a slot, so that the host does not copy it again.
+        # Over shared memory and RDMA, the device copies into a slot, so that the host does not copy
+        # the bytes again.
         slot = None
         if self._writes_slots:
             try:
@@ -97,7 +98,7 @@ class StagedTransport:
         self._sends.after(copied, send, (source, copy))
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return the tensor of a message on the device, whose later work waits for the copy."""
+        """Return a message's tensor on the device; later work on the device waits for the copy."""
         self._check()
         try:
             tensor = self._host.recv(source, message, timeout_s)
@@ -105,9 +106,9 @@ class StagedTransport:
             self._raise(error)
         if message.for_host:
             return tensor
-        # The device's stream waits for this copy, which reads from a slot or a registered buffer.
+        # The copy reads from a slot or a registered buffer, and the device's stream waits for it.
         copy, copied = self._copies.to_device(tensor)
-        # Keep the tensor until the copy has ended; dropping the reference then frees its slot.
+        # Keep the tensor until the copy has ended. Dropping the reference then frees its slot.
         self._releases.after(copied, lambda: None, tensor)
         return copy
 
@@ -124,7 +125,7 @@ class StagedTransport:
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all sends are copied to the host and their receivers can take them."""
+        """Wait until all sends are copied to the host and the receivers can take them."""
         begin_s = time.perf_counter()
         self._drain(timeout_s)
         try:
@@ -133,14 +134,14 @@ class StagedTransport:
             self._raise(error)
 
     def abort(self, reason: str) -> None:
-        """Abort for good. Unsent copies are dropped once the device has finished them."""
+        """Abort. Copies that were not sent are dropped once the device has finished them."""
         self._host.abort(reason)
 
     def close(self) -> None:
         """Wait for the running copies and release all resources."""
-        atexit.unregister(self.close)  # which keeps the transport
-        # A device copy cannot be cancelled: memory that it may still use stays registered until the
-        # process ends, and no slot is reused before its copy has ended.
+        atexit.unregister(self.close)  # atexit would keep the transport alive
+        # A device copy cannot be cancelled. So memory that it may still use stays registered until
+        # the process ends, and no slot is reused before its copy has ended.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
         if all(have_ended):
             for address in self._pinned:

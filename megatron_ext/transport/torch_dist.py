@@ -1,7 +1,7 @@
 """The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
-torch.distributed cannot report an arrival ahead of the receive, so this transport supports static
-schedules only. A wait that times out breaks the group for good.
+torch.distributed cannot report an arrival before the receive, so this transport supports only
+static schedules. After a wait has timed out, its group cannot be used again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_DIMS = 7
 # Prefix of the store keys under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
-_STORE_S = 5.0  # for the store's answer; its calls have no time-out
+_STORE_S = 5.0  # maximum time for an answer of the store, whose calls have no time-out
 
 # The message kinds that this wire carries.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
@@ -47,7 +47,7 @@ class _Posted:
 
     work: dist.Work
     tensor: torch.Tensor
-    """Buffer of the message, or of the header that announces its shape (int64, [8])."""
+    """Buffer of the message, or of the header that contains its shape (int64, [8])."""
     expected: Expected
     is_header: bool
 
@@ -60,8 +60,8 @@ class TorchTransport:
     Args:
         device: Device of received tensors.
         links: All links with this rank as source or target.
-        timeout_s: Time-out of an operation. With gloo, each `recv` has its own.
-        shapes_travel: Whether a header with the shape precedes each message. The same on both ends.
+        timeout_s: Time-out of an operation. With gloo, each `recv` has a separate time-out.
+        shapes_travel: Whether a header with the shape precedes each message; equal on all ranks.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class TorchTransport:
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend() == dist.Backend.GLOO
-        # Whether the next receive from a source needs the shape in the previous header, which
-        # blocks the host. If so, each call starts the due receives at its beginning instead of at
-        # the end of the previous call: by then, the computation in between has been launched.
+        # Whether a receive needs the shape in the header before it, so that it blocks the host. If
+        # so, each call starts the due receives at its beginning instead of at the end of the
+        # previous call: by then, the computation between the two calls has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         links = set(links)
-        # None stands for the group of all ranks.
+        # None is the group of all ranks.
         self._groups: dict[Link, dist.ProcessGroup | None] = dict.fromkeys(links)
         # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
         # communicator one after the other, so each direction of each link needs a separate group.
         if not self._matches_tags:
             self._groups.update(groups_of_ranks(links, timeout_s))
-            # Use the same order on all ranks: the first use of a group creates its communicator and
-            # waits for the peer.
+            # Use each group once, in the same order on all ranks: the first use of a group creates
+            # its communicator and waits for the peer.
             for source, target in sorted(links):
                 group = self._groups[source, target]
                 probe = torch.zeros(1, device=device)
@@ -106,7 +106,7 @@ class TorchTransport:
             deque
         )
         self._slots = 1
-        # The most tensors that any message of this rank has had so far.
+        # Largest number of tensors in a message of this rank so far.
         self._parts = 1
         self._step = 0
         # Number of `isend` and `recv` calls in this step.
@@ -158,8 +158,8 @@ class TorchTransport:
         self._stats.bytes += tensor.nbytes
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Above the limit, wait for the oldest sends, to bound their memory. The limit allows for
-        # two directions of data flow, all tensors of a message, and their headers.
+        # Above a limit, wait for the oldest sends, to bound their memory. The limit allows for two
+        # directions of data flow, all tensors of a message, and their headers.
         limit = 2 * self._slots * self._parts
         if self._shapes_travel:
             limit *= 2
@@ -169,7 +169,7 @@ class TorchTransport:
         self.count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Wait for a message and return its tensor. With NCCL and MCCL only the device waits."""
+        """Wait for a message and return its tensor. With NCCL and MCCL, only the device waits."""
         if self._one_by_one:
             self._post_due()
         while (source, message) not in self._posted:
@@ -192,12 +192,12 @@ class TorchTransport:
             TransportError: Always.
         """
         raise TransportError(
-            "torch.distributed cannot tell whether a message has arrived, so it carries static "
-            "schedules only; take --pipeline-transport auto for dynamic ones"
+            "torch.distributed cannot report whether a message has arrived, so it carries static "
+            "schedules only; use --pipeline-transport auto for dynamic ones"
         )
 
     def wake(self) -> None:
-        """Do nothing: no `poll` can sleep."""
+        """Do nothing, because `poll` never sleeps."""
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed."""
@@ -207,7 +207,7 @@ class TorchTransport:
                 self._wait(work, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Drop all operations. Peers see the reason when this process exits, or time out."""
+        """Drop all operations. Peers report the reason when this process exits or they time out."""
         _in_time(lambda: _store().set(f"{_ABORTED}/{self._me}", reason))
         self._drop()
 
@@ -252,7 +252,7 @@ class TorchTransport:
                 posted = self._post_message(posted, self._timeout_s)
         elif shape is None:
             raise TransportError(
-                f"{message}: this transport sends no shapes; name the shape"
+                f"{message}: this transport does not send shapes; name the shape"
             )
         else:
             posted = self._start_recv(item, shape, dtype)
@@ -282,7 +282,7 @@ class TorchTransport:
         return _Posted(work, tensor, item, is_header)
 
     def _tag(self, message: Message, is_header: bool) -> int:
-        """Return a 31-bit tag, never 0, which other code uses.
+        """Return a tag of 31 bits, which is never 0, because other code uses 0.
 
         Every second step reuses the same tags.
         """
@@ -297,8 +297,8 @@ class TorchTransport:
                 f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
                 f"tensors for each of them"
             )
-        # Slices share a tag: messages with the same tag arrive in the order of the sends, which is
-        # the order of the posted receives.
+        # Slices may share a tag: messages with the same tag arrive in the order of the sends, which
+        # is the order of the posted receives.
         part = 7 if message.header else message.part
         tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
         tag |= _KINDS.index(message.kind)
@@ -313,15 +313,16 @@ class TorchTransport:
     ) -> None:
         """Wait until a message of a peer has arrived or, without a message, until a send completes.
 
-        If the time-out is None, the group's applies.
+        Without a time-out, that of the group applies.
 
         Raises:
             TransportError: The operation failed or timed out; names peer and reason.
         """
         begin = time.perf_counter()
         try:
-            # With NCCL and MCCL, a wait blocks the device but not the host; a time-out would make
-            # the host poll. If a message never arrives, the group's time-out ends the process.
+            # With NCCL and MCCL, a wait without a time-out blocks the device but not the host; with
+            # a time-out, the host would poll. If a message never arrives, the group's time-out ends
+            # the process.
             if timeout_s is None or not self._matches_tags:
                 timeout_s = self._timeout_s
                 work.wait()
@@ -344,19 +345,20 @@ def groups_of_ranks(
 ) -> dict[_Members, dist.ProcessGroup]:
     """Return a process group for each set of global ranks. Collective over the whole job.
 
-    Each set contains this rank, and its other ranks pass the same set. `backend` is a
-    torch.distributed backend; None means the job's.
+    Each set contains this rank, and all ranks of a set pass the same set. `backend` is a backend of
+    torch.distributed; None means the job's.
     """
     # Create all groups on all ranks. Otherwise torch names a group by the number of groups that the
-    # calling rank is in, which differs between ranks of one pipeline (embedding groups, for
-    # example), so two ranks would wait for each other under different names, forever.
+    # calling rank is in, which differs between ranks of a pipeline (for example because of
+    # embedding groups), so two ranks would wait for each other forever, with different names.
     sets_of_rank = sorted(set(sets))
     sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(sets_by_rank, sets_of_rank)
     groups = {}
     timeout = timedelta(seconds=timeout_s)
     for members in sorted(set(chain.from_iterable(sets_by_rank))):
-        # Any, because in torch 2.15's types the result may say that a rank is outside the group.
+        # Any, because in torch 2.15 the type of the result includes a value for ranks outside the
+        # group.
         group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
         if members in sets_of_rank:
             groups[members] = group
@@ -368,7 +370,7 @@ def _store() -> Any:
 
 
 def _reason(peer: int, error: Exception) -> str:
-    """Return the reason that a peer gave when it aborted, or the error of torch.distributed."""
+    """Return the reason with which a peer has aborted, or the error of torch.distributed."""
     key = f"{_ABORTED}/{peer}"
     reason = _in_time(
         lambda: _store().get(key).decode() if _store().check([key]) else None
@@ -378,17 +380,15 @@ def _reason(peer: int, error: Exception) -> str:
 
 
 def _in_time(ask: Callable[[], Any]) -> Any:
-    """Return the store's answer.
-
-    None if the store has ended with its process or does not respond.
-    """
+    """Return the store's answer; None if its process has ended or it does not respond in time."""
     answers = []
 
     def run() -> None:
         with suppress(RuntimeError, ValueError):
             answers.append(ask())
 
-    # Calls of the store have no time-out: they block for as long as its process is stopped.
+    # Use a thread, because calls of the store have no time-out: they block as long as its process
+    # is stopped.
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(_STORE_S)

@@ -98,7 +98,7 @@ def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
         TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"
     ):
         own(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
-    with pytest.raises(TransportError, match=r"0\.0\.0\.0 stands for every address"):
+    with pytest.raises(TransportError, match=r"0\.0\.0\.0 means every address"):
         own(["0.0.0.0"], 0, 2, 2)
     with pytest.raises(TransportError, match=r"no\.host\.invalid is not an address"):
         own(["no.host.invalid"], 0, 8, None)

@@ -169,7 +169,7 @@ def _misuse() -> None:
     with pytest.raises(TransportError, match="is not expected from rank"):
         transport.recv(peer, Message("B", 0, 1), 1)
     with pytest.raises(
-        TransportError, match="cannot tell whether a message has arrived"
+        TransportError, match="cannot report whether a message has arrived"
     ):
         transport.poll(0)
     with pytest.raises(TransportError, match="was never received"):
