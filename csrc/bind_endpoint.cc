@@ -276,7 +276,7 @@ py::str reason_of(const PeerReport& report) {
     return py::reinterpret_steal<py::str>(text);
 }
 
-/// No thread may wait for the endpoint's lock while it holds the GIL. This applies to the
+/// A thread must not wait for the endpoint's lock while it holds the GIL. This applies to the
 /// destructor too, which joins the service thread and closes the links.
 struct WithoutGil {
     void operator()(Endpoint* endpoint) const {

@@ -22,8 +22,8 @@ struct ArenaSize {
 /// The sender puts a piece into any free slot, then the slot's number into `order`, then counts it
 /// in `published`. So the receiver sees pieces in the order in which they were sent, whatever slots
 /// they use. The receiver releases slots in any order, as bits in `released`, which the sender
-/// collects. Each word has one writing direction, so the death of either side leaves no lock
-/// behind. See Inbox and Outbox for the two ends.
+/// collects. Each word is written in one direction only, so the death of either process leaves no
+/// lock behind. See Inbox and Outbox for the two ends.
 class Arena {
   public:
     static constexpr std::uint32_t kMaxSlots = 1024;

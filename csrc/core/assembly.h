@@ -12,8 +12,8 @@
 
 namespace megatron_ext {
 
-/// Assembles the messages of one peer from pieces, which arrive in the order of sending. Not
-/// synchronised.
+/// Assembles the messages of a peer from pieces, which arrive in the order in which they were sent.
+/// Not synchronised.
 class Assembly {
   public:
     /// `source` is for error messages only.
@@ -26,7 +26,7 @@ class Assembly {
     /// exceeds `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
-    /// Throws TransportError if the checksum of the bytes differs from the one in their descriptor.
+    /// Throws TransportError if the checksum of the bytes differs from that in the descriptor.
     void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
 
     /// Counts a piece that is a whole message and is stored elsewhere. Call check() first.
@@ -47,7 +47,7 @@ class Assembly {
   private:
     [[noreturn]] void throw_damaged(const std::string& what) const;
 
-    /// A message that still lacks pieces.
+    /// A message some of whose pieces have not arrived.
     struct Partial {
         Message message;
         std::uint64_t have_bytes = 0;

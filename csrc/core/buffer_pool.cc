@@ -48,7 +48,7 @@ class BufferPool::State {
     ~State() {
         for (const Block& block : idle_) {
             std::free(block.data);
-        }  // none is in use: each keeps the state
+        }  // no block is in use, because each one keeps the state alive
     }
 
     std::pair<std::byte*, std::size_t> add_slots(std::size_t num_slots, std::size_t slot_bytes) {
@@ -82,7 +82,7 @@ class BufferPool::State {
     void give_back_slot(std::byte* slot) noexcept {
         if (process_.is_this()) {
             const std::lock_guard lock(mutex_);
-            free_slots_.push_back(slot);  // there is room for all
+            free_slots_.push_back(slot);  // cannot throw: add_slots() has reserved the capacity
         }
     }
 
@@ -97,7 +97,7 @@ class BufferPool::State {
                 best = it;
             }
             if (it->capacity == capacity) {
-                break;  // an exact fit, found at once among many messages of one size
+                break;  // an exact fit, which is found at once if all messages have the same size
             }
         }
         if (best == idle_.end()) {
@@ -116,7 +116,7 @@ class BufferPool::State {
     /// The last owner calls this, where no exception can be caught.
     void give_back(Blocks::iterator block) noexcept {
         if (!process_.is_this()) {
-            return;  // a forked child has a copy, and perhaps a lock that nobody will release
+            return;  // a forked child has a copy, and the lock may never be released there
         }
         const std::lock_guard lock(mutex_);
         used_bytes_ -= block->capacity;

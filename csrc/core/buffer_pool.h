@@ -7,8 +7,8 @@
 
 namespace megatron_ext {
 
-/// Reusable memory of this process for messages: the first touch of fresh pages costs several times
-/// as much as copying into them.
+/// Reusable memory of this process for messages. Memory is reused because the first touch of fresh
+/// pages costs several times as much as copying into them.
 ///
 /// Idle plus used memory never exceeds the earlier peak of used memory; idle memory above that is
 /// freed, starting with the memory that was idle longest. add_slots() adds memory at addresses that

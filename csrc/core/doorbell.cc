@@ -56,7 +56,7 @@ std::uint32_t Doorbell::sequence() const noexcept { return word_->load(std::memo
 
 void Doorbell::ring() noexcept {
     count();
-    // If nobody sleeps, a wake-up costs one system call, and no state can become inconsistent.
+    // If no thread sleeps, a wake-up only costs a system call, and no state can be inconsistent.
     wake();
 }
 

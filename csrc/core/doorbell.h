@@ -23,7 +23,7 @@ namespace megatron_ext {
 /// initial word. Concurrency: any thread may call every member at any time. Everything that a
 /// thread wrote before ring() is visible to a thread whose sequence() or wait() has seen that ring.
 /// The death of a process leaves no state behind: a ring either happened or did not, and waiters
-/// are not counted. Exactly 2^32 rings between sequence() and wait() look like no ring.
+/// are not counted. Exactly 2^32 rings between sequence() and wait() go unnoticed.
 class Doorbell {
   public:
     /// `word` points to 4 zeroed or shared bytes, aligned to 4; throws std::invalid_argument
@@ -36,11 +36,11 @@ class Doorbell {
     /// Counts one ring and wakes all waiters.
     void ring() noexcept;
 
-    /// The two halves of ring(), for callers that know whether any thread sleeps.
+    /// The two halves of ring(), for callers that can determine whether any thread sleeps.
     void count() noexcept;
     void wake() noexcept;
 
-    /// Sleeps until the sequence differs from `seen`. Returns false if `deadline` comes first.
+    /// Sleeps until the sequence differs from `seen`. Returns false at `deadline`.
     /// Signals do not end the wait, unless `check` throws. Throws TransportError if the word cannot
     /// be waited on.
     bool wait(std::uint32_t seen, Deadline deadline = kNever, InterruptCheck check = nullptr) const;

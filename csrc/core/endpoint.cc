@@ -32,7 +32,7 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
-/// Tells the links that the caller waits; the destructor tells them that the wait is over.
+/// Informs the links that the caller waits; the destructor informs them that the wait is over.
 class Endpoint::Demand final {
   public:
     explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
@@ -257,7 +257,8 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
             }
             demand.begin();
         }
-        // Check by the clock instead of at idle sleeps: rings for other messages may never pause.
+        // Check by the clock rather than after idle sleeps, because rings for other messages may
+        // never pause.
         constexpr double kPeriodS = std::chrono::duration<double>(kInterruptPeriod).count();
         if (check != nullptr && waited_s >= checked_at_s + kPeriodS) {
             checked_at_s = waited_s;
@@ -370,7 +371,7 @@ void Endpoint::part() noexcept {
             ::poll(entries.data(), static_cast<nfds_t>(entries.size()), 20);
         }
     } catch (const std::exception&) {
-        // Damaged data of a peer; no caller is left to receive the error.
+        // A peer has sent damaged data, but there is no caller left to receive the error.
     }
 }
 

@@ -28,7 +28,7 @@ struct PeerReport {
     std::string wire;
     PeerState state;
     std::string reason;       ///< why the peer aborted, or how its death was detected
-    std::size_t num_arrived;  ///< messages from it that were not taken
+    std::size_t num_arrived;  ///< messages from the peer that have arrived and were not taken
     LinkCounts counts;
 };
 
@@ -40,7 +40,7 @@ struct EndpointCounts {
     double last_wait_s = 0.0;        ///< wait of the last call that may wait
 };
 
-/// One process of a job, with a link to each of its peers, over any wire. Messages of all links go
+/// A process of a job, with a link to each of its peers, over any wire. Messages of all links go
 /// into one table, from which they are taken by source and tag, in any order.
 ///
 /// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell. A
@@ -49,10 +49,10 @@ struct EndpointCounts {
 /// memory, whose receiver rings when there is room. It exists only if there is such work. Its
 /// errors are thrown by the next call.
 ///
-/// Concurrency: one thread makes all calls; another one may call send(), publish() and abort() at
-/// any time before close(). Any thread may release messages, also during a call and after the end
-/// of the endpoint. A forked child must not use the endpoint: its calls throw, and its destructor
-/// does not notify the peers.
+/// Concurrency: one thread makes all calls; a second thread may call send(), publish() and abort()
+/// at any time before close(). Any thread may release messages, also during a call and after the
+/// end of the endpoint. A forked child must not use the endpoint: its calls throw, and its
+/// destructor does not notify the peers.
 class Endpoint {
   public:
     /// `room` is the size of the arena of each link.
@@ -90,22 +90,22 @@ class Endpoint {
     /// TransportError if there is not enough memory.
     std::pair<std::byte*, std::size_t> add_buffers(std::size_t num_slots);
 
-    /// Waits for a message and takes it. Returns std::nullopt if the deadline comes first, if
-    /// `source` closed before it sent the message, or if any peer died or aborted, or this process
-    /// aborted.
+    /// Waits for a message and takes it. Returns std::nullopt at the deadline, if `source` closed
+    /// before it sent the message, if any peer died or aborted, or if this process aborted.
     std::optional<Message> take(int source, std::uint64_t tag, Deadline deadline,
                                 InterruptCheck check);
 
-    /// Waits for messages that no earlier call returned, and returns their sources and tags. Empty
-    /// at the deadline, or if any peer died or aborted, all closed, or this process aborted.
+    /// Waits for messages that no earlier call returned, and returns their sources and tags. The
+    /// result is empty at the deadline, if any peer died or aborted, if all peers closed, or if
+    /// this process aborted.
     std::vector<Arrival> arrivals(Deadline deadline, InterruptCheck check);
 
-    /// Waits until all messages have left and their memory is free. Returns false if the deadline
-    /// comes first, if a peer with queued messages is gone, or if this process aborted.
+    /// Waits until all messages have left and their memory is free. Returns false at the deadline,
+    /// if a peer with queued messages is gone, or if this process aborted.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Tells all peers that this process aborts, which ends their waits and those of this process,
-    /// because peers that compute do not answer. Drops queued messages.
+    /// Notifies all peers that this process aborts, and drops queued messages. This ends the waits
+    /// of the peers, and of this process too, because peers that compute do not answer.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
@@ -158,7 +158,7 @@ class Endpoint {
     std::map<int, Entry> links_;
     MatchTable table_;
     EndpointCounts counts_;
-    Owners done_;               // of bytes that were sent; the calling thread releases them
+    Owners done_;               // owners of sent bytes; the calling thread releases them
     std::exception_ptr error_;  // the error that ended the service thread
     bool aborted_ = false;
     Service service_;

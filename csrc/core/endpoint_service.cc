@@ -29,7 +29,7 @@ Deadline Endpoint::serve_links(const Service::News& news) {
     const bool queued = std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
         return !entry.second.served && entry.second.link->counts().num_queued != 0;
     });
-    bell_->listen(queued);  // first, so that no release after the check below goes unnoticed
+    bell_->listen(queued);  // before the check below, so that no later release goes unnoticed
     bool changed = false;
     Deadline next = kNever;
     for (const auto& [peer, entry] : links_) {

@@ -16,7 +16,7 @@ namespace megatron_ext {
 namespace {
 
 constexpr char kMarker = 'F';
-// More than one is a protocol error, but then all of them must be received in order to close them.
+// More than one descriptor is a protocol error, but all must be received in order to close them.
 constexpr std::size_t kMaxDescriptors = 16;
 
 int to_poll_timeout_ms(Deadline end) {

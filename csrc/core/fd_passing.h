@@ -6,9 +6,10 @@
 namespace megatron_ext {
 
 /// Passing of one open file descriptor to another process over a connected unix socket
-/// (SCM_RIGHTS). Each call moves exactly one byte and one descriptor, so it mixes with other
-/// messages on a stream socket as long as both sides agree on the order. Blocking and non-blocking
-/// sockets work the same. At most one thread may send and one receive on a socket at a time.
+/// (SCM_RIGHTS). Each call moves exactly one byte and one descriptor, so it can be mixed with other
+/// messages on a stream socket as long as sender and receiver agree on the order. Blocking and
+/// non-blocking sockets behave the same. At most one thread may send and one thread may receive on
+/// a socket at a time.
 
 /// Sends a duplicate of `fd`; the caller keeps the original. Does not wait for the peer to receive
 /// it. Throws TransportError if the peer is gone or its queue stays full until `deadline`.

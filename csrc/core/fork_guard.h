@@ -6,8 +6,8 @@ namespace megatron_ext {
 ///
 /// A child, such as a data loader's worker, inherits the descriptors of its parent. If it outlives
 /// the parent, it keeps connections open, and the peers do not see that their peer has died. So at
-/// the fork, the guard replaces the child's copy of the descriptor with /dev/null; the number stays
-/// in use, so the child's owner of it may still close it.
+/// the fork, the guard replaces the child's copy of the descriptor with /dev/null. The number stays
+/// in use, so the object that owns the descriptor in the child may still close it.
 ///
 /// Concurrency: any thread may create and destroy guards.
 class ForkGuard {

@@ -19,7 +19,7 @@ namespace megatron_ext {
 ///
 /// A message that fits a slot stays there, without a copy, until its last owner releases it, as
 /// long as fewer than half of the slots are held that way. Other messages, and the pieces of long
-/// ones, are copied to memory of the pool at once. So a slot always becomes free, whatever the
+/// messages, are copied to memory of the pool at once. So a slot always becomes free, whatever the
 /// receiver waits for and however long it keeps its messages.
 ///
 /// Ownership: messages keep the arena mapped. Concurrency: next() must be called by one thread; any
@@ -42,7 +42,7 @@ class Inbox {
     /// TransportError if the arena contains an invalid piece.
     std::optional<Message> next();
 
-    /// Slots that messages hold, taken or not.
+    /// Number of slots that messages hold, whether they were taken or not.
     std::uint32_t num_held() const noexcept { return shared_->num_held.load(); }
 
   private:

@@ -50,11 +50,11 @@ struct LinkCounts {
     std::size_t num_queued = 0;  ///< messages to the peer that wait for room
 };
 
-/// The connection with one peer, over one wire. Endpoint has one for each peer and knows nothing
-/// else about wires.
+/// The connection with one peer, over one wire. Endpoint has a link for each peer, and is otherwise
+/// independent of the wires.
 ///
-/// A wire implements this class and a function that makes a connected link from a LinkContext; each
-/// wire decides how peers meet. Its parts:
+/// A wire implements this class and a function that creates a connected link from a LinkContext;
+/// each wire decides how peers meet. The parts of a link:
 ///
 /// - Sending: send() accepts a message at once, whatever the peer does. Bytes that find no room
 ///   wait in the link, with their owner, and are sent by progress().
@@ -109,9 +109,9 @@ class Link {
     /// message arrived, the last queued send was completed, or the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
-    /// Says whether the caller waits, possibly for a message of this link. A link that bounds
-    /// unclaimed messages must receive more during the wait, here and in progress(): the awaited
-    /// message may be behind them.
+    /// Informs the link whether the caller waits, possibly for a message of this link. A link that
+    /// bounds unclaimed messages must receive more during the wait, here and in progress(), because
+    /// the awaited message may be behind them.
     virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
     virtual PeerState state() const noexcept = 0;
@@ -121,13 +121,13 @@ class Link {
 
     virtual LinkCounts counts() const = 0;
 
-    /// Tells the peer that this process aborts, and drops queued messages, whose owners go to
-    /// `events`.
+    /// Notifies the peer that this process aborts, and drops queued messages; `events` gets their
+    /// owners.
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
-    /// Tells the peer that no message follows. Afterwards the endpoint calls progress() until
-    /// parted() reports that the peer has all messages, for a short time only, and then destroys
-    /// the link.
+    /// Notifies the peer that no message follows. Afterwards, for a short time only, the endpoint
+    /// calls progress() until parted() reports that the peer has all messages. Then it destroys the
+    /// link.
     virtual void say_closed(LinkEvents& events) = 0;
     virtual bool parted() const noexcept { return true; }
 

@@ -23,8 +23,8 @@ struct Arrival {
     }
 };
 
-/// The messages that have arrived and were not taken. They are taken in any order; messages with
-/// the same source and tag in the order of sending. Not synchronised.
+/// The messages that have arrived and were not taken. They can be taken in any order, except that
+/// messages with the same source and tag are taken in the order of sending. Not synchronised.
 class MatchTable {
   public:
     void add(int source, Message message);
@@ -48,7 +48,7 @@ class MatchTable {
 
     /// Messages with the same source and tag are in the order of their arrival.
     std::multimap<Arrival, Entry> messages_;
-    std::map<std::uint64_t, Arrival> news_;  ///< by number: taken from in any order, too
+    std::map<std::uint64_t, Arrival> news_;  ///< by number; entries may be removed in any order
     std::uint64_t num_added_ = 0;
 };
 

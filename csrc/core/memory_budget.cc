@@ -29,8 +29,8 @@ constexpr CgroupNames kV2{"/sys/fs/cgroup", "memory.max", "memory.current", "ina
                           "active_file"};
 
 /// Parses the number at the start of a text. Don't use a stream: in a process with PyTorch 2.11 on
-/// Ubuntu 24.04, one read the "max" of a cgroup without a limit as 0, which it never did without
-/// PyTorch.
+/// Ubuntu 24.04, a stream read the "max" of a cgroup without a limit as 0. Without PyTorch, this
+/// did not happen.
 std::optional<std::uint64_t> number(const std::string& text) {
     std::uint64_t value = 0;
     const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -92,8 +92,9 @@ void apply_cgroup_and_parents(MemoryBudget* budget, const CgroupNames& names,
     }
 }
 
-/// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). In a container
-/// the path may be the host's, invisible here; then the container's limit is at the mount point.
+/// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). In a container,
+/// the path may be that of the host, which is invisible here; then the limit of the container is at
+/// the mount point.
 void apply_own_cgroups(MemoryBudget* budget, const std::string& root) {
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {

@@ -16,9 +16,10 @@ namespace megatron_ext {
 
 /// The sending end of an arena, with a queue of messages that wait for room. Not synchronised.
 ///
-/// A slot may be lent before its message exists: reserve(), then publish(). A device may fill it,
-/// which this class cannot stop. So a slot that is never published is never reused, and its memory
-/// stays mapped as long as the pointer from reserve(), even after the outbox is gone.
+/// A slot may be lent before its message exists: reserve(), then publish(). In between, a device
+/// may write the slot, and cannot be stopped. So a slot that is never published is never reused,
+/// and its memory stays mapped as long as the pointer from reserve(), even after the outbox is
+/// gone.
 class Outbox {
   public:
     /// `bell` belongs to the receiver.
@@ -30,9 +31,9 @@ class Outbox {
               LinkEvents& events);
 
     /// Returns the memory of a free slot for a message of this size, to be filled and then
-    /// published. Null if the message does not fit a slot, if messages are queued, or if too many
-    /// slots are lent: together with the slots that a receiver keeps, they must leave one for the
-    /// queue.
+    /// published. Returns null if the message does not fit a slot, if messages are queued, or if
+    /// too many slots are lent: together with the slots that a receiver keeps, they must leave one
+    /// slot for the queue.
     std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes);
 
     /// Sends a message in memory from reserve(), after the queued ones. Throws
@@ -57,7 +58,7 @@ class Outbox {
         const std::byte* bytes;
         std::shared_ptr<void> owner;
         std::uint64_t sent_bytes;
-        std::optional<std::uint32_t> slot;  // that it is in already
+        std::optional<std::uint32_t> slot;  // set if the message is in a slot already
     };
 
     bool find_free_slots();
@@ -69,7 +70,7 @@ class Outbox {
     std::shared_ptr<ProcessBell> bell_;
     bool checksums_;
     std::vector<std::uint32_t> free_slots_;
-    std::vector<std::uint32_t> reserved_;  // handed out and not published
+    std::vector<std::uint32_t> reserved_;  // lent and not published
     std::deque<Pending> queue_;
     std::uint64_t next_sequence_ = 0;
 };

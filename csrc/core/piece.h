@@ -27,8 +27,8 @@ struct Descriptor {
 };
 static_assert(sizeof(Descriptor) == 128, "part of the protocol");
 
-/// Sets a descriptor's checksum of itself, after which the descriptor must not change. Every
-/// descriptor has one, because the bytes after a damaged descriptor cannot be parsed.
+/// Sets the checksum of a descriptor itself, after which the descriptor must not change. Every
+/// descriptor has this checksum, because the bytes after a damaged descriptor cannot be parsed.
 void seal(Descriptor& piece) noexcept;
 
 /// Whether a descriptor matches its checksum.

@@ -7,8 +7,8 @@
 
 namespace megatron_ext {
 
-/// Remembers the process that created it, to tell it from forked children. A check costs one load;
-/// the system call getpid() would take a tenth of the time of a message.
+/// Remembers the process that created it, to distinguish this process from forked children. A check
+/// costs one load; the system call getpid() would take a tenth of the time of a message.
 ///
 /// Concurrency: any thread. It detects the children of libc's fork() and of all of Python's
 /// functions, but not those of a bare clone().

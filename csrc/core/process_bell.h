@@ -15,10 +15,10 @@ namespace megatron_ext {
 /// It consists of a page of shared memory and an eventfd. The thread that calls the endpoint sleeps
 /// on a futex in the page; the service thread sleeps in epoll, where rings reach it through the
 /// eventfd if it listens. A ring costs a system call only if a thread sleeps or listens, which the
-/// page shows. Each word has one side that clears it, so a death leaves nothing behind.
+/// page shows. Each word is cleared by one process only, so a death leaves nothing behind.
 ///
-/// Concurrency: any thread may call every member. All that may ring it share the object, so it
-/// outlives the endpoint for as long as unreleased messages do.
+/// Concurrency: any thread may call every member. All objects that may ring the bell share it, so
+/// it outlives the endpoint as long as there are unreleased messages.
 class ProcessBell {
   public:
     /// Creates a bell of this process.
@@ -48,9 +48,9 @@ class ProcessBell {
     /// See Doorbell::wait().
     bool wait(std::uint32_t seen, Deadline deadline, InterruptCheck check);
 
-    /// Spins until a ring after `seen`, but only if the last ring came from another CPU than the
-    /// caller's: a ringer on the same CPU could not run during the spin. Returns whether a ring
-    /// came.
+    /// Spins until a ring after `seen`, but only if the last ring came from a CPU other than the
+    /// caller's: a ringer on the same CPU could not run during the spin. Returns whether there was
+    /// a ring.
     bool spin(std::uint32_t seen, Clock::duration longest) const noexcept;
 
     /// Whether rings reach the service thread from now on. After listen(true), check for changes
@@ -60,7 +60,7 @@ class ProcessBell {
     /// Number of calls of ring_for_control() so far.
     std::uint32_t control_news() const noexcept;
 
-    /// Makes the eventfd silent until the next ring.
+    /// Makes the eventfd unreadable until the next ring.
     void clear_event() noexcept;
 
   private:

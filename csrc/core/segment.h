@@ -10,9 +10,9 @@ namespace megatron_ext {
 /// object.
 ///
 /// One process calls create() and passes fd() to others (see fd_passing.h), which call attach().
-/// The memory has no name in /dev/shm or anywhere else, so when the last mapping and descriptor are
-/// gone, after any kind of death, the kernel frees it; nothing is left to clean up. create()
-/// allocates all pages: too little memory is an error there and never a SIGBUS later. The size is
+/// The memory has no name in /dev/shm or anywhere else. The kernel frees it when the last mapping
+/// and descriptor are gone, however the processes ended, so there is nothing to clean up. create()
+/// allocates all pages, so missing memory is an error there and never a SIGBUS later. The size is
 /// sealed: no process can shrink or grow it.
 ///
 /// Ownership: a Segment owns its mapping and its descriptor; pointers into data() die with it.

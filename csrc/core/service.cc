@@ -50,7 +50,7 @@ void Service::watch(int fd, int id) {
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
     if (id == kBell) {
-        event.events = EPOLLIN | EPOLLET;  // it is always writable
+        event.events = EPOLLIN | EPOLLET;  // not EPOLLOUT: an eventfd is always writable
     }
     event.data.u64 = static_cast<std::uint64_t>(id);
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {

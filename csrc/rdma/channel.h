@@ -24,8 +24,8 @@ namespace megatron_ext {
 /// complete. One queue pair serves both directions.
 ///
 /// Flow control: each slot has at most one piece and one credit in flight. So a receive request is
-/// always posted for either, and the completion queue never overflows. Only connect() waits, and
-/// nothing happens between calls.
+/// always posted for either, and the completion queue never overflows. Only connect() waits. There
+/// is no thread: all work is done in calls.
 ///
 /// Ownership: the channel maps both arenas itself. Not synchronised. Every call may throw
 /// RdmaError, after which the object can only be destroyed.

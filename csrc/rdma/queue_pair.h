@@ -26,7 +26,7 @@ struct RdmaTarget {
 using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 
 /// A reliable connection (RC) of one device to another process, with a separate completion queue
-/// and completion channel. It knows nothing about messages. Not synchronised.
+/// and completion channel. It is independent of messages. Not synchronised.
 ///
 /// Life cycle: constructor, begin(), connect(), writes; begin() again after a failed connect().
 class QueuePair {

@@ -29,7 +29,7 @@ RdmaLink::RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<Rdma
       inbox_(context.peer, context.room, context.pool),
       release_bell_(make_bell(true)),
       channel_(name_of(context.peer), context.room, inbox_.fd(), std::move(sources), settings),
-      // This bell has no eventfd: nobody sleeps on the bell of the mirror.
+      // This bell has no eventfd, because no thread sleeps on the bell of the mirror.
       outbox_(channel_.outbox_arena(), make_bell(false), context.checksums) {
     inbox_.set_sender_bell(release_bell_);
 }
@@ -68,7 +68,7 @@ void RdmaLink::write(LinkEvents& events) {
     }
     if (outbox_.num_queued() != 0 && next_probe_ == kNever) {
         next_probe_ = Clock::now() + kProbePeriod;
-        context_.bell->wake_service();  // it sleeps without the deadline of the probe
+        context_.bell->wake_service();  // the thread sleeps without the deadline of the probe
     }
 }
 
@@ -78,7 +78,8 @@ bool RdmaLink::progress(LinkEvents& events) {
     const bool had_queued = counts().num_queued != 0;
     bool arrived = false;
     if (state_ == PeerState::kOpen) {
-        look_at_control(events);  // first: messages sent before a close notice have then arrived
+        // Read notices first: messages that were sent before a close notice have arrived then.
+        look_at_control(events);
         try {
             arrived = move_messages(events);
         } catch (const RdmaError& error) {

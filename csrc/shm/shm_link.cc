@@ -43,7 +43,8 @@ void ShmLink::publish(Message message, LinkEvents& events) {
 }
 
 bool ShmLink::progress(LinkEvents& events) {
-    bool changed = look_at_control();  // first: messages sent before the end have then arrived
+    // Read notices first: the messages that the peer sent before its end have arrived then.
+    bool changed = look_at_control();
     if (outbox_->num_queued() != 0 && control_.state() == PeerState::kOpen) {
         outbox_->push(events);
         changed |= outbox_->num_queued() == 0;

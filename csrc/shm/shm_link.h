@@ -14,7 +14,7 @@
 namespace megatron_ext {
 
 /// The link to a peer on the same host: an arena for each direction, and a unix socket for close
-/// and abort notices, whose end reveals the peer's death.
+/// and abort notices. If the socket is closed without a notice, the peer has died.
 class ShmLink final : public Link {
   public:
     /// First half of connecting: passes the arena and the bell of this process to the peer.

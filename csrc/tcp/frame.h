@@ -19,7 +19,7 @@ inline constexpr std::uint64_t kMaxReasonBytes = 4096;
 /// Longer messages are sent in pieces of this size, so that other frames can pass between them.
 inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 
-/// Cost that a sender may send before the receiver grants any. With a lower value, a sender of tiny
+/// Cost that a sender may use before the receiver grants more. With a lower value, a sender of tiny
 /// messages would wait needlessly.
 inline constexpr std::uint64_t kFirstRoom = std::uint64_t{4} << 20;
 

@@ -61,7 +61,7 @@ class TcpSender {
     std::deque<Frame> control_;
     std::optional<Frame> frame_;
     std::uint64_t next_sequence_ = 0;
-    std::uint64_t allowed_ = kFirstRoom;  // total cost since the beginning, like the next
+    std::uint64_t allowed_ = kFirstRoom;  // total cost since the beginning, like `spent_`
     std::uint64_t spent_ = 0;
     bool checksums_;
 };

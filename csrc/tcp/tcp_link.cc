@@ -110,7 +110,7 @@ void TcpLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<v
                    LinkEvents& events) {
     sender_.queue(info, bytes, std::move(owner));
     if (sender_.num_queued() == 1) {  // otherwise the socket is full, or there is no room
-        write(events);                // progress() meets a failure again
+        write(events);                // progress() reports a failure
     }
 }
 
@@ -221,14 +221,14 @@ int TcpLink::write(LinkEvents& events) {
     }
     if (next_look_ == kNever) {
         next_look_ = Clock::now() + look_period();
-        bell_->wake_service();  // it sleeps without this deadline
+        bell_->wake_service();  // the thread sleeps with another deadline
     }
     return sender_.write(socket_.get(), events);
 }
 
 /// After `silence_ms_`, the kernel ends a connection whose data waits, even if the peer's host
-/// answers and only has no room, because its process is stopped or starved of CPU. So the limit is
-/// off while data waits, all sent data is acknowledged, and the host answers probes for room.
+/// answers but has no room, because its process is stopped or starved of CPU. So the limit is off
+/// while data waits, all sent data is acknowledged, and the host answers probes for room.
 void TcpLink::look_at_window() noexcept {
     if (Clock::now() < next_look_) {
         return;

@@ -28,8 +28,8 @@ namespace megatron_ext {
 /// abort notices, and the end of the connection.
 class TcpLink final : public Link {
   public:
-    /// `socket` is connected to the authenticated peer. A peer counts as dead if its host answers
-    /// neither data nor probes for `silence_s` seconds.
+    /// `socket` is connected to the authenticated peer. A peer is considered dead if its host
+    /// answers neither data nor probes for `silence_s` seconds.
     TcpLink(const LinkContext& context, UniqueFd socket, double silence_s);
 
     const char* wire() const noexcept override { return "tcp"; }
@@ -74,8 +74,8 @@ class TcpLink final : public Link {
     PeerState state_ = PeerState::kOpen;
     std::string reason_;
     bool demanded_ = false;  // the caller waits
-    bool ended_ = false;     // no frame can arrive any more
-    bool mute_ = false;      // no frame can be sent any more
+    bool ended_ = false;     // no further frame can arrive
+    bool mute_ = false;      // no further frame can be sent
     bool window_is_full_ = false;
     Deadline next_look_ = kNever;  // at the window
     Deadline next_progress_ = kNever;

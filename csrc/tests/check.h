@@ -44,7 +44,7 @@ pid_t fork_child(Function run) {
     if (pid != 0) {
         return pid;
     }
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that is stopped takes its children along
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // the child ends if the test is stopped
     try {
         run();
     } catch (const std::exception& error) {

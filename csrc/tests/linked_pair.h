@@ -21,7 +21,7 @@
 
 namespace megatron_ext::testing {
 
-// For waits that have to succeed; ctest ends a test that hangs.
+// For waits that must succeed; ctest ends a test that hangs.
 inline constexpr Deadline kForEver = kNever;
 
 enum class Wire { kShm, kTcp };
@@ -76,7 +76,7 @@ inline int run_pair(Wire wire, ArenaSize size, const std::function<void(Endpoint
     return join_child(child);
 }
 
-/// Bytes that both sides can generate.
+/// Bytes that sender and receiver can both generate.
 inline std::shared_ptr<std::vector<unsigned char>> content(std::uint64_t tag,
                                                            std::size_t num_bytes) {
     auto bytes = std::make_shared<std::vector<unsigned char>>(num_bytes);

@@ -6,7 +6,7 @@
 
 using namespace megatron_ext;
 
-// What no memory holds is an error of the allocation here, too, not the end of the program.
+// A message that is larger than any memory must be an allocation error, also under a sanitizer.
 extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
 extern "C" const char* __tsan_default_options() { return "allocator_may_return_null=1"; }
 
@@ -18,7 +18,7 @@ TEST(a_message_for_which_there_is_no_memory_names_its_source_and_size) {
     const std::byte first_bytes[64] = {};
     const Descriptor piece = describe_piece(info, 0, 0, sizeof(first_bytes), first_bytes, false);
     Assembly assembly(7, BufferPool());
-    for (int attempt = 0; attempt < 2; ++attempt) {  // a second piece finds no half-made message
+    for (int attempt = 0; attempt < 2; ++attempt) {  // the first attempt leaves no partial message
         assembly.check(piece, sizeof(first_bytes));
         CHECK_THROWS(assembly.place(piece), TransportError,
                      "rank 7 sends 140737488355328 bytes as tag 0x21");

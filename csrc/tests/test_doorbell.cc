@@ -21,8 +21,8 @@ using megatron_ext::testing::join_child;
 
 namespace {
 
-// Waits that have to succeed are without a time-out: a late wake-up would still find the sequence
-// changed, whereas one that is lost hangs here, until ctest reports it.
+// Waits that must succeed have no time-out. With a time-out, a lost wake-up would go unnoticed,
+// because the sequence has changed by then. Without one, the test hangs until ctest reports it.
 
 /// The shared state of two processes, at the start of a fresh (zeroed) segment.
 struct Shared {
@@ -34,7 +34,7 @@ struct Shared {
 
 Shared* shared_in(const Segment& segment) { return static_cast<Shared*>(segment.data()); }
 
-/// Sleeps until `condition` holds, the way the contract in doorbell.h prescribes.
+/// Sleeps until `condition` holds, in the way that doorbell.h prescribes.
 template <typename Condition>
 void wait_until(const Doorbell& bell, Condition condition) {
     std::uint32_t seen = bell.sequence();
@@ -46,8 +46,8 @@ void wait_until(const Doorbell& bell, Condition condition) {
 
 pid_t thread_id() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
 
-/// Returns once the thread sleeps in the kernel; here that can only be a wait. `task` is below
-/// /proc.
+/// Returns once the thread sleeps in the kernel, which it only does in a wait. `task` is a folder
+/// in /proc.
 void wait_until_asleep(const std::string& task) {
     for (;;) {
         std::ifstream file("/proc/" + task + "/stat");
@@ -152,7 +152,7 @@ TEST(one_ring_wakes_all_threads_and_publishes_what_was_written_before) {
     std::uint32_t word = 0;
     Doorbell bell(&word);
     std::vector<std::atomic<pid_t>> tids(kNumWaiters);
-    int plain_value = 0;  // not atomic: ring() and wait() have to order it, which TSan checks
+    int plain_value = 0;  // not atomic: ring() and wait() must order accesses, which TSan checks
     std::vector<std::thread> waiters;
     for (int i = 0; i < kNumWaiters; ++i) {
         waiters.emplace_back([&, i] {

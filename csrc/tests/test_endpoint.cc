@@ -19,7 +19,7 @@ using namespace megatron_ext::testing;
 
 namespace {
 
-/// On every wire: `own` is rank 0, `other` rank 1, and both end well.
+/// Runs a test on every wire: `own` is rank 0, `other` is rank 1, and both must succeed.
 template <typename Own, typename Other>
 void check_pairs(ArenaSize size, const Own& own, const Other& other) {
     for (const Wire wire : kWires) {
@@ -80,7 +80,7 @@ TEST(a_wait_is_interrupted_though_rings_come_all_the_time) {
     std::atomic<bool> done{false};
     std::thread ringer([&] {
         while (!done.load()) {
-            send(endpoint, 0, 1, 0);  // not what is waited for
+            send(endpoint, 0, 1, 0);  // not the awaited message
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
     });
@@ -90,8 +90,8 @@ TEST(a_wait_is_interrupted_though_rings_come_all_the_time) {
 }
 
 TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
-    // Neither side calls its endpoint while the other one needs it to: pieces that the sender's
-    // first call found no room for have to be pushed by its service thread.
+    // Neither process calls its endpoint while the other one needs it: the sender's service thread
+    // must push the pieces for which the sender's first call found no room.
     const Signal sent;
     const Signal taken;
     constexpr std::size_t kBytes = 1U << 21;
@@ -116,7 +116,7 @@ TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
 
 TEST(what_was_sent_before_a_farewell_is_still_there) {
     const auto own = [](Endpoint& endpoint) {
-        send(endpoint, 1, 1, 100);  // never taken, and must not destroy what comes back
+        send(endpoint, 1, 1, 100);  // never taken, and must not destroy the reply
         CHECK(!endpoint.take(1, 9, kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kClosed);
         check_content(endpoint.take(1, 3, kForEver, nullptr));
@@ -160,7 +160,7 @@ TEST(whoever_gives_up_says_why) {
     };
     const auto other = [](Endpoint& endpoint) {
         for (std::uint64_t tag = 0; tag < 8; ++tag) {
-            send_zeros(endpoint, 0, tag, std::size_t{2} << 20);  // the reason gets past all of it
+            send_zeros(endpoint, 0, tag, std::size_t{2} << 20);  // the reason must overtake these
         }
         endpoint.abort("no more memory");
     };
@@ -255,7 +255,7 @@ TEST(one_thread_sends_while_another_waits) {
             std::thread sender([&] {
                 for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
                     send(endpoint, 1 - rank, tag, tag % 7 * 3000);
-                    send(endpoint, rank, tag, 10);  // wakes the other thread, too
+                    send(endpoint, rank, tag, 10);  // wakes the other thread too
                 }
             });
             for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
@@ -272,7 +272,7 @@ TEST(one_thread_sends_while_another_waits) {
 TEST(what_was_done_is_counted) {
     const auto own = [](Endpoint& endpoint) {
         endpoint.set_spin(std::chrono::microseconds(20));
-        for (std::uint64_t tag = 0; tag < 300; ++tag) {  // waits spin, sleep, or have nothing to do
+        for (std::uint64_t tag = 0; tag < 300; ++tag) {  // waits spin, sleep, or return at once
             send(endpoint, 1, tag, 10);
             check_content(endpoint.take(1, tag, kForEver, nullptr));
         }
@@ -298,7 +298,7 @@ TEST(what_was_done_is_counted) {
 
 TEST(a_forked_child_is_refused_and_says_no_farewell) {
     const auto own = [](Endpoint& endpoint) {
-        send(endpoint, 1, 1, 50000);  // for which there is no room: a service thread runs
+        send(endpoint, 1, 1, 50000);  // there is no room for this, so a service thread runs
         const auto message = endpoint.take(1, 7, kForEver, nullptr);
         const pid_t child = fork_child([&endpoint, copy = message]() mutable {
             CHECK_THROWS(send(endpoint, 1, 1, 1), TransportError, "forked child");

@@ -76,7 +76,7 @@ TEST(a_segment_reaches_another_process) {
     UniqueFd received = receive_fd(sockets.left.get(), deadline_after(kLongS));
     CHECK((::fcntl(received.get(), F_GETFD) & FD_CLOEXEC) != 0);
     const Segment segment = Segment::attach(std::move(received));
-    CHECK_EQ(join_child(child), 0);  // the memory outlives the process that made it
+    CHECK_EQ(join_child(child), 0);  // the memory outlives the process that created it
     CHECK_EQ(segment.size_bytes(), 100U);
     CHECK(std::strcmp(static_cast<char*>(segment.data()), "from the child") == 0);
 }

@@ -24,7 +24,7 @@ struct Pair {
     UniqueFd right;
 };
 
-/// Whether a child that lives on would keep the connection open.
+/// Whether a child that outlives its parent would keep the connection open.
 bool child_holds(Pair& pair) {
     int fds[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
@@ -36,7 +36,7 @@ bool child_holds(Pair& pair) {
         pair.right.reset();
         CHECK(::write(theirs.get(), "r", 1) == 1);
         CHECK(::read(theirs.get(), &byte, 1) == 0);
-        CHECK(::fcntl(pair.left.get(), F_GETFD) == FD_CLOEXEC);  // something is there to be closed
+        CHECK(::fcntl(pair.left.get(), F_GETFD) == FD_CLOEXEC);  // the number can be closed
     });
     CHECK(::read(mine.get(), &byte, 1) == 1);
     pair.left.reset();

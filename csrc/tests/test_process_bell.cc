@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::chrono::seconds kLong{1};
 
-/// Keeps the calling thread on one CPU; false if that is not allowed.
+/// Pins the calling thread to a CPU; returns false if that is not allowed.
 bool stay_on(int cpu) {
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
@@ -23,7 +23,7 @@ bool stay_on(int cpu) {
     return ::sched_setaffinity(0, sizeof(cpus), &cpus) == 0;
 }
 
-/// Rings from a CPU, on a thread of its own.
+/// Rings from a CPU, on a separate thread.
 void ring_on(ProcessBell& bell, int cpu) {
     std::thread([&] {
         stay_on(cpu);
@@ -34,10 +34,10 @@ void ring_on(ProcessBell& bell, int cpu) {
 TEST(nobody_spins_for_a_ring_that_cannot_come_meanwhile) {
     ProcessBell bell = ProcessBell::create();
     const Deadline begin = Clock::now();
-    CHECK(!bell.spin(bell.sequence(), kLong));  // nobody rang ever
+    CHECK(!bell.spin(bell.sequence(), kLong));  // there was no ring so far
     if (stay_on(0)) {
         ring_on(bell, 0);
-        CHECK(!bell.spin(bell.sequence(), kLong));  // who rings needs this CPU
+        CHECK(!bell.spin(bell.sequence(), kLong));  // the ringer needs this CPU
     }
     ring_on(bell, 1);
     CHECK(!bell.spin(bell.sequence(), Clock::duration::zero()));
@@ -78,7 +78,7 @@ TEST(a_ring_at_any_moment_of_a_spin_and_the_sleep_after_it_is_seen) {
             if (value.load() == wanted) {
                 return;
             }
-            // Short ones often end while the other side is about to ring.
+            // Short spins often end just before the ring.
             if (!bell.spin(seen, std::chrono::microseconds(wanted % 7))) {
                 CHECK(bell.wait(seen, Clock::now() + 20 * kLong, nullptr));
             }

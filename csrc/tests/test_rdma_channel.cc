@@ -27,7 +27,7 @@ using namespace megatron_ext::testing;  // NOLINT
 
 namespace {
 
-constexpr ArenaSize kSize{4, 100000};  // longer than the 64 KB that the fake takes in one write
+constexpr ArenaSize kSize{4, 100000};  // larger than the 64 KB that the fake accepts in one write
 
 /// Exchanges texts between two threads, like a socket.
 class Exchanger {
@@ -49,7 +49,7 @@ class Exchanger {
     std::deque<std::string> texts_[2];
 };
 
-/// One end, as a link has it.
+/// One end of a link.
 struct End final : LinkEvents {
     explicit End(const std::string& peer, ArenaSize size = kSize)
         : inbox(1, size, pool),
@@ -158,7 +158,7 @@ TEST(messages_of_any_size_cross_in_both_directions) {
                 end->messages.pop_front();
             }
         }
-        while (kept.size() > 3) {  // release any, so that slots return in any order
+        while (kept.size() > 3) {  // release a random one, so that slots return in any order
             kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
         }
     }
@@ -174,7 +174,7 @@ TEST(a_sender_without_credit_goes_on_when_it_comes) {
     }
     pair.left.progress();
     pair.left.progress();
-    CHECK_EQ(pair.left.outbox.num_queued(), std::size_t{2});  // nobody has looked at the four
+    CHECK_EQ(pair.left.outbox.num_queued(), std::size_t{2});  // the first four were not received
     pair.right.progress();
     pair.left.progress();
     pair.right.progress();
@@ -235,7 +235,7 @@ TEST(the_first_of_several_failures_is_told) {
     pair.left.channel.send();
     CHECK_THROWS(pair.left.channel.receive(), RdmaError,
                  "transport retry counter exceeded (status 12");
-    pair.left.channel.receive();  // the others went along
+    pair.left.channel.receive();  // the other requests were flushed
 }
 
 TEST(a_receiver_that_is_not_ready_is_our_mistake) {
@@ -259,7 +259,7 @@ TEST(a_port_that_fails_is_named_by_the_failure_that_follows) {
     Pair pair;
     send_async_event(verbs::kEventPortError);
     CHECK(is_readable(pair.left.channel.async_fd()));
-    pair.left.progress();  // it may come back
+    pair.left.progress();  // the port may recover
     const Faults faults("wc=12");
     pair.left.send(1, 10);
     pair.left.outbox.push(pair.left);

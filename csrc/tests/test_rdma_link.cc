@@ -24,7 +24,7 @@ namespace {
 constexpr ArenaSize kSize{4, 4096};
 
 struct Linked {
-    /// Unless `right_works`, nobody ever looks at what arrives there.
+    /// Unless `right_works`, no thread receives the messages of the right end.
     explicit Linked(bool right_works = true) : left(0, kSize, true), right(1, kSize, true) {
         use_fake_verbs();
         auto [left_socket, right_socket] = connected_sockets(Wire::kTcp);
@@ -82,7 +82,7 @@ TEST(a_device_writes_into_the_memory_that_is_sent) {
         info.tag = tag;
         info.num_bytes = 4096 - tag;
         std::optional<Message> message;
-        while (!(message = pair.left.reserve(1, info))) {  // until a credit has come
+        while (!(message = pair.left.reserve(1, info))) {  // until a credit has arrived
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
         CHECK(!pair.left.reserve(1, info));  // one of four: the receiver may keep two
@@ -138,7 +138,7 @@ TEST(a_receiver_that_computes_gives_room_all_the_same) {
     for (std::uint64_t tag = 0; tag < 20; ++tag) {
         send(pair.left, 1, tag, 5000);
     }
-    CHECK(pair.left.flush(kForEver, nullptr));  // the other thread is the service's
+    CHECK(pair.left.flush(kForEver, nullptr));  // the service thread does the work
     check_content(pair.right.take(0, 19, kForEver, nullptr));
 }
 
@@ -204,11 +204,11 @@ TEST(a_sender_that_only_waits_for_room_looks_for_its_peer) {
     for (std::uint64_t tag = 0; tag < 8; ++tag) {
         send(pair.left, 1, tag, 4000);
     }
-    while (report(pair.left).counts.num_queued > 4) {  // four slots are full, and known to be
+    while (report(pair.left).counts.num_queued > 4) {  // until the four slots are full
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const Faults faults("wc=12");
-    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing was sent since, but a probe
+    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing was sent since, except a probe
     CHECK(report(pair.left).state == PeerState::kDied);
 }
 
@@ -218,7 +218,7 @@ TEST(what_arrived_before_a_failure_is_received) {
         for (std::uint64_t tag = 0; tag < 3; ++tag) {
             send(pair.left, 1, tag, 100);
         }
-        CHECK(pair.left.flush(kForEver, nullptr));  // it is all there, and nobody has looked
+        CHECK(pair.left.flush(kForEver, nullptr));  // all have arrived, and none was received
         [[maybe_unused]] const auto failure = fail();
         pair.right.add(0, pair.right_link);
         for (std::uint64_t tag = 0; tag < 3; ++tag) {

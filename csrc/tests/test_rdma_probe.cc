@@ -14,7 +14,7 @@ using namespace megatron_ext::testing;  // NOLINT
 
 namespace {
 
-/// The probe ends in `step`, which says `part`.
+/// Checks that the probe ends in `step` with a text that contains `part`.
 void check_ends(const std::string& step, const std::string& part, const std::string& address = "") {
     const FakeSysfs sysfs;
     const auto findings = probe_rdma(address, sysfs.path());

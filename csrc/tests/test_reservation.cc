@@ -1,4 +1,4 @@
-// Slots that are handed out before their message is there, as to a device that writes it.
+// Slots that are lent before their message exists, for example to a device that writes it.
 
 #include <cstring>
 #include <deque>
@@ -27,13 +27,13 @@ std::optional<Message> reserve(Endpoint& endpoint, std::uint64_t tag, std::size_
     return endpoint.reserve(1, info);
 }
 
-/// Writes what the receiver expects.
+/// Writes the bytes that the receiver expects.
 void fill(const Message& message) {
     const auto num_bytes = static_cast<std::size_t>(message.info.num_bytes);
     std::memcpy(message.bytes.get(), content(message.info.tag, num_bytes)->data(), num_bytes);
 }
 
-/// Over shared memory: `own` is rank 0, `other` rank 1, and both end well.
+/// Runs a test over shared memory: `own` is rank 0, `other` is rank 1, and both must succeed.
 template <typename Own, typename Other>
 void check_pair(ArenaSize size, const Own& own, const Other& other) {
     CHECK_EQ(run_pair(Wire::kShm, size, own, other), 0);
@@ -47,7 +47,7 @@ TEST(what_is_written_into_a_slot_arrives_when_it_is_published) {
         const auto second = reserve(endpoint, 2, 100);
         CHECK(first && second && first->bytes.get() != second->bytes.get());
         send(endpoint, 1, 3, 50);
-        check_content(endpoint.take(1, 3, kForEver, nullptr));  // it came past both
+        check_content(endpoint.take(1, 3, kForEver, nullptr));  // it has overtaken both
         fill(*second);
         endpoint.publish(1, *second);
         check_content(endpoint.take(1, 2, kForEver, nullptr));
@@ -152,7 +152,7 @@ TEST(what_is_published_does_not_cut_into_a_message_in_pieces) {
         fill(*reserved);
         endpoint.publish(1, *reserved);
         CHECK_EQ(report(endpoint).counts.num_queued, 2U);
-        CHECK(!reserve(endpoint, 3, 64));  // the queue comes first
+        CHECK(!reserve(endpoint, 3, 64));  // queued messages have priority
         sent.give();
         CHECK(endpoint.flush(kForEver, nullptr));
         CHECK(endpoint.take(1, 1, kForEver, nullptr));
@@ -195,7 +195,7 @@ TEST(a_killed_peer_takes_no_memory_along) {
         kill.give();
         CHECK(!endpoint.take(1, 9, kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kDied);
-        fill(*reserved);  // a device does not notice
+        fill(*reserved);  // a device writes regardless of the peer's end
         CHECK_THROWS(endpoint.publish(1, *reserved), TransportError, "rank 1 is not open");
         CHECK_THROWS(reserve(endpoint, 2, 64), TransportError, "rank 1 is not open");
     };
@@ -205,7 +205,7 @@ TEST(a_killed_peer_takes_no_memory_along) {
     };
     const int status = run_pair(Wire::kShm, {4, 64}, own, other);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-    fill(*reserved);  // the endpoint is gone, too
+    fill(*reserved);  // the endpoint is gone too
     check_content(reserved);
 }
 
@@ -249,7 +249,7 @@ TEST(one_thread_publishes_what_another_reserves) {
                     }
                 }
                 if (next) {
-                    fill(*next);  // as the device does, some time after the other thread
+                    fill(*next);  // like a device, some time after the other thread
                     endpoint.publish(1, *next);
                     ++done;
                 } else {

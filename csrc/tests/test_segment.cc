@@ -27,8 +27,8 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 UniqueFd duplicate(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
-/// A memfd of `file_bytes` with the header of a real segment of 100 bytes, of which the 4 bytes at
-/// `patch_offset` are overwritten.
+/// A memfd of `file_bytes` with the header of a real segment of 100 bytes. The 4 bytes of the
+/// header at `patch_offset` are overwritten.
 UniqueFd forge(off_t file_bytes, off_t patch_offset, std::uint32_t patch, int seals = kSeals) {
     char header[24];
     const Segment real = Segment::create(100);

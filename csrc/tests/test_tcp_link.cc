@@ -22,7 +22,7 @@ using namespace megatron_ext::testing;
 
 namespace {
 
-/// Without a text.
+/// A control frame without a text.
 void seal_control(Descriptor& head) {
     head.checksum = checksum(nullptr, 0);
     seal(head);
@@ -100,7 +100,7 @@ TEST(a_peer_that_is_stopped_is_not_dead) {
     auto [mine, theirs] = connected_sockets(Wire::kTcp);
     endpoint.add(1, std::make_shared<TcpLink>(endpoint.context(1), std::move(mine), 1));
     constexpr std::uint64_t kNumPieces = kFirstRoom / kTcpPieceBytes;
-    for (std::uint64_t tag = 0; tag < kNumPieces; ++tag) {  // more than its host has room for
+    for (std::uint64_t tag = 0; tag < kNumPieces; ++tag) {  // more than the peer has room for
         send_zeros(endpoint, 1, tag, kTcpPieceBytes);
     }
     CHECK(!endpoint.take(1, 0, deadline_after(3), nullptr));
@@ -122,9 +122,9 @@ TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
     std::optional<Message> first = half.endpoint.take(1, 7, kForEver, nullptr);
     std::optional<Message> second = half.endpoint.take(1, 7, kForEver, nullptr);
     first.reset();
-    second.reset();  // a quarter of the room is free again: worth a frame
+    second.reset();  // a quarter of the room is free again, which is worth a frame
     CHECK_EQ(half.read_head().total_bytes, kFirstRoom + 2 * cost_of_message(kBytes));
-    // What is kept fills the room, and nobody ever takes it.
+    // The kept messages fill the room, and are never taken.
     std::thread waiter([&] { CHECK(half.endpoint.take(1, 8, kForEver, nullptr)); });
     for (std::uint64_t i = 3; i < 10; ++i) {
         const Descriptor head = piece_of(i, kBytes, 0, kBytes);
@@ -170,7 +170,7 @@ TEST(a_link_allows_more_by_itself_while_the_caller_waits) {
             }
         }
     };
-    const auto read_room = [&, &from = socket] {  // 0 if there is none
+    const auto read_room = [&, &from = socket] {  // 0 if no room is granted
         Descriptor head{};
         const ssize_t num_bytes = ::recv(from.get(), &head, sizeof(head), MSG_DONTWAIT);
         return num_bytes < 0 ? std::uint64_t{0} : head.total_bytes;
@@ -207,7 +207,7 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     reason.piece_bytes = kMaxReasonBytes + 1;
     seal(reason);
     refused(reason, "unknown kind");
-    reason.piece_bytes = 0;  // with a checksum that no text has
+    reason.piece_bytes = 0;  // with a checksum that does not match the empty text
     seal(reason);
     refused(reason, "why it gave up is not what was sent");
     Descriptor damaged = piece_of(0, 10, 0, 10);

@@ -16,8 +16,8 @@ class _HasFileno(Protocol):
 class Message:
     """A message that has arrived: a writable buffer of its bytes.
 
-    The bytes are in a slot of shared memory, or in reused memory, and go back there with the last
-    reference. `torch.frombuffer` holds one. Any thread may drop it.
+    The bytes are in a slot of shared memory, or in reused memory, which is free again with the last
+    reference. `torch.frombuffer` holds a reference. Any thread may drop the last one.
     """
 
     @property
@@ -52,14 +52,11 @@ class PeerReport:
 
     @property
     def reason(self) -> str:
-        """Reason that the peer gave when it aborted, or how its death was detected.
-
-        May be empty.
-        """
+        """Reason with which the peer has aborted, or how its death was detected; may be empty."""
 
     @property
     def num_arrived(self) -> int:
-        """Number of messages from it that were not taken."""
+        """Number of messages from the peer that were not taken."""
 
     @property
     def num_held(self) -> int:
@@ -67,7 +64,7 @@ class PeerReport:
 
     @property
     def num_queued(self) -> int:
-        """Number of messages to it that wait for room."""
+        """Number of messages to the peer that wait for room."""
 
 class Link:
     """The connection of an endpoint with one peer."""
@@ -99,7 +96,7 @@ class ShmLink(Link):
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """The same for the peer's memory that holds messages to it. Available after `accept`."""
+        """Address and number of bytes of the peer's memory for messages to it; after `accept`."""
 
     def accept(self, timeout_s: float | None = None) -> None:
         """Wait until the peer has created its link.
@@ -116,7 +113,7 @@ class TcpLink(Link):
         endpoint: The endpoint to which it will be added.
         peer: Rank of the peer.
         socket: A socket connected to the peer; duplicated.
-        silence_s: A peer counts as dead if its host does not answer for this long. 1 to 86400.
+        silence_s: A peer is considered dead if its host does not answer for this long. 1 to 86400.
 
     Raises:
         ValueError: There is already a link to this peer, or `silence_s` is out of range.
@@ -141,7 +138,7 @@ class EndpointCounts:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes in them."""
+        """Number of bytes in the sent messages."""
 
     @property
     def waited_s(self) -> float:
@@ -149,7 +146,7 @@ class EndpointCounts:
 
     @property
     def last_wait_s(self) -> float:
-        """The same for the last call that could wait."""
+        """Time spent sleeping or spinning in the last call that could wait."""
 
 @final
 class Endpoint:
@@ -267,7 +264,7 @@ class Endpoint:
         """
 
     def abort(self, reason: str) -> None:
-        """Tell all peers that this process gives up, and drop queued messages."""
+        """Notify all peers that this process aborts, and drop queued messages."""
 
     def close(self) -> None:
         """Send all peers a close notice and release the links.
@@ -335,7 +332,7 @@ class RdmaLink(Link):
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """The same for the memory from which the device sends messages to the peer."""
+        """Address and number of bytes of the memory from which the device sends to the peer."""
 
     @property
     def text(self) -> str:

@@ -43,7 +43,7 @@ T* fail_with(int error_number) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-/// Raises an event at all open devices.
+/// Raises an event on all open devices.
 EXPORT void fake_verbs_async_event(int type, int port) {
     const Lock lock(mutex);
     for (FakeContext* context : fabric.contexts) {

@@ -57,18 +57,18 @@ struct Fabric {
 
 extern Fabric fabric;
 
-/// One for all: speed is not the point.
+/// One mutex for everything, because speed is irrelevant here.
 extern std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-/// The value of a fault that is injected now; 0 for one without a value.
+/// The value of a fault that is currently injected; 0 if the fault has no value.
 std::optional<int> fault(const std::string& name);
 
 /// Ends the process, for a call that no correct program makes.
 [[noreturn]] void misuse(const char* what);
 
-/// A list of events with an eventfd that counts them. consume() takes one; false, with errno, if
-/// there is none.
+/// A list of events with an eventfd that counts them. consume() takes an event; it returns false,
+/// with errno, if there is none.
 void signal(int fd);
 bool consume(int fd);
 
