@@ -122,6 +122,7 @@ class Sharing:
         # torch's allocator cannot be used: its sharing is private and keeps a reference count in a
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
         # exported. The driver frees this memory when the last process that maps it has ended.
+        # Round up to whole blocks: otherwise an export would include other allocations.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address = ctypes.c_void_p()
         handle = _Handle()

@@ -159,6 +159,8 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         )
 
     def moving(original: Callable[..., Any]) -> Callable[..., Any]:
+        # The first argument of `to` may be a device, a dtype or a tensor. A dtype needs no
+        # translation, and the translator returns a tensor unchanged.
         not_a_device = torch.dtype
 
         @functools.wraps(original)

@@ -44,6 +44,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         ):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
+    # Upstream's choices contain only the backends of CUDA devices and hosts; add this device's.
     backend = action_of.get("distributed_backend")
     if backend is not None:
         choices = list(backend.choices or ())

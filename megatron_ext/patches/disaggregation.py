@@ -61,6 +61,7 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     # Freeze the model in its provider, because Megatron's wrapper allocates a gradient for each
     # weight that requires one.
     arguments = by_name(call, args, kwargs)
+    # The parameter has another name in the function of the builders.
     [provider] = [name for name in _PROVIDERS if name in arguments]
     provide = arguments[provider]
 
@@ -80,6 +81,7 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     job = active.job()
     assert job is not None
     arguments = sys.modules["megatron.training"].get_args()
+    # `training_log` divides by `world_size`, so change it during the call.
     arguments.world_size = job.ranks.num_ranks
     try:
         return call(*args, **kwargs)

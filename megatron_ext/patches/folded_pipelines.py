@@ -300,13 +300,15 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads formats that identify layers by rank, so it would load the wrong layers."""
     loaded = call(*args, **kwargs)
-    state, name, _, kind = loaded  # each rank has its own file two folders below
+    # `name` is the file of this rank, two folders below the checkpoint's own.
+    state, name, _, kind = loaded
     if kind is None or kind.name != "LEGACY":
         return (
             loaded
             if not active.is_folded()
             else check_format(lambda: loaded, None, (), {})
         )
+    # `_name_stages` has added the stages to the version; give Megatron the number back.
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)

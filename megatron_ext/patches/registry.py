@@ -96,6 +96,7 @@ class Registry:
             same_id = self._ids.setdefault(patch.id, [])
             if any(registered is patch for registered in same_id):
                 continue
+            # Rows may share an id if no release is in both of their ranges.
             for registered in same_id:
                 if patch.since < registered.until and registered.since < patch.until:
                     raise ValueError(

@@ -166,6 +166,7 @@ class Writer:
         self.path = folder / FILE_NAME.format(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Create the file exclusively, so that two trainings cannot mix their digests.
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
@@ -235,6 +236,7 @@ def read(path: Path) -> RankFile:
             )
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
+            # Encoding the parsed records again results in the text whose checksum was written.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")

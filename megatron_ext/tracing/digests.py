@@ -230,6 +230,7 @@ class DigestRecorder(Observer):
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
+        # Shared by all chunks, so that a weight of several chunks is recorded once.
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
             # Determine the stage here: a program may destroy its process groups before the last
@@ -328,6 +329,7 @@ class DigestRecorder(Observer):
         Steps without records are written too, for example on a forward rank whose stage is computed
         by the backward rank: the reader skips a step unless all ranks have completed it.
         """
+        # Copy all fingerprints to the host with two transfers, instead of two for each record.
         fingerprints = [record.fingerprint for record in self._records]
         bits: list[int] = []
         sizes: list[list[float]] = []
@@ -374,6 +376,7 @@ class DigestRecorder(Observer):
         if len(self._running) == 1:
             self._position = 0
         self._deferred = frozenset()
+        # Note the weights of a W now, because `waiting` no longer contains them after the W.
         if action.kind == "W" and self._compute is not None:
             self._deferred = self._compute.splits.waiting(
                 action.stage, action.microbatch
@@ -398,6 +401,7 @@ class DigestRecorder(Observer):
         # The reduction may be adding the gradients of other replicas at this moment.
         if is_last and chunk.reduces_during_backward:
             return
+        # An I has not computed the gradients that wait for W, and a W has computed only those.
         waiting: frozenset[int] = frozenset()
         if action.kind == "I" and self._compute is not None:
             waiting = self._compute.splits.waiting(action.stage, action.microbatch)
@@ -417,7 +421,7 @@ class DigestRecorder(Observer):
         """Return the chunk of a stage on this rank."""
         if self._compute is not None:
             return self._compute.table.schedule.placement.chunk_of(stage)
-        # Megatron's own schedules distribute chunks round-robin.
+        # Megatron's own schedules distribute stages round-robin.
         return int(stage // groups.get_pipeline_model_parallel_world_size())
 
     def _stage_of(self, index: int) -> int:
@@ -749,10 +753,12 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
     shards: dict[int, slice] = {}
     wrapped: Any = model
     for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        # With several instances of the optimizer, each of them shards over its own ranks.
         peers = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             length = bucket.grad_data.numel() // peers.size()
             begin = length * peers.rank()
+            # `first` and `end` are positions in the bucket, a shard is relative to its parameter.
             for parameter, (first, end) in bucket.param_to_index.items():
                 shard_begin = max(begin, first) - first
                 shard_end = min(begin + length, end) - first

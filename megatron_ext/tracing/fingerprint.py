@@ -119,10 +119,12 @@ class Fingerprints:
         mixing_factors = column_factors.to(torch.int32)
         row_terms = self._factors_of(num_rows, device).to(torch.int32)
         row_weights = self._weights_of("rows", num_rows, device)
+        # Use each block for both sums while it is in the cache.
         for first in range(0, num_rows, block_rows):
             rows = slice(first, first + block_rows)
             sums.add_words(words[rows], mixing_factors, row_terms[rows])
             sums.add_values(matrix[rows], row_weights[:, rows])
+        # Weight the sums of columns differently, so that swapped columns change the hash.
         bits = (sums.words.to(torch.int64) * column_factors).sum()
         column_weights = self._weights_of("columns", matrix.shape[1], device)
         projections = (sums.values * column_weights).sum(1)

@@ -313,6 +313,7 @@ class Watchdog:
         if not self._threads or threading.current_thread() in self._threads:
             return
         self._stop.set()
+        # A thread may be blocked in the store for longer than this; it is a daemon.
         for thread in self._threads:
             thread.join(2 * _ANSWER_S)
         self._threads.clear()
@@ -407,6 +408,7 @@ class Watchdog:
     def _state(self, rank: int) -> RankState:
         """Return this rank's state, with the innermost line outside of torch and this package."""
         where = ""
+        # Walk from the innermost frame outwards, to the first one that is informative.
         frame = sys._current_frames().get(self._training)
         runs_collective = False
         while frame is not None and not where:
@@ -445,6 +447,7 @@ class Watchdog:
         sys.stderr.flush()
         if not self._ends_process:
             return
+        # The error file tells the launcher which rank is to blame.
         cause.write(
             cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message
         )

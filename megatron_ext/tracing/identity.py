@@ -87,6 +87,7 @@ def _place(configuration: Active) -> _Place:
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
+    # Files are named by three ranks, so the data rank must distinguish context-parallel ranks too.
     data_size = groups.get_data_parallel_world_size(with_context_parallel=True)
     pipeline_size = groups.get_pipeline_model_parallel_world_size()
     data = groups.get_data_parallel_rank(with_context_parallel=True)

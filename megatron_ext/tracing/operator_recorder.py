@@ -116,6 +116,7 @@ class OperatorRecorder:
             str(action),
             str(self.place),
         )
+        # Write the file again with each slice of the micro-batch, so that it is always complete.
         self._recorded[action.slice] = operators
         of_all_slices = [
             operator for part in self._recorded.values() for operator in part

@@ -97,6 +97,7 @@ class DeviceClock:
 
         Returns None if the device does not reach the last event within the time-out.
         """
+        # Poll, because `synchronize` has no time-out.
         if timeout_s is not None:
             until = time.monotonic() + timeout_s
             while not stamps[-1].query():
@@ -191,8 +192,10 @@ class Recorder:
         # at exit.
         self.active = False
         end = self._clock.stamp()  # exclude our own work below
+        # Take the spans out first, so that they are dropped if the device has failed.
         spans = self._spans
         self._spans = []
+        # Resolve all stamps with a single wait for the device.
         stamps: list[Any] = []
         for _, begin, span_end, _ in spans:
             stamps += begin, span_end
@@ -213,12 +216,14 @@ class Recorder:
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
         # Put the iteration last: readers recognise a complete line by it.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
+        # Continue the list that the first line has opened: a comma, and events without brackets.
         self._put(f",{_encode(events)[1:-1]}\n")
 
     def _event(
         self, name: str, begin_ns: int, end_ns: int, attributes: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the Chrome-trace event of a span."""
+        # Chrome traces use microseconds.
         event: dict[str, Any] = {
             "name": _title(name, attributes), "cat": name, "ph": "X", **self._row,
             "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
@@ -286,6 +291,7 @@ class Recorder:
         self._rank = header.rank
         process = header.data * header.sizes[1] + header.pipeline
         self._row = {"pid": process, "tid": header.tensor}
+        # Leave out the closing bracket, because further lines continue the list.
         self._put(f"{_encode(self._first_events(header))[:-1]}\n")
 
     def _first_events(self, header: Header) -> list[dict[str, Any]]:

@@ -275,6 +275,7 @@ class Session(Observer):
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
         attributes = {"to": target, **_attributes_of(message), "bytes": num_bytes}
+        # Weights are sent between steps, so they are not traffic of the pipeline.
         name = "weights" if message.kind == "W" else "send"
         self._end(name, attributes)
 
@@ -369,6 +370,7 @@ class Session(Observer):
         self._open_spans.append((begin, end_span))
 
     def _end(self, name: str, attributes: Mapping[str, Any]) -> None:
+        # Spans are nested, so the last one that was opened ends.
         begin, end_span = self._open_spans.pop()
         if begin is not None:
             self.recorder.add(name, begin, attributes)
@@ -386,6 +388,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     weights = {
         parameter.untyped_storage().data_ptr() for parameter in model.parameters()
     }
+    # Count each storage once, because several saved tensors may share it.
     bytes_of_storages: dict[int, int] = {}
     for tensor in _saved_tensors(outputs):
         storage = tensor.untyped_storage()
@@ -396,6 +399,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
 
 def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """Yield the tensors that the graph nodes of these outputs keep, possibly several times."""
+    # Visit each node once: nodes of the graph may be reached on several paths.
     queue: list[Any] = []
     for output in outputs:
         if output is not None and output.grad_fn is not None:

@@ -31,6 +31,7 @@ def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
 
     group = _ACTIONS if name in ACTION_NAMES.values() else _MESSAGES
     context = managed_span(group, f"megatron_ext.{name}")
+    # Enter and exit the context explicitly, because the span ends in another call.
     span = context.__enter__()
 
     def end(attributes: Mapping[str, Any]) -> None:
