@@ -185,7 +185,7 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 def _meaning(node: Any) -> Any:
     """Return syntax as nested tuples, equal on every Python, without parts that have no effect."""
-    # So changes to comments, docstrings, layout and annotations are no drift. `ast.dump` and
+    # So a change to comments, docstrings, layout or annotations is not drift. `ast.dump` and
     # `ast.unparse` cannot be used, because their text differs between Pythons.
     if isinstance(node, ast.JoinedStr):  # Python 3.12 appends an empty string to some
         node.values = [

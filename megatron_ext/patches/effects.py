@@ -15,7 +15,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
-# Number of steps to check: after the first one, tied copies have been updated once.
+# Number of steps to check: the check before the second one covers the first update of tied copies.
 _STEPS = 2
 
 PATCHES = PatchTable(feature="effects", order=-20)

@@ -253,8 +253,8 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
-    # Local checkpoints identify tensors in this way too, but each placement has a folder for its
-    # own (`config/restarts.py`).
+    # Local checkpoints identify tensors in this way too, but each placement has a separate folder
+    # (`config/restarts.py`).
     if kind is not None and kind.name not in ("GLOBAL", "LOCAL"):
         raise DataError(
             f"{loaded[1]} is of format {kind.name.lower()}, which fits only the stages that it was "

@@ -53,8 +53,8 @@ class Registry:
     """All patches of a process; use the module's `REGISTRY`.
 
     Args:
-        release: The Megatron release whose rows apply. None: the installed one, determined when the
-            first row is registered.
+        release: The Megatron release whose rows apply. None means the installed one, which is
+            determined when the first row is registered.
     """
 
     def __init__(self, release: releases.Release | None = None) -> None:
@@ -71,7 +71,7 @@ class Registry:
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
-        # Modules that were patched before; arming them again does not count as late.
+        # Modules that were patched before, so that arming them again is not late.
         self._patched_modules: set[str] = set()
 
     @cached_property
@@ -134,7 +134,7 @@ class Registry:
     # -- installing ------------------------------------------------------------------------------
 
     def _arm(self, modules: set[str]) -> None:
-        """Install into loaded modules, and hook the import of the others."""
+        """Install into loaded modules, and hook the import of all other modules."""
         loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
         # Hook the import: right after a module has executed, no other code can have copied its

@@ -98,7 +98,7 @@ def _carries_messages() -> bool:
     _CONFIG,
     when=_carries_messages,
     of=active.active,
-    order=10,  # before split_backward.config sets fields of its own
+    order=10,  # inside split_backward.config, so it reads the fields before they change
 )
 @PATCHES.row(
     "schedules.gradient_config",

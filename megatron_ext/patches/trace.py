@@ -151,14 +151,14 @@ _observe_collective(
     "reduce",
     "trace.reduction",
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-    "Megatron does not record for --trace the reduction of gradients at the end of a step.",
+    "Megatron does not record the reduction of gradients in a step, which --trace needs.",
 )
 for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer"):
     _observe_collective(
         "optimizer",
         f"trace.optimizer.{_optimizer}",
         f"megatron.core.optimizer.optimizer:{_optimizer}.step",
-        "Megatron does not record for --trace the optimizer's part of a step.",
+        "Megatron does not record the optimizer's part of a step, which --trace needs.",
     )
 
 
@@ -166,7 +166,7 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 def _forward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record for --trace the forwards of its own schedules."""
+    """Megatron does not record the forwards of its own schedules, which --trace needs."""
     chunk = kwargs.get("vp_stage") or 0
     microbatch = kwargs.get("current_microbatch") or 0
     action = _action("F", chunk, microbatch)
@@ -183,7 +183,7 @@ def _forward(
 def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record for --trace the backwards of its own schedules."""
+    """Megatron does not record the backwards of its own schedules, which --trace needs."""
     # Megatron passes only the output that the backward starts from, which `_forward` has marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     if isinstance(output, list):

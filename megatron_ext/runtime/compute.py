@@ -119,7 +119,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
 
     This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
     only on the arguments and on the tensor- and expert-parallel rank. They do not depend on the
-    pipeline rank or the execution order, and a repeated forward draws them again. `iteration`
+    pipeline rank or the execution order, and a repeated forward draws the same numbers. `iteration`
     counts from the start of training.
 
     Raises:
@@ -282,7 +282,7 @@ class StageCompute:
             outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
-            # Nobody receives the outputs of an R, so free them, as after a send.
+            # No stage receives the outputs of an R, so free them, as after a send.
             if not self._stage(stage).is_last:
                 self.release(outputs)
             return []
@@ -303,7 +303,7 @@ class StageCompute:
         is_first = not self._forwards[stage]
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
-        # Upstream's partial checkpointing exempts the first few live micro-batches from it.
+        # With partial checkpointing, upstream does not checkpoint the first few live micro-batches.
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:

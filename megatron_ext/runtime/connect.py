@@ -73,11 +73,14 @@ def open_transport(
         TransportError: The transport, or the chosen path between devices, is not available; the
             message says why.
     """
+    shapes_of_all_kinds: list[tuple[int, ...] | None] = []
+    for shapes_of_kind in shapes.values():
+        shapes_of_all_kinds += shapes_of_kind
     connections = _Connections(
         pipeline=pipeline,
         device=device,
         links=links,
-        shapes=[shape for of_kind in shapes.values() for shape in of_kind],
+        shapes=shapes_of_all_kinds,
         dtype=dtype,
         bypasses=bypasses,
         # Number the transport on all ranks, so that names match, although some ranks may not open
@@ -234,12 +237,10 @@ class _Connections:
 
     def _tensor_bytes(self) -> int:
         """Return the size in bytes of the largest tensor whose size is known."""
-        sizes = [
-            math.prod(shape) * self.dtype.itemsize
-            for shape in self.shapes
-            if shape is not None
-        ]
-        return max(sizes, default=_SLOT_BYTES)
+        known_shapes = [shape for shape in self.shapes if shape is not None]
+        if not known_shapes:
+            return _SLOT_BYTES
+        return max(map(math.prod, known_shapes)) * self.dtype.itemsize
 
     @staticmethod
     def _log_indirect(transport: Transport, reach: Reach) -> None:

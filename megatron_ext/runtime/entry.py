@@ -232,11 +232,10 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
         modules = [chunk]
         while isinstance(getattr(modules[-1], "module", None), torch.nn.Module):
             modules.append(modules[-1].module)  # type: ignore[arg-type]
-        missing = [
-            f"`{name}`"
-            for name in needed_of_models()
-            if not any(hasattr(module, name) for module in modules)
-        ]
+        missing = []
+        for name in needed_of_models():
+            if not any(hasattr(module, name) for module in modules):
+                missing.append(f"`{name}`")
         if missing:
             raise ScheduleError(
                 f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "

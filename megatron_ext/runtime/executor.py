@@ -228,11 +228,9 @@ class Executor:
             return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
         except TransportError as error:
             exchanges = self.program.exchanges
-            number = next(
-                index
-                for index, candidate in enumerate(exchanges)
-                if exchange.action in candidate.actions
-            )
+            number = 0
+            while exchange.action not in exchanges[number].actions:
+                number += 1
             raise type(error)(
                 f"{self.name_of(None)} cannot run {exchange.action}, action "
                 f"{number} of its {len(exchanges)} in "

@@ -62,10 +62,10 @@ def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
         return None
     first, last = tied
     difference = (first.float() - last.float()).abs().max().item()
-    told = f"they differ by up to {difference:.2g}"
+    description = f"they differ by up to {difference:.2g}"
     if not last.any():
-        told += " (the second is zero)"
-    return told
+        description += " (the second is zero)"
+    return description
 
 
 def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -77,13 +77,15 @@ class Table:
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
         """The messages that this rank receives, in sending order for each source."""
-        return tuple(
-            Transfer("RECV", sent.message, rank, sent.to_twin)
-            for rank in range(self.schedule.placement.num_ranks)
-            for exchange in exchanges(self.schedule, rank, self.window)
-            for sent in (*exchange.grants, *exchange.outputs)
-            if sent.verb == "SEND" and sent.peer == self.rank
-        )
+        arrivals = []
+        for rank in range(self.schedule.placement.num_ranks):
+            for exchange in exchanges(self.schedule, rank, self.window):
+                for sent in (*exchange.grants, *exchange.outputs):
+                    if sent.verb != "SEND" or sent.peer != self.rank:
+                        continue
+                    arrival = Transfer("RECV", sent.message, rank, sent.to_twin)
+                    arrivals.append(arrival)
+        return tuple(arrivals)
 
     @cached_property
     def order(self) -> MessageOrder:
@@ -328,12 +330,11 @@ class PipelineEnds:
         cls, peers: Peers, shapes: Shapes, dtype: torch.dtype
     ) -> PipelineEnds:
         """Return the ends of an ordinary pipeline, with the same dtype for all tensors."""
-        forms = {
-            kind: [
-                Form(shape, dtype, part) for part, shape in enumerate(shapes_of_kind)
-            ]
-            for kind, shapes_of_kind in shapes.items()
-        }
+        forms: dict[str, list[Form]] = {}
+        for kind, shapes_of_kind in shapes.items():
+            forms[kind] = []
+            for part, shape in enumerate(shapes_of_kind):
+                forms[kind].append(Form(shape, dtype, part))
         # The gradient that comes back (B) has a tensor for each tensor of the activation (F).
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
@@ -388,12 +389,12 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
             if post.is_behind_inputs:
                 calls_before += received[post.before]
             turns.append((post.transfer, calls_before))
-    expected = (
-        Expected(rank, form.named(transfer.message), form.shape, form.dtype, after)
-        for transfer, after in turns
-        for form in ends.forms(transfer)
-        for rank in ends.ranks(transfer)
-    )
+    expected: list[Expected] = []
+    for transfer, after in turns:
+        for form in ends.forms(transfer):
+            message = form.named(transfer.message)
+            for rank in ends.ranks(transfer):
+                expected.append(Expected(rank, message, form.shape, form.dtype, after))
     return Program(resolved, tuple(expected))
 
 

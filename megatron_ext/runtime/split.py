@@ -302,9 +302,9 @@ class SplitBackward:
         *,
         in_current_stream: bool = False,
     ) -> None:
-        remaining = {
-            id(w) for gradients in waiting.values() for w in gradients[0].weights
-        }
+        remaining: set[int] = set()
+        for gradients in waiting.values():
+            remaining.update(map(id, gradients[0].weights))
         # With sequence parallelism, all-gather the inputs again, one gradient ahead of the GEMMs,
         # so that gathers and GEMMs overlap. The gather is collective, so all tensor-parallel ranks
         # of a stage must compute the same gradients in the same order.
@@ -341,12 +341,10 @@ class SplitBackward:
 
     def waiting(self, stage: int, microbatch: int) -> frozenset[int]:
         """Return the ids of the weights whose gradients for a micro-batch wait for W."""
-        gradients_of = self._waiting.get((stage, microbatch), {})
-        return frozenset(
-            id(weight)
-            for gradients in gradients_of.values()
-            for weight in gradients[0].weights
-        )
+        weight_ids: set[int] = set()
+        for gradients in self._waiting.get((stage, microbatch), {}).values():
+            weight_ids.update(map(id, gradients[0].weights))
+        return frozenset(weight_ids)
 
     def pending(self) -> list[_Key]:
         """Return the (stage, micro-batch) keys whose W has not run, sorted."""

@@ -199,28 +199,22 @@ class TrainingSync(Sync):
             # order of completion may differ between peers: experts, which have a separate reduction
             # group, may receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
-            place = {
-                id(parameter): index
-                for index, parameter in enumerate(chunk.parameters())
-            }
-            groups = [
-                _BucketGroup(group, frozenset(map(id, group.params)))
-                for group in (
-                    *chunk.bucket_groups,
-                    *chunk.expert_parallel_bucket_groups,
-                )
-            ]
-            groups.sort(
-                key=lambda group: min(place[weight] for weight in group.weights)
-            )
+            place: dict[int, int] = {}
+            for index, parameter in enumerate(chunk.parameters()):
+                place[id(parameter)] = index
+            groups: list[_BucketGroup] = []
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                weights = frozenset(map(id, group.params))
+                groups.append(_BucketGroup(group, weights))
+            groups.sort(key=lambda group: min(map(place.__getitem__, group.weights)))
             self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
             # At the end of a step, Megatron reduces buckets that no hook has counted so far, unless
-            # they have the handle of a reduction. With several optimizer instances there is no
-            # handle, so mark the bucket as counted.
+            # they have the handle of a reduction. With several optimizer instances the handle is
+            # None, so mark the bucket as counted.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
