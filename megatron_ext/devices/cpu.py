@@ -386,11 +386,12 @@ def _one_worker(
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-        options._devices = (
-            [gloo.create_device(interface=name) for name in interfaces.split(",")]
-            if interfaces
-            else [gloo.create_default_device()]
-        )
+        if interfaces:
+            names = interfaces.split(",")
+            devices = [gloo.create_device(interface=name) for name in names]
+        else:
+            devices = [gloo.create_default_device()]
+        options._devices = devices
         options._threads = 1
         if timeout is not None:
             options._timeout = timeout

@@ -68,9 +68,9 @@ def _place_segment(
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
     # Upstream deals segments out round-robin, so reorder them such that each rank gets the segments
     # of its stages.
-    dealt = [
-        segments[stage] for chunk in zip(*stages_of, strict=True) for stage in chunk
-    ]
+    dealt: list[str] = []
+    for stages_of_chunk in zip(*stages_of, strict=True):
+        dealt += [segments[stage] for stage in stages_of_chunk]
     layers, _ = call("|".join(dealt), *further_args, **kwargs)
     stage = stages_of[placed["pp_group"].rank()][placed["vp_stage"]]
     return layers, sum(map(len, segments[:stage]))

@@ -357,12 +357,7 @@ class StageCompute:
                     )
             # `release` cannot free a view. A model may return one, and a full backward hook on a
             # stage's last module creates one.
-            outputs = [
-                make_viewless_tensor(output, output.requires_grad, keep_graph=True)
-                if isinstance(output, torch.Tensor)
-                else output  # None, or a tree, whose tensors are released elsewhere
-                for output in outputs
-            ]
+            outputs = [_viewless(output) for output in outputs]
         self._forwards[stage] += 1
         self._num_tokens.append(num_tokens)
         if store:
@@ -510,6 +505,16 @@ class StageCompute:
         return refusing_long_sequences(
             model, stage, microbatch, self.call.cp_group_size
         )
+
+
+def _viewless(output: Any) -> Any:
+    """Return a tensor that is not a view; other outputs are unchanged.
+
+    These are None, and trees, whose tensors are released elsewhere.
+    """
+    if not isinstance(output, torch.Tensor):
+        return output
+    return make_viewless_tensor(output, output.requires_grad, keep_graph=True)
 
 
 def log_ignored_input(stage: int, microbatch: int) -> None:

@@ -113,7 +113,8 @@ class _Connections:
     @property
     def peers(self) -> set[int]:
         """Global ranks of all peers."""
-        return {rank for link in self.links for rank in link} - {dist.get_rank()}
+        ranks = set[int]().union(*self.links)
+        return ranks - {dist.get_rank()}
 
     def through_host_memory(self) -> Transport:
         """Open the transport without direct paths between devices. Collective over the job."""

@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -376,13 +374,14 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         # Tensors that stay on this rank (LOCAL) never reach the transport.
-        received = [
-            sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved
-        ]
-        sent = [
-            sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved
-        ]
-        calls = list(accumulate(map(add, received, sent), initial=0))
+        # [exchange] -> number of calls of `recv`; number of all calls before the exchange
+        received: list[int] = []
+        calls = [0]
+        for exchange in resolved:
+            num_received = sum(t.verb == "RECV" for t in exchange.all_inputs)
+            num_sent = sum(t.verb == "SEND" for t in exchange.all_outputs)
+            received.append(num_received)
+            calls.append(calls[-1] + num_received + num_sent)
         turns = []
         for post in table.order.posts(table.rank, leads=leads):
             calls_before = calls[post.before]

@@ -280,13 +280,13 @@ class Runtime:
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return the data of each chunk, which can be read by micro-batch."""
-        crossed = map(self.placement.is_crossed, self.placement.stages_of[self.rank])
-        return [
-            MicrobatchData(
-                iterator, self.exchange if is_crossed else None, self.observers
-            )
-            for iterator, is_crossed in zip(iterators, crossed, strict=True)
-        ]
+        data: list[MicrobatchData] = []
+        stages = self.placement.stages_of[self.rank]
+        for iterator, stage in zip(iterators, stages, strict=True):
+            is_crossed = self.placement.is_crossed(stage)
+            exchange = self.exchange if is_crossed else None
+            data.append(MicrobatchData(iterator, exchange, self.observers))
+        return data
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
         """Return the order of the micro-batches in a step; None if it is the order of the data."""

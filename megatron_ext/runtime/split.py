@@ -164,9 +164,9 @@ class SplitBackward:
         Collective over the group, before a training step with sequence parallelism. The ranks must
         agree, because a layer gathers its input in W if the gradient is deferred, otherwise in I.
         """
-        weights = [
-            weight for chunk in self._chunks.values() for weight in chunk.weights
-        ]
+        weights: list[torch.nn.Parameter] = []
+        for chunk in self._chunks.values():
+            weights += chunk.weights
         reasons = [self._why_whole(weight) for weight in weights]
         flags = [reason is not None for reason in reasons]
         is_whole = torch.tensor(flags, dtype=torch.int32, device=device)

@@ -118,9 +118,9 @@ class OperatorRecorder:
         )
         # Write the file again with each slice of the micro-batch, so that it is always complete.
         self._recorded[action.slice] = operators
-        of_all_slices = [
-            operator for part in self._recorded.values() for operator in part
-        ]
+        of_all_slices: list[Operator] = []
+        for operators_of_slice in self._recorded.values():
+            of_all_slices += operators_of_slice
         write(self._folder, OperatorFile(written, of_all_slices))
 
     def stop(self) -> None:
