@@ -266,7 +266,7 @@ def test_states_travel_as_text() -> None:
         == "rank 3 waits for 2B0 of rank 1 or 4F1 of rank 2 for 1.5 s, at a.py:3 in f"
     )
     crowd = RankState(0, "waits", tuple((rank, "0F0") for rank in range(9)))
-    assert "or 5 others" in str(crowd)
+    assert "or 5 more" in str(crowd)
 
 
 def test_messages_are_named_by_the_action_that_makes_them() -> None:
@@ -322,4 +322,4 @@ def test_the_process_of_a_silent_rank_is_looked_at() -> None:
         finally:
             process.kill()
     assert hang.process_state(socket.gethostname(), process.pid) == f"{place} is gone"
-    assert "is gone, is stopped, or" in hang.process_state("elsewhere", process.pid)
+    assert "is gone, stopped, or" in hang.process_state("elsewhere", process.pid)
