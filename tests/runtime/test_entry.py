@@ -568,7 +568,7 @@ def test_several_models_in_one_job_are_refused() -> None:
     for told in run_ranks(2, _with_several_modules):
         assert len(told) == 3
         assert set(told) == {told[0]}
-        assert "schedule_pg_collection of several modules (MIMO)" in told[0]
+        assert "schedule_pg_collection is for several modules (MIMO)" in told[0]
         assert "leave --pipeline-schedule out" in told[0]
 
 

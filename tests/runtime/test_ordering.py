@@ -106,7 +106,7 @@ def test_a_head_follows_its_input_if_nothing_else_is_ready(
     ],
 )
 def test_all_parts_of_its_input_have_to_be_launched(told: Sequence[Message]) -> None:
-    with pytest.raises(TransportTimeout, match="the first of the table is 0B0"):
+    with pytest.raises(TransportTimeout, match="the first one in the table is 0B0"):
         _chosen(told, 2)
 
 
