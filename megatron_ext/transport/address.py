@@ -104,7 +104,7 @@ def choose_wire(
         )
     if address.wire == "rdma" and no_rdma:
         raise TransportError(
-            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Use "
+            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or repair RDMA"
         )
     # Check both addresses in both processes, so that neither waits for the other, which has raised
