@@ -1,7 +1,7 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
-        [--imbalance X ... [--waiting N] [--exchange-share S]] [--quick]
+        [--imbalance X ... [--waiting N] [--waves N] [--exchange-share S]] [--quick]
 
 This uses the emulated device that runs behind its host, as schedules.py --device does. It needs a
 C++ compiler and megatron-core 0.19 or later, because earlier releases can plan only their own
@@ -20,10 +20,12 @@ of the same layer's computation, in the forward and in the input gradient. Colum
     activations  on the worst rank, in those of one micro-batch on 1/pp of the model
 
 With `--imbalance`, experts get unequal numbers of tokens, and kernels share the device: it runs one
-at a time, of those that are ready one of the highest priority first, and interrupts none. Exchanges
-use a share of it. The imbalance is the largest load of a layer's expert ranks over their mean. All
-orders run random loads with each of the imbalances, half of whose deviation stays the same for the
-whole step, and the eight workloads of Megatron-LM#7488, W0 (balanced) to W7. Columns:
+at a time, of those that are ready one of the highest priority first, and interrupts none. Weight
+gradients consist of several kernels (`--waves`), because a GPU chooses between streams whenever
+thread blocks have ended. Exchanges use a share of the device. The imbalance is the largest load of
+a layer's expert ranks over their mean. All orders run random loads with each of the imbalances,
+half of whose deviation stays the same for the whole step, and the eight workloads of
+Megatron-LM#7488, W0 (balanced) to W7. Columns:
 
     T/work       T over the mean work of a rank
     T/busiest    T over the work of the busiest rank, the floor of all orders
@@ -185,7 +187,7 @@ def _check_release() -> None:
 def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Measure experts with unequal loads, and print."""
     compared = chosen(parser, uneven.systems(args.waiting), args.only)
-    pp, num_microbatches, forward_ms = 2, 16, args.forward_ms or 80.0
+    pp, num_microbatches, forward_ms = 2, 8, args.forward_ms or 80.0
     num_ranks = uneven.NUM_EXPERT_RANKS
     size = Size(LAYERS * pp, num_microbatches, num_ranks)
     by_name = uneven.cases(size, args.imbalance)
@@ -210,13 +212,14 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         by_name,
         connections=args.connections,
         exchange_share=args.exchange_share,
+        weight_waves=args.waves,
     )
     print(f"{uneven.table(results, by_name, sizes.work_s)}\n")
     print(
         f"pp {pp}, {num_ranks} ranks of experts, {num_microbatches} micro-batches, {LAYERS} layers "
         f"on each rank, forward = input gradient = weight gradient = {forward_ms:g} ms on average, "
-        f"{device}, exchanges that use {args.exchange_share:g} of the device, one step of each; "
-        f"{before} before."
+        f"{device}, exchanges that use {args.exchange_share:g} of the device, weight gradients in "
+        f"{args.waves} kernels for half a layer, one step of each; {before} before."
     )
     return 0
 
@@ -239,6 +242,8 @@ def main() -> int:
         metavar="N",
         help="with --imbalance: W that may wait",
     )
+    add("--waves", type=int, default=8, metavar="N",
+        help="with --imbalance: kernels of the weight gradient of half a layer")  # fmt: skip
     add("--exchange-share", type=float, default=0.0, metavar="S",
         help="with --imbalance: share of the device that an exchange uses")  # fmt: skip
     add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "

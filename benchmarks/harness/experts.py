@@ -57,7 +57,9 @@ class ExpertProbe(DeviceProbe):
             share = times.exchange_share
         expert_rank = parallel_state.get_expert_model_parallel_rank()
         lasts_us = 1e6 * times.part_s(part, kind, *place, layer, expert_rank)
-        torch.ops.fake_musa.spend(self.device.index, lasts_us, share)
+        num_waves = times.weight_waves if kind == "W" else 1
+        for _ in range(num_waves):
+            torch.ops.fake_musa.spend(self.device.index, lasts_us / num_waves, share)
 
     def chunk(self, config: Any, vp_stage: int | None, number: int) -> Chunk:
         return ExpertChunk(self, config, vp_stage, number)

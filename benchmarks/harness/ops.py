@@ -96,6 +96,9 @@ class ExpertTimes(OpTimes):
     """All-to-all in a forward or an input gradient, relative to the computation."""
     exchange_share: float = field(default=1.0, kw_only=True)
     """Share of a device that an exchange uses; below 1, kernels run beside it."""
+    weight_waves: int = field(default=1, kw_only=True)
+    """Kernels of the weight gradient of a layer's part. The device chooses between two of them, as
+    a GPU chooses between streams whenever thread blocks have ended."""
     experts: Loads = field(default=(), kw_only=True, hash=False)
     """Loads of the experts; empty: they are all 1."""
     attention: Loads = field(default=(), kw_only=True, hash=False)

@@ -78,6 +78,7 @@ def measure(
     *,
     connections: int,
     exchange_share: float,
+    weight_waves: int,
 ) -> tuple[dict[str, dict[str, Result]], str]:
     """Run all workloads under each system; return the results by workload, and the device."""
     size = Size(LAYERS * sizes.pp, sizes.num_microbatches, NUM_EXPERT_RANKS)
@@ -94,6 +95,7 @@ def measure(
                     system.share(sizes.pp),
                     all_to_all=_EXCHANGE,
                     exchange_share=exchange_share,
+                    weight_waves=weight_waves,
                     experts=workload.experts,
                     attention=workload.attention,
                 )

@@ -18,8 +18,8 @@ def _ends_ms(exchange_share: float, waits_at_ms: float | None) -> dict[str, floa
     """Return when kernels end that get ready at once, or 30 ms later.
 
     Three kernels of 20 ms are in a stream of low priority. One of 20 ms, in a stream of high
-    priority, waits for an exchange of 30 ms. With `waits_at_ms`, a third stream waits for
-    the low one after a time.
+    priority, waits for an exchange of 30 ms and a kernel that takes no time. With `waits_at_ms`, a
+    third stream waits for the low one after a time.
     """
     high, exchanges, awaiting = (torch.musa.Stream(priority=-1) for _ in range(3))
     low = torch.musa.Stream(priority=0)
@@ -39,6 +39,7 @@ def _ends_ms(exchange_share: float, waits_at_ms: float | None) -> dict[str, floa
     for stream in (low, awaiting):
         stream.wait_stream(exchanges)
     spend("exchange", exchanges, 30, exchange_share)
+    spend("free", exchanges, 0)
     high.wait_stream(exchanges)
     spend("high", high, 20)
     for number in range(3):
@@ -64,14 +65,14 @@ def _run(
 def test_a_launched_kernel_ends_before_one_of_higher_priority_starts() -> None:
     ends_ms = _run(shared=1)
     assert ends_ms == {
-        "exchange": 30, "low 0": 20, "low 1": 40, "high": 60, "low 2": 80
+        "exchange": 30, "free": 30, "low 0": 20, "low 1": 40, "high": 60, "low 2": 80
     }  # fmt: skip
 
 
 def test_kernels_that_do_not_share_the_device_run_at_once() -> None:
     ends_ms = _run()
     assert ends_ms == {
-        "exchange": 30, "low 0": 20, "low 1": 40, "high": 50, "low 2": 60
+        "exchange": 30, "free": 30, "low 0": 20, "low 1": 40, "high": 50, "low 2": 60
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ struct Contender {
     double lasts_s = 0;
     int priority = 0;  // the lower, the earlier
     StreamKey stream = 0;
+    double came_s = 0;  // when its thread came, by the clock of the host
 };
 
 // All functions are called under the lock of the device.
@@ -51,6 +52,7 @@ class Processor {
     void release(double end_s) {
         is_busy_ = false;
         free_s_ = end_s;
+        freed_s_ = now_s();
         changed_.notify_all();
     }
 
@@ -124,9 +126,10 @@ class Processor {
         if (kernel.priority == highest_) {
             return 0;
         }
-        // The thread of a kernel that goes first may be late.
-        const double grace_s = 1e-6 * Costs::instance().lag_us / 8;
-        return next_s + std::min(grace_s, kernel.lasts_s);
+        // The thread of a kernel that goes first may be late, and all clocks of the device with it.
+        // So wait by the host's clock, at most as long as the kernel lasts: its thread catches up.
+        const double grace_s = std::min(1e-6 * Costs::instance().lag_us / 8, kernel.lasts_s);
+        return std::max({next_s, freed_s_, kernel.came_s}) + grace_s;
     }
 
     static bool goes_before(const Contender& one, const Contender& other) {
@@ -140,7 +143,8 @@ class Processor {
     std::condition_variable changed_;
     int highest_ = 0;
     bool is_busy_ = false;
-    double free_s_ = 0;  // when the last kernel ended
+    double free_s_ = 0;   // when the last kernel ended
+    double freed_s_ = 0;  // the same by the clock of the host
 };
 
 }  // namespace fake_musa

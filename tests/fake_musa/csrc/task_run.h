@@ -108,8 +108,9 @@ class TaskRun {
     // both directions: a reader finds its input unwritten, or its input overwritten too early.
     void compute() {
         const double lasts_us = time_us();
-        const bool competes =
-            Costs::instance().shared > 0 && task_.kind == Kind::kKernel && task_.share >= 1;
+        // What takes no time needs no multiprocessors, such as a small copy between two exchanges.
+        const bool competes = Costs::instance().shared > 0 && task_.kind == Kind::kKernel &&
+                              task_.share >= 1 && lasts_us > 0;
         if (competes) {
             start_on_processor(lasts_us);
         } else if (task_.share < 1) {
@@ -132,7 +133,8 @@ class TaskRun {
 
     void start_on_processor(double lasts_us) {
         advance(0);
-        const Contender kernel{queue_.clock_s, 1e-6 * lasts_us, task_.priority, task_.stream};
+        const Contender kernel{queue_.clock_s, 1e-6 * lasts_us, task_.priority, task_.stream,
+                               now_s()};
         advance(queue_.processor->acquire(lock_, kernel, [&] { return failure_.is_set(); }));
     }
 
