@@ -1,4 +1,4 @@
-"""`megatron-ext plan --lengths`: predicts how much balancing micro-batches by cost gains."""
+"""`megatron-ext plan --lengths`: predicts the gain from balancing micro-batches by cost."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -35,7 +35,7 @@ _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
 
 
 def run(args: argparse.Namespace, costs: Costs) -> int:
-    """Predict how much balancing by cost gains, and print the result.
+    """Predict the gain from balancing by cost, and print the result.
 
     Raises:
         ScheduleError: A flag is missing or invalid, or the lengths do not allow a prediction.
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     if args.json:
         entries = []
         for prediction in predictions:
-            # Without slices, their fields are None.
+            # Without slices, the fields about slices are None.
             fields = prediction._asdict().items()
             entries.append({name: value for name, value in fields if value is not None})
         print(json.dumps(entries, indent=1))
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _length_cost(args: argparse.Namespace) -> LengthCost:
-    """Return the cost of a sample as a function of its length.
+    """Return a function from the length of a sample to its cost.
 
     Raises:
-        ScheduleError: Neither or both of the two flags that set the cost are given.
+        ScheduleError: Not exactly one of the two flags that set the cost is given.
     """
     # Exactly one of the two flags must be given.
     if (args.length_costs is None) == (args.hidden_size is None):
@@ -116,15 +116,15 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
 
 
 def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int | None:
-    """Return the number of tokens in a slice, from `--slice-tokens`; None without this flag.
+    """Return the number of tokens per slice from `--slice-tokens`, or None if it is not given.
 
     Raises:
-        ScheduleError: The value is neither `auto` nor a whole number of 1 or more, or with `auto`,
-            a sample does not fit into a micro-batch.
+        ScheduleError: The value is neither `auto` nor a positive integer, or it is `auto` and a
+            sample does not fit into a micro-batch.
     """
     if text is None:
         return None
-    # Slices suit the longest micro-batch when samples are packed in the order of the file.
+    # Size the slices for the longest micro-batch that results from packing samples in file order.
     if text == "auto":
         packs = packs_in_file_order(lengths, sizes.max_tokens)
         tokens = [sum(pack) for pack in packs]
@@ -160,9 +160,9 @@ def _table(predictions: Sequence[LengthGains]) -> str:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the lengths of samples in tokens, from a file with one number or JSON value per line.
+    """Read sample lengths, in tokens, from a file with one number or JSON value per line.
 
-    A JSON value is a number, a list whose length is taken, or an object with a number or a list
+    A JSON value is a number, a list (whose length is used), or an object with a number or a list
     under `length`, `num_tokens` or `tokens`. Empty lines are ignored.
 
     Raises:
@@ -194,7 +194,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def _length_in(line: str) -> int | None:
-    """Return the length in a line, or None if the line contains none."""
+    """Return the sample length that a line contains, or None if there is none."""
     try:
         value: Any = parse_json(line)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Timelines of all ranks, which are recorded during training, and merged and explained afterwards.
+"""Timelines of all ranks: recorded during training, then merged and explained.
 
-`tracing/recorder.py` writes one file for each rank, `aggregate.py` merges the files into one Chrome
-trace, `report.py` creates a page, and `forecast.py` predicts other schedules. Reading traces needs
-only the standard library, so these commands start fast on any machine.
+`tracing/recorder.py` writes one file per rank, `aggregate.py` merges the files into one Chrome
+trace, `report.py` creates a page, and `forecast.py` predicts the step times of other schedules.
+Reading traces needs only the standard library, so these commands start quickly on any machine.
 """

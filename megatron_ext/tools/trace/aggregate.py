@@ -1,6 +1,6 @@
-"""Merges all traces of a run: finds slow ranks and links, and writes a single Chrome trace.
+"""Merges all traces from a run: finds slow ranks and links, and writes a single Chrome trace.
 
-The Chrome trace, for ui.perfetto.dev or chrome://tracing, has a row for each rank and arrows from
+The Chrome trace, for ui.perfetto.dev or chrome://tracing, has one row per rank, and arrows from
 sends to receives.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
-"""A rank or a link is slow if it takes at least this multiple of the median."""
+"""A rank or a link is slow if its time is at least this multiple of the median."""
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000
 _TIME = re.compile(r'"ts":([0-9.]+)')
@@ -42,7 +42,7 @@ _TIME = re.compile(r'"ts":([0-9.]+)')
 
 @dataclass
 class Run:
-    """The traces of a run, whose times are on one clock."""
+    """The traces from a run, with all times on one clock."""
 
     directory: Path
     surveys: list[RankSurvey]
@@ -52,17 +52,17 @@ class Run:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The table of the run; None if the run has not written one.
+        """The run's table, or None if the run has not written one.
 
         Raises:
-            DataError: The file of the table is damaged, or its size is impossible.
+            DataError: The table's file is damaged, or its size is impossible.
         """
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
             if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
-            # This raises if the order of the table is impossible.
+            # This raises if the table's order is impossible.
             evaluate(schedule, Costs())
         except FileNotFoundError:
             return None
@@ -75,12 +75,12 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of the run, as its first rank recorded them."""
+        """The run's settings, as recorded by its first rank."""
         return self.surveys[0].header.settings
 
     @cached_property
     def shared_cpus(self) -> dict[str, str]:
-        """Host on which ranks share CPUs -> a description; the host with the fewest CPUs first.
+        """Host whose ranks share CPUs -> a description; the host with the most ranks per CPU first.
 
         Traces cannot distinguish waiting for a CPU from computing or from waiting for a message.
         """
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def links(self) -> list[Link]:
-        """All links between ranks that exchanged messages; the longest waits come first."""
+        """All links between ranks that exchanged messages, longest waiting time first."""
         links: list[Link] = []
         for rank in self.surveys:
             links += rank.links.values()
@@ -112,10 +112,10 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """Step number -> the complete steps of all ranks, with the last attempt of each step."""
+        """Step number -> the complete steps on all ranks, with the last attempt at each step."""
         steps: dict[int, list[Step]] = defaultdict(list)
         for rank in self.surveys:
-            # All attempts of a step have the same number, so the last one replaces the others.
+            # All attempts at a step have the same number, so the last one replaces the others.
             last_by_number = {step.number: step for step in rank.complete_steps}
             for number, step in last_by_number.items():
                 steps[number].append(step)
@@ -123,7 +123,7 @@ class Run:
 
 
 def read_run(directory: Path | str) -> Run:
-    """Read the traces of a run, and put their times on one clock.
+    """Read the traces from a run, and put their times on one clock.
 
     Raises:
         DataError: The directory contains no trace, or no complete iteration.
@@ -156,7 +156,7 @@ def read_run(directory: Path | str) -> Run:
             f"{directory}: no iteration was recorded yet; {'; '.join(notes)}"
         )
     notes += _notes_on_iterations(surveys, full_microbatches)
-    # This needs the surveys of all ranks, because messages relate their clocks.
+    # This needs the surveys of all ranks, because their clocks are related through messages.
     notes += use_one_clock(surveys)
     return run
 
@@ -164,7 +164,7 @@ def read_run(directory: Path | str) -> Run:
 def _notes_on_iterations(
     surveys: Sequence[RankSurvey], full_microbatches: int
 ) -> list[str]:
-    """Return notes about iterations that some ranks lack, or that are ignored."""
+    """Return notes about iterations that are missing on some ranks or that are ignored."""
     notes: list[str] = []
     counts = sorted({rank.num_iterations for rank in surveys})
     if len(counts) > 1:
@@ -195,16 +195,16 @@ def _notes_on_iterations(
 def _survey_files(
     files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
 ) -> Iterator[RankSurvey | str]:
-    """Survey all files with one process for each core, and yield the results in order."""
+    """Survey all files with one process per core, and yield the results in order."""
     survey_file = partial(_survey_file, full_microbatches, slices)
-    # For less than 16 MiB, starting processes takes longer than they save.
+    # Below 16 MiB, starting processes takes longer than it saves.
     num_bytes = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
     # Fork, because a new interpreter would have to import all modules again. Disable the cycle
-    # collector, which would take a third of the time, although surveys contain no cycles.
+    # collector: surveys contain no cycles, but it would take a third of the time.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)
@@ -213,37 +213,38 @@ def _survey_files(
 def _survey_file(
     full_microbatches: int, slices: Sequence[float], file: TraceFile
 ) -> RankSurvey | str:
-    """Return the survey of a file, or why it cannot be surveyed."""
+    """Return the survey of a file, or the reason why it cannot be surveyed."""
     try:
         return survey(file, full_microbatches, slices)
     except DataError as error:
         return str(error)
     except DAMAGED as error:
-        # No rank of ours has written this content.
+        # This content was not written by a rank.
         return f"{file.path.name} is damaged and left out: {error}"
 
 
 class Slow(NamedTuple):
-    """A rank or a link that is slower than most."""
+    """A rank or link that is slower than most others."""
 
     name: str
     factor: float
-    """The time that it takes, divided by the median."""
+    """The time that the rank or link takes, divided by the median."""
 
 
 def slow(run: Run) -> list[Slow]:
-    """Return slow ranks and links, the slowest first.
+    """Return slow ranks and links, slowest first.
 
     A rank is slow if its actions take longer than the same actions on most other ranks. A link is
-    slow if its messages take longer than those of most links. Links of hosts whose ranks share CPUs
-    are left out, because their messages wait until the receiving process gets a CPU.
+    slow if its messages take longer than those on most other links. Links to or from hosts whose
+    ranks share CPUs are left out, because messages there wait until the receiving process gets a
+    CPU.
     """
     items = _slow_ranks(run) + _slow_links(run)
     return sorted(items, key=lambda item: -item.factor)
 
 
 def _slow_ranks(run: Run) -> list[Slow]:
-    # (name, stage, slice) of an action -> rank -> the median of that rank.
+    # (name, stage, slice) of an action -> rank -> the median on that rank.
     medians: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     for survey_of_rank in run.surveys:
         for action, sample in survey_of_rank.actions.items():
@@ -252,9 +253,9 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, slice_index), peers in medians.items():
-        # Stages differ, so compare a rank with the other ranks of its stage. If there are only two,
-        # either may be the slow one. Then compare with the ranks of all stages, and require that it
-        # is also slower than the other rank of its stage.
+        # Stages differ, so compare a rank with the other ranks on its stage. If there are only two,
+        # either may be the slow one, so compare with the ranks on all stages, and require that the
+        # rank is also slower than the other rank on its stage.
         times = peers if len(peers) > 2 else means[name, slice_index]
         median = statistics.median_low(times.values())
         fastest = min(peers.values())
@@ -277,7 +278,7 @@ def _slow_ranks(run: Run) -> list[Slow]:
 def _means_over_stages(
     medians: Mapping[tuple[str, int, int], Mapping[int, float]],
 ) -> dict[tuple[str, int], dict[int, float]]:
-    """Return (name, slice) of an action -> rank -> the mean over the stages of the rank."""
+    """Return (name, slice) of an action -> rank -> the mean over the rank's stages."""
     times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -306,30 +307,30 @@ def _slow_links(run: Run) -> list[Slow]:
             )
     if not delays_ns:
         return []
-    # Of two links, the low median is the fast one, with which the slow one is compared.
+    # With two links, the low median is the fast link, so the slow link is compared with it.
     median_ns = statistics.median_low(delays_ns.values())
     slow_links = []
     for name, delay_ns in delays_ns.items():
-        # The error of the clocks may exceed the delays, so that all messages seem to take no time.
+        # The clock error may exceed the delays, so that messages appear to take no time at all.
         if 0 < SLOW_LINK * median_ns <= delay_ns:
             slow_links.append(Slow(name, delay_ns / median_ns))
     return slow_links
 
 
 def aggregated_name(directory: Path) -> Path:
-    """Return the path of the Chrome trace of a run, `NAME/NAME-aggregated.json`."""
+    """Return the path of a run's Chrome trace, `NAME/NAME-aggregated.json`."""
     return directory / f"{directory.resolve().name}-aggregated.json"
 
 
 def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write the Chrome trace of a run, on the clock of its first rank; return its size in bytes."""
+    """Write a run's Chrome trace on the first rank's clock, and return the file size in bytes."""
     num_bytes = 0
     with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
         for rank in run.surveys:
             file = rank.file
             for number, text in file.lines():
                 if number >= file.num_lines:
-                    # The file has grown since the survey, and its last line may be incomplete.
+                    # The file has grown since the survey, so its last line may be incomplete.
                     break
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
@@ -340,8 +341,8 @@ def write_chrome_trace(run: Run, output: Path) -> int:
 
 
 def _shifted(text: str, shift_us: float) -> str:
-    # Ranks on the host of the first rank need no shift.
+    # Ranks on the first rank's host need no shift.
     if not shift_us:
         return text
-    # Replace only the times in the text, so that everything else stays as the rank wrote it.
+    # Replace only the times in the text; everything else stays as the rank wrote it.
     return _TIME.sub(lambda time: f'"ts":{float(time[1]) + shift_us:.3f}', text)

@@ -1,12 +1,12 @@
-"""Measures how long experts wait for each other in a traced run, and for which rank.
+"""Measures how long experts wait for each other in a traced run, and which rank they wait for.
 
-An exchange of tokens ends at the same time on all ranks of an expert group. A rank whose exchange
-takes longer than the shortest one of its group has waited for the slowest rank. This comparison
-needs no common clock.
+A token exchange ends at the same time on all ranks in an expert group. If it takes longer on one
+rank than on the rank where it is shortest, the difference is time spent waiting for the slowest
+rank. This comparison needs no common clock.
 
-Between two exchanges, each rank of a group works or waits, and the sum is the same for all of them.
-If other work fills the waits, a step can shrink by the time that its busiest rank waits. If the
-experts are divided evenly, it can shrink to the mean work.
+Between two exchanges, each rank in a group either works or waits, and the total is the same for all
+of them. Filling the waiting time with other work can save as much time per step as the step's
+busiest rank waits. Dividing the experts evenly can reduce a step to the mean work per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _WORTH = 0.01
-"""Waits of at least this share of a step are reported."""
+"""Waiting is reported if it takes at least this share of a step."""
 _MAX_LINES = 8
 
 
@@ -43,36 +43,36 @@ class ExpertGroup:
     """Global ranks."""
     step_ns: float
     waited_ns: Mapping[int, float]
-    """Global rank -> how long it has waited for other ranks of the group."""
+    """Global rank -> how long it has waited for other ranks in the group."""
     waited_by_layer_ns: Mapping[Place, Mapping[int, float]]
     """Layer -> global rank -> how long it has waited in this layer."""
     fillable_ns: float
-    """Waits of the busiest rank of each step, which another order of the actions could fill."""
+    """Waiting time on each step's busiest rank, which another order of actions could fill."""
     share_busiest: Mapping[int, float]
     """Global rank -> the share of steps in which it waited least."""
     share_last: Mapping[int, float]
     """Global rank -> the share of exchanges in which it was the slowest."""
     weights_ns: float
-    """Time of separate weight gradients, on the rank where it is shortest."""
+    """Time for separate weight gradients, on the rank where it is shortest."""
 
     @property
     def slow_rank(self) -> int:
-        """The rank that waits least, because the other ranks wait for it."""
+        """The rank that waits least, which means that the other ranks wait for it."""
         return min(self.ranks, key=self.waited_ns.__getitem__)
 
     @property
     def mean_ns(self) -> float:
-        """Mean wait over the ranks, which an even division of the work would avoid."""
+        """Mean waiting time per rank, which an even division of the work would avoid."""
         return fmean(self.waited_ns.values())
 
     @property
     def persistent_ns(self) -> float:
-        """Work of the busiest rank of a step beyond the mean over the ranks."""
+        """How much more the busiest rank works in a step than the average rank."""
         return self.mean_ns - self.fillable_ns
 
     @property
     def is_persistent(self) -> bool:
-        """Whether ranks wait mostly for a rank that has more work in the whole step."""
+        """Whether ranks wait mostly for a rank that has more work throughout the step."""
         return self.persistent_ns > self.fillable_ns
 
     @property
@@ -85,12 +85,12 @@ class ExpertGroup:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the waits are long enough to be reported."""
+        """Whether ranks wait long enough for it to be reported."""
         return self.mean_ns >= _WORTH * self.step_ns
 
 
 def expert_groups(run: Run) -> list[ExpertGroup]:
-    """Return the expert groups whose exchanges were recorded, the longest waits first."""
+    """Return the expert groups whose exchanges were recorded, longest waiting time first."""
     groups = []
     for surveys in _surveys_by_group(run).values():
         group = _group_of(surveys)
@@ -100,7 +100,7 @@ def expert_groups(run: Run) -> list[ExpertGroup]:
 
 
 def sentences(run: Run) -> Iterator[str]:
-    """Yield a sentence for each group with long waits, which also states what would help."""
+    """Yield a sentence for each group that waits long, including what would help."""
     groups = expert_groups(run)
     worth_it = [group for group in groups if group.is_worth_it]
     if groups and not worth_it:
@@ -118,7 +118,7 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
     for survey in run.surveys:
         header = survey.header
         tensor_size = header.sizes[2]
-        # Megatron's default: the experts of a layer are sharded like its other weights.
+        # By default, Megatron shards a layer's experts like its other weights.
         expert_tensor_size = int(
             run.settings.get("expert_tensor_parallel_size") or tensor_size
         )
@@ -134,7 +134,7 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
 
 
 def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
-    """Return the waits of a group; None: there is no exchange that all of its ranks recorded."""
+    """Return a group's waiting times, or None if no exchange was recorded by all of its ranks."""
     shared_keys = set(surveys[0].exchange_ns)
     for survey in surveys[1:]:
         shared_keys &= survey.exchange_ns.keys()
@@ -184,7 +184,7 @@ def _for_one(
 
 
 def _weights_ns(survey: RankSurvey) -> float:
-    """Return the time of the weight gradients of a rank in one step."""
+    """Return a rank's time for weight gradients per step."""
     total_ns = 0
     for (name, _stage, _slice), sample_ns in survey.actions.items():
         if name == "weight_gradient":
@@ -204,7 +204,7 @@ def _sentence(group: ExpertGroup, run: Run) -> str:
 
 
 def _help_for(group: ExpertGroup, run: Run) -> str:
-    """Return a sentence about the gain from waiting weight gradients, or from other experts."""
+    """Return a sentence about the gain from delaying weight gradients or redistributing experts."""
     slow_rank = group.slow_rank
     persistent = _percent(group, group.persistent_ns)
     num_waiting = run.settings.get("waiting_weights")
@@ -242,7 +242,7 @@ def _percent(group: ExpertGroup, time_ns: float) -> str:
 
 
 def table(run: Run) -> list[list[str]]:
-    """Return a row of the report for each group and layer, with waits by rank in milliseconds."""
+    """Return a report row for each group and layer, with each rank's waiting time in ms."""
     rows = []
     for group in expert_groups(run):
         for place, waited_ns in sorted(group.waited_by_layer_ns.items()):

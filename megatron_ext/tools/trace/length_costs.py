@@ -1,11 +1,11 @@
-"""Fits the cost of a sample of a given length to the durations in a traced run.
+"""Fits a cost per sample length to the durations in a traced run.
 
-A sample of L tokens costs a*L + b*L^2, and a micro-batch costs the sum over its samples. The trace
-contains the tokens of each micro-batch, the pairs of tokens within its samples (the sum of L^2),
-and the time that each stage took for it. The cost per token is a + b * (pairs per token), which is
-a line. For each stage, a least-squares fit yields a and b; their sums over the stages are the
-values of the model. Slices of samples of one length are enough for a fit, because later slices
-attend to more tokens.
+A sample of L tokens costs a*L + b*L^2, and a micro-batch costs the sum over its samples. For each
+micro-batch, the trace contains the number of tokens, the number of token pairs within samples (the
+sum of L^2), and the time on each stage. The cost per token, a + b * (pairs per token), is a
+straight line. For each stage, a least-squares fit yields a and b; summing them over the stages
+gives the values for the model. Even if all samples have the same length, their slices are enough
+for a fit, because later slices attend to more tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _ONE_LENGTH = 1e-4
 
 
 class Point(NamedTuple):
-    """The size of a micro-batch, or of a slice of one, and its duration on a stage."""
+    """The size of a micro-batch or slice, and its duration on a stage."""
 
     tokens: float
     pairs: float
-    """Pairs of tokens within one sample."""
+    """Number of token pairs within samples."""
     took_s: float
 
 
 def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
-    """Return the cost of a length on all stages together, in seconds, from the traces of a run.
+    """Return the cost of a sample by length, in seconds over all stages, from a run's traces.
 
-    The second value holds the relative error of the fit for each micro-batch on each stage.
+    The second value contains the fit's relative error for each micro-batch on each stage.
 
     Raises:
-        DataError: The traces have no lengths or only one, or slices depended on lengths.
+        DataError: The traces contain no lengths or only one, or slices depended on lengths.
     """
     refuse_slices_by_length(run)
     schedule = run.schedule
@@ -59,7 +59,7 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
             f"{run.directory} has no lengths of micro-batches; trace a schedule of this "
             "package, and data with tokens or cu_seqlens"
         )
-    # A micro-batch passes through all stages, so add up their costs.
+    # A micro-batch passes through all stages, so add up the costs of the stages.
     errors: list[float] = []
     linear_s = quadratic_s = 0.0
     for points in points_of_stages:
@@ -79,9 +79,9 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
 
 
 def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
-    """Return stage -> its micro-batches of known length."""
-    # Only ranks that read data know the lengths, which hold for all stages of their replica.
-    # (replica, step, micro-batch) -> (tokens, pairs of tokens)
+    """Return stage -> the micro-batches whose length is known."""
+    # Only ranks that read data record the lengths, which apply to all stages of the same replica.
+    # (replica, step, micro-batch) -> (tokens, token pairs)
     lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
     for rank in run.surveys:
         for (step, microbatch), size in rank.lengths.items():
@@ -89,7 +89,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
     points: dict[int, list[Point]] = defaultdict(list)
     for rank in run.surveys:
         if rank.header.tensor:
-            continue  # tensor-parallel ranks repeat the work of the first one
+            continue  # tensor-parallel ranks repeat the first one's work
         for (
             stage,
             step,
@@ -98,7 +98,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
         ), took_ns in rank.microbatch_ns.items():
             tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
             if tokens:
-                # The tokens of a slice also attend to the tokens of all earlier slices.
+                # Tokens in a slice also attend to the tokens in all earlier slices.
                 begin = sum(slices[:slice_index])
                 end = sum(slices[: slice_index + 1])
                 attended = end * end - begin * begin
@@ -115,10 +115,10 @@ class _Rate(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
-    """Return the best fit to the durations, in seconds; None if the points do not determine it."""
+    """Return the best fit to the durations, in seconds; None if the points do not determine one."""
     rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
-    # Fit twice: the second time without outliers, such as steps disturbed by other programs.
+    # Fit twice, the second time without outliers such as steps disturbed by other programs.
     for _ in range(2):
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]

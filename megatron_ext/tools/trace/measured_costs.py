@@ -1,4 +1,4 @@
-"""Reads the costs of actions and messages from the traces of a run."""
+"""Reads the costs of actions and messages from a run's traces."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MIN_SAMPLE = 8
-"""Smallest number of durations from which jitter is estimated."""
+"""Minimum number of durations for estimating jitter."""
 _NORMAL_QUARTILES = 1.349
 """Distance between the quartiles of a normal distribution, in standard deviations."""
 
 
 def measured_costs(run: Run, schedule: Schedule) -> Costs:
-    """Return the measured costs of the actions and messages of a run, in seconds.
+    """Return the measured costs of a run's actions and messages, in seconds.
 
     Raises:
-        DataError: Some stage has no traced actions, slices depended on lengths, or W ran during
-            other actions.
+        DataError: A stage has no traced actions, slices depended on lengths, or W ran during other
+            actions.
     """
     refuse_slices_by_length(run)
     if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
@@ -39,9 +39,9 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
             f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
             "trace does not show the time of either; trace a run without this flag"
         )
-    # (name, stage, slice) of an action -> the median of each rank, in nanoseconds.
+    # (name, stage, slice) of an action -> each rank's median, in nanoseconds.
     medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    # Stage -> the median of each rank.
+    # Stage -> each rank's median.
     exchanges_ns: dict[int, list[float]] = defaultdict(list)
     sigmas: list[float] = []
     for rank in run.surveys:
@@ -63,8 +63,8 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
             )
         stages.append(times)
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
-    # Only messages for which the receiver waited show a latency; other messages arrive earlier
-    # than they are received.
+    # Latency can be measured only from messages for which the receiver waited. Other messages
+    # arrive before they are needed.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_ns = sum(
         statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
@@ -76,7 +76,8 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         latency=statistics.median(delays_ns or [0]) / 1e9,
         stages=tuple(stages),
         jitter=statistics.median(sigmas or [0.0]),
-        # `Costs` requires a share below 1, but medians of different samples may exceed it.
+        # `Costs` requires a share below 1, but the ratio of medians of different samples may exceed
+        # 1.
         all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
     )
 
@@ -96,11 +97,11 @@ def refuse_slices_by_length(run: Run) -> None:
 
 
 def _jitter(sample_ns: Sequence[int]) -> float | None:
-    """Return the standard deviation of the logarithm of durations; None if there are too few."""
+    """Return the standard deviation of log durations, or None if there are too few durations."""
     positive_ns = [time_ns for time_ns in sample_ns if time_ns > 0]
     if len(positive_ns) < _MIN_SAMPLE:
         return None
-    # Use quartiles, because a few steps disturbed by other programs hardly change them.
+    # Use quartiles, because a few steps disturbed by other programs hardly affect them.
     low_ns, _, high_ns = statistics.quantiles(positive_ns, n=4)
     return math.log(high_ns / low_ns) / _NORMAL_QUARTILES
 
@@ -110,9 +111,9 @@ def _times_of_stage(
     stage: int,
     num_slices: int,
 ) -> StageTimes | None:
-    """Return the forward, input-gradient and weight-gradient times of a micro-batch on a stage.
+    """Return a micro-batch's forward, input-gradient and weight-gradient times on a stage.
 
-    They are sums over its slices. None: the stage was not traced.
+    Each time is the sum over the micro-batch's slices. Returns None if the stage was not traced.
     """
 
     def seconds(name: str) -> float:
@@ -128,8 +129,8 @@ def _times_of_stage(
     input_s = seconds("input_gradient")
     weight_s = seconds("weight_gradient")
     if not (input_s and weight_s):
-        # The backward was not split, so the trace has only the sum. Both halves compute matrix
-        # products of the same size, so assume that they take equally long.
+        # The backward pass was not split, so the trace has only the total. Both halves compute
+        # matrix products of the same size, so assume that they take equally long.
         input_s = weight_s = seconds("backward") / 2
     if not (forward_s and weight_s):
         return None
@@ -137,7 +138,7 @@ def _times_of_stage(
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
-    """Return the table of a run, simulated with its measured costs, in seconds."""
+    """Return a run's table, simulated with the measured costs, in seconds."""
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return evaluate(schedule, costs)

@@ -1,6 +1,7 @@
-"""Finds the traces of a run, and reads the file of a rank, one iteration at a time.
+"""Finds a run's traces, and reads a rank's file one iteration at a time.
 
-A file may still grow, or may end where its rank died. Unreadable lines are skipped and counted.
+A file may still be growing, or may stop where its rank died. Unreadable lines are skipped and
+counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
 _SEPARATORS = ",] \r\n"
-"""Characters between the events of two lines, and after the last event."""
+"""Characters between events on different lines, and after the last event."""
 DAMAGED = (
     AttributeError,
     LookupError,
@@ -36,7 +37,7 @@ DAMAGED = (
 
 
 def _refuse_constant(name: str) -> None:
-    """Reject NaN and infinities, which are not JSON, because browsers read the data as JSON.
+    """Reject NaN and infinities, which are not valid JSON, because browsers parse the data as JSON.
 
     Raises:
         ValueError: Always.
@@ -48,7 +49,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class Span(NamedTuple):
-    """An activity with its duration, in one iteration of one rank (`tracing.records`)."""
+    """An activity with its duration, in one iteration on one rank (`tracing.records`)."""
 
     name: str
     begin_ns: int
@@ -60,11 +61,11 @@ class Span(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """One iteration of one rank."""
+    """One iteration on one rank."""
 
     number: int
     begin_ns: int
-    """The start, by the clock of the rank, plus `TraceFile.shift_ns`."""
+    """The start time on the rank's clock, plus `TraceFile.shift_ns`."""
     duration_ns: int
     spans: list[Span]
     """The spans, sorted by their start."""
@@ -73,7 +74,7 @@ class Iteration(NamedTuple):
 
 @dataclass
 class TraceFile:
-    """The file of one rank."""
+    """The trace file from one rank."""
 
     path: Path
     header: Header
@@ -85,13 +86,13 @@ class TraceFile:
     """Number of lines that were read; a file may still grow."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the number and the events (separated by commas) of every line.
+        """Yield the number and the comma-separated events of every line.
 
         Raises:
             DataError: The file can no longer be read.
         """
         try:
-            # A rank that died may have left an incomplete character.
+            # If the rank died, the file may end in an incomplete character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
                     if text := line.removeprefix("[").strip(_SEPARATORS):
@@ -102,15 +103,15 @@ class TraceFile:
             ) from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield all iterations in the order of the file, or only the one with the number `only`.
+        """Yield all iterations in file order, or only the iteration numbered `only`.
 
         Raises:
             DataError: The file can no longer be read.
         """
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
-            # Line 0 is the header. Search the text first, so that lines of other iterations are not
-            # decoded.
+            # Line 0 is the header. Search the text first, to avoid decoding lines for other
+            # iterations.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
@@ -119,7 +120,7 @@ class TraceFile:
                 self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
-        # The event of the iteration itself comes last, because the rank writes it at the end.
+        # The event for the iteration itself comes last, because the rank writes it at the end.
         *events, last = _decode(f"[{text}]")
         figures = last["args"]
         check_figures(figures)
@@ -128,7 +129,7 @@ class TraceFile:
         spans = []
         for event in events:
             # The time since boot is a float in microseconds, too large to resolve single
-            # nanoseconds, so a span may seem to start before its iteration.
+            # nanoseconds, so a span may appear to start before its iteration.
             start_ns = max(0, round(1e3 * event["ts"]) - begin_ns)
             end_ns = start_ns + round(1e3 * event["dur"])
             if not start_ns <= end_ns < MAX_NUMBER:
@@ -140,7 +141,7 @@ class TraceFile:
             if not isinstance(message, int):
                 raise TypeError(f"a message has the number {message!r}")
             spans.append(Span(category, start_ns, end_ns, attributes, message))
-        # A rank writes a span when the span ends, so nested spans are out of order in the file.
+        # A rank writes each span when it ends, so nested spans are out of order in the file.
         spans.sort(key=lambda span: span.begin_ns)
         return Iteration(
             figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
@@ -148,11 +149,11 @@ class TraceFile:
 
 
 def _nanoseconds(time_us: float) -> int:
-    """Return a time from a file in whole nanoseconds.
+    """Return a time from a file, in whole nanoseconds.
 
     Raises:
-        OverflowError: It is infinite.
-        ValueError: It is not a possible time or duration.
+        OverflowError: The value is infinite.
+        ValueError: The value is not a possible time or duration.
     """
     time_ns = round(1e3 * time_us)
     if not 0 <= time_ns < MAX_NUMBER:
@@ -161,7 +162,7 @@ def _nanoseconds(time_us: float) -> int:
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return the files of a run, ordered by global rank, and notes on problems.
+    """Return a run's trace files, ordered by global rank, and notes on problems.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
@@ -173,11 +174,11 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
             f"{directory} contains no trace of a rank{reason}; give the folder of a run that was "
             f"trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         )
-    # A run overwrites the files of an earlier run in the same folder. If the earlier run had more
+    # A run overwrites files from an earlier run in the same folder. If the earlier run had more
     # ranks, some of its files remain.
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
-    # Files are sorted by time, so this keeps the newest file of each rank.
+    # Files are sorted by time, so this keeps the newest file for each rank.
     by_rank = {
         file.header.rank: file for file in files if _is_of_run(file.header, newest)
     }
@@ -193,7 +194,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 
 def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return all readable traces in a directory, and notes on the unreadable ones.
+    """Return all readable traces in a directory, and notes on unreadable traces.
 
     Raises:
         DataError: The directory cannot be listed.
@@ -221,7 +222,7 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 def _is_of_run(header: Header, newest: Header) -> bool:
     """Return whether a file belongs to the same run as the newest file."""
-    # Runs that were started without torchrun have no id.
+    # Runs that were started without torchrun have no run id.
     has_names = header.run and newest.run
     return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
 
@@ -230,7 +231,7 @@ def _open(path: Path) -> TraceFile:
     """Read the first line of a file.
 
     Raises:
-        DataError: It cannot be read, or is not a trace in this version's format.
+        DataError: The file cannot be read, or is not a trace in this version's format.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Creates the page that explains a traced run: one self-contained HTML file.
 
-The verdict at the top states where the time goes and what to do about it. The page contains the
-figures of all steps, and the spans of only three: the median, the slowest and the planned step.
+The verdict at the top says where the time goes and what to do about it. The page shows figures for
+all steps, but spans only for three: the median, the slowest and the planned step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.reader import Iteration, Span
 
-# These limits keep the page of any run small enough for a browser.
+# These limits keep the page small enough for a browser, however large the run is.
 _MAX_SPANS = 150_000
 """Maximum number of spans in one timeline."""
 _MAX_RANKS = 512
@@ -52,13 +52,13 @@ _LEGEND = (
     ("after", "reduce, optimizer"),
 )
 _PEERS = {"on": "for", "to": "to", "from": "from"}
-"""Attribute with another rank -> the word before that rank in the title of a span."""
+"""Attribute that names another rank -> the word before that rank in a span's title."""
 
 
 def page(run: Run) -> str:
-    """Return the HTML of the report on a run."""
+    """Return the HTML report on a run."""
     notes = list(run.notes)
-    # Without a table or a forecast, the other parts of the page are still useful, so only note it.
+    # The rest of the page is useful even without a table or a forecast, so only add a note.
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
     predictions = forecast.best_of_schedules
@@ -71,9 +71,9 @@ def page(run: Run) -> str:
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
     shown_ranks = run.surveys[:_MAX_ROWS]
-    # All ranks get columns of the same width; ranks that stopped early get fewer columns.
+    # Columns are equally wide for all ranks, so ranks that stopped early have fewer columns.
     longest = max((rank.steps for rank in run.surveys), key=len)
-    # A column shows the mean of several steps if there are many.
+    # If there are many steps, a column shows the mean over several of them.
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     planned_figures = None
     if plan is not None:
@@ -132,7 +132,7 @@ def _forecast(run: Run, notes: list[str]) -> Forecast:
 
 
 def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
-    """Return the timelines of the page: two measured steps and the planned step."""
+    """Return the timelines for the page: two measured steps and the planned step."""
     timelines = measured_timelines(run)
     if plan is not None:
         timelines.append(_planned_timeline(plan))
@@ -140,10 +140,10 @@ def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
 
 
 def _filled_template(content: Mapping[str, Any]) -> str:
-    """Return the page with this content, which the script of the page reads as JSON."""
+    """Return the page with this content, which the page's script reads as JSON."""
     text = json.dumps(content, separators=(",", ":"))
-    # Traces may contain any text. Escape what could end the script element or start a comment, so
-    # that it never acts as markup.
+    # Traces may contain any text. Escape everything that could close the script element or start a
+    # comment, so that the text never acts as markup.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for theme in ("light", "dark"):
@@ -152,7 +152,7 @@ def _filled_template(content: Mapping[str, Any]) -> str:
 
 
 def _title(run: Run, plan: Timeline | None) -> str:
-    """Return the heading: the schedule, the ranks and the size of a step."""
+    """Return the heading: the schedule, the ranks and the step size."""
     title = str(run.settings.get("pipeline_schedule", "A run"))
     step_size = ""
     if plan is not None:
@@ -165,7 +165,7 @@ def _title(run: Run, plan: Timeline | None) -> str:
 
 
 def _inks() -> dict[str, str]:
-    """Return the text colour of each kind of bar."""
+    """Return the text colour for each kind of bar."""
     inks = {kind: ink(even_colour) for kind, (even_colour, _) in KINDS.items()}
     for name, colour in SPANS.items():
         inks[name] = ink(colour)
@@ -175,7 +175,7 @@ def _inks() -> dict[str, str]:
 def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
-    """Return pairs of a heading and a sentence: where the time goes, what to change, and so on."""
+    """Return (heading, sentence) pairs: where the time goes, what to change, and so on."""
     # These causes mean that a rank waits for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
@@ -191,7 +191,7 @@ def _verdict(
     step_ns = sum(times_ns.values()) or 1
     shares = []
     for activity, time_ns in times_ns.items():
-        # Leave out shares that would be shown as 0 %.
+        # Leave out shares that would round to 0 %.
         if time_ns >= 0.005 * step_ns:
             shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
     answers = [("Where the time goes", f"A rank spends {', '.join(shares)}.")]
@@ -213,7 +213,7 @@ def _verdict(
 
 
 def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
-    """Return the idle share of a rank in each column of the page, averaged over its steps."""
+    """Return a rank's idle share in each column of the page, averaged over the column's steps."""
     ratios = [step.bubble_ratio for step in steps]
     shares = []
     for first in range(0, len(ratios), steps_per_column):
@@ -223,7 +223,7 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 
 def _settings(run: Run) -> list[list[str]]:
-    """Return pairs of a setting and its value; a setting that differs has a row for each value."""
+    """Return (setting, value) pairs; a setting that differs between ranks has a row per value."""
     ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -258,17 +258,17 @@ def _planned_timeline(plan: Timeline) -> dict[str, Any]:
 
 
 def measured_timelines(run: Run) -> list[dict[str, Any]]:
-    """Return the timelines of the median step and of the slowest step."""
+    """Return the timelines of the median step and the slowest step."""
     timelines = []
     for title, number in _chosen_steps(run).items():
         iterations: dict[str, Iteration] = {}
         replica_of: dict[str, int] = {}
-        # By replica and micro-batch. Only ranks that read data know their number.
+        # By replica and micro-batch. Only ranks that read data know the number of tokens.
         tokens: dict[int, dict[int, int]] = defaultdict(dict)
         for rank in run.surveys[:_MAX_RANKS]:
             replica_of[rank.header.label] = rank.header.data
             for iteration in rank.file.iterations(only=number):
-                # Megatron's rerun state machine may repeat a step; keep its last attempt.
+                # Megatron's rerun state machine may repeat a step; keep the last attempt.
                 iterations[rank.header.label] = iteration
                 lengths = iteration.figures.get("lengths", {})
                 for microbatch, (num_tokens, _) in lengths.items():
@@ -299,15 +299,15 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
 
 
 def _chosen_steps(run: Run) -> dict[str, int]:
-    """Return title -> number of the step, for the steps that the page shows."""
-    # A rank that died early lacks steps, so consider only the steps that most ranks have.
+    """Return title -> step number, for the steps shown on the page."""
+    # A rank that died early lacks steps, so consider only the steps that most ranks recorded.
     num_ranks = max(len(steps) for steps in run.steps.values())
     durations_ns: dict[int, float] = {}
     for number, steps in run.steps.items():
         if len(steps) == num_ranks:
             durations_ns[number] = max(step.duration_ns for step in steps)
     ranked = sorted(durations_ns, key=durations_ns.__getitem__)
-    # Choose one real step, because a mean over steps has no timeline.
+    # Choose a real step, because a mean over steps has no timeline.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
     if len(ranked) > 1:
         chosen["slowest step"] = ranked[-1]
@@ -328,12 +328,12 @@ class _Cut(NamedTuple):
     """The micro-batches of a rank in a step whose slices depend on lengths."""
 
     slice_sizes: Sequence[Sequence[float]]
-    """By micro-batch; empty if slices do not depend on lengths."""
+    """Slice sizes by micro-batch; empty if slices do not depend on lengths."""
     tokens: Mapping[int, int]
-    """By micro-batch, if some rank has read their number."""
+    """Number of tokens by micro-batch, if a rank has recorded it."""
 
     def words(self, attributes: Mapping[str, Any]) -> list[str]:
-        """Return what the page says about the slice of a span with these attributes."""
+        """Return the page's description of the slice of a span with these attributes."""
         microbatch = attributes.get("microbatch", -1)
         if not 0 <= microbatch < len(self.slice_sizes):
             return []
@@ -349,7 +349,7 @@ class _Cut(NamedTuple):
 def _bars(
     spans: Sequence[Span], shift_ns: int, finest_ns: int, cut: _Cut
 ) -> list[list[Any]]:
-    """Return the bars of a rank, each [kind, begin in us, length in us, title, slice].
+    """Return a rank's bars, each as [kind, begin in us, length in us, title, slice].
 
     Consecutive spans shorter than `finest_ns` are merged into one bar.
     """
@@ -369,7 +369,7 @@ def _bars(
 
 
 def _bar_titles(span: Span) -> list[str]:
-    """Return the text on a bar: the other rank, the cause of a wait, or the micro-batch."""
+    """Return the text on a bar: the other rank, the reason for waiting, or the micro-batch."""
     attributes = span.attributes
     peers = [
         f"{word} rank {attributes[key]}"

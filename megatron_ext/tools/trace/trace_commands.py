@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --trace-dir`; imports only what is cheap."""
+"""The subcommands `aggregate` and `report`, and `plan --trace-dir`; all imports are cheap."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -62,7 +62,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the flags for measured costs to the existing subcommand `plan`."""
+    """Add the flags for measured costs to the existing `plan` subcommand."""
     parser = subparsers.choices["plan"]
     parser.add_argument(
         "--trace-dir",
@@ -81,7 +81,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         help="with --trace-dir: leave out schedules that need more memory on a rank; with "
         "--devices: memory of a device (default: the memory of that device)",
     )
-    # Keep the function that `plan` has so far, which runs without a trace.
+    # Keep `plan`'s original function, which runs without a trace.
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
 
 
@@ -102,7 +102,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _take_length_costs(args: argparse.Namespace) -> None:
-    """Set `--length-costs`, and sizes that the user has not given, from the traced run."""
+    """Set `--length-costs`, and any sizes that the user has not given, from the traced run."""
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.length_costs import measured_length_cost
 
@@ -114,7 +114,7 @@ def _take_length_costs(args: argparse.Namespace) -> None:
             )
     run = aggregate.read_run(args.trace_dir)
     cost, errors = measured_length_cost(run)
-    # Sizes on the command line take precedence over those of the run.
+    # Sizes on the command line take precedence over sizes from the run.
     table = run.schedule
     if table is not None:
         num_replicas = 1 + max(rank.header.data for rank in run.surveys)
@@ -143,7 +143,7 @@ def _run_forecast(args: argparse.Namespace) -> int:
         "--trace-dir takes sizes and costs from the run and predicts every schedule, so {} has no "
         "effect; leave it out",
     )
-    # Import here: the forecast imports every schedule, for which `--help` should not wait.
+    # Import here, because the forecast imports every schedule, which would slow down `--help`.
     from megatron_ext.tools.trace import aggregate, forecast
 
     prediction = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
@@ -180,7 +180,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     )
     if not args.detect:
         return 0
-    # --detect fails if it finds something, so that scripts can use its exit code.
+    # With --detect, a finding is a failure, so that scripts can use the exit code.
     slow_items = aggregate.slow(run)
     for item in slow_items:
         print(f"slow {item.name}: {item.factor:.2f} x the median")
@@ -206,9 +206,9 @@ def _write_costs(run: Run) -> None:
     try:
         costs = measured_costs(run, run.schedule)
     except DataError:
-        # Traces of some ranks are missing. The Chrome trace does not need them.
+        # Traces are missing for some ranks. The Chrome trace does not need them.
         return
-    # Store the sizes, so that a later run can check that the costs belong to its model.
+    # Store the sizes too, so that a later run can check that the costs are for its model.
     sizes = {name: run.settings[name] for name in SIZES if name in run.settings}
     measured = MeasuredCosts(
         stages=costs.stages,
@@ -243,7 +243,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Turn an error of writing the file into a DataError with a remedy."""
+    """Turn an error while writing the file into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
