@@ -1,1 +1,1 @@
-"""Commands around a training: launch, trace, doctor. Nothing else in the package imports them."""
+"""Commands for use around training: launch, trace, doctor. No other code here imports them."""

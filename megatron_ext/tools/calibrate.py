@@ -1,9 +1,10 @@
-"""Corrects the planner's costs by measurements: of single layers, or from a trace.
+"""Corrects the planner's costs using measurements of single layers, or a trace.
 
-`plan --calibrate` needs one device and takes minutes. Megatron builds each kind of layer of the
+`plan --calibrate` needs one device and takes minutes. Megatron builds each type of layer in the
 model with random weights, alone and together with the embedding or the loss, and this module times
-its passes. The input gradient is timed with weights that require no gradient. The weight gradient
-is the remaining time of the whole backward. `plan --trace-dir` takes the times from a traced run.
+the passes. The input gradient is timed with weights that require no gradient. The rest of the whole
+backward pass is the time for the weight gradient. `plan --trace-dir` takes the times from a traced
+run.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 
 _MOST_EXPERTS = 8
 """Largest number of experts to build on one device. More experts would only need more memory,
-because each expert gets as many tokens."""
+because the number of tokens per expert would not change."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the layers of a model, and write a device file with the results."""
+    """Measure a model's layers, and write the results to a device file."""
     refuse_others(
         args,
         _GIVES,
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     }
     ratios_by_part = dict(factors(seconds, formula))
     print(_report(seconds, ratios_by_part))
-    # The device file refers to the described device and contains only what differs from it.
+    # The device file refers to the device's description and contains only what differs from it.
     content: dict[str, Any] = {"base": described.name}
     if memory_gib is not None:
         content["memory_gib"] = round(memory_gib, 1)
@@ -111,7 +112,7 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
 
 
 def _described(name: str, devices: str | None) -> DeviceKind:
-    """Return the description of this device, or of the most similar one, to correct.
+    """Return the description to correct: for this device, or for the most similar device.
 
     Raises:
         ArgumentsError: There is no description of this device, and the user has named none.
@@ -140,7 +141,7 @@ def _report(
 
 
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
-    """Return the seconds of each pass of each part of a model on the device of this process.
+    """Return the seconds for each pass in each part of a model, on this process's device.
 
     Args:
         model: Sizes of the model, whose experts are all on this device.
@@ -164,8 +165,8 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         with_embedding = bench.passes(kind, pre=True)
         with_loss = bench.passes(kind, post=True)
     embedding = _beyond(with_embedding, layer)
-    # With the embedding, there is no input gradient, so the whole backward was measured at once.
-    # Subtract the layer's input gradient, too. The formula counts the backward of an embedding as
+    # With the embedding, there is no input gradient, so the backward pass was measured as a whole.
+    # Subtract the layer's input gradient too. The formula counts the embedding's backward pass as
     # input gradient.
     backward_s = max(0.0, embedding.input + embedding.weight - layer.input)
     measured["embedding"] = Passes(embedding.forward, backward_s, 0.0)
@@ -174,16 +175,16 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
-    """Return the time by which an end of the model exceeds the layer that was built with it."""
+    """Return how much longer one end of the model takes than the layer that it was built with."""
     extra_s = []
     for both_s, layer_s in _by_pass(together, layer):
-        # The end may take less time than the measurements vary by.
+        # The end may take less time than the variation between measurements.
         extra_s.append(max(0.0, both_s - layer_s))
     return Passes(*extra_s)
 
 
 class _Bench:
-    """Builds and times one-layer models of Megatron, in a world of one process."""
+    """Builds and times Megatron models with one layer, in a world of one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
         self.model, self.sharding = model, sharding
@@ -220,7 +221,7 @@ class _Bench:
 
         on_host = self.device.name == "cpu"
         model = self.model
-        # On a GPU, a training uses Transformer Engine if it is installed.
+        # On a GPU, training uses Transformer Engine if it is installed.
         has_te = gpt_layer_specs.HAVE_TE and not on_host
         num_experts = None
         if kind == "moe":
@@ -253,9 +254,9 @@ class _Bench:
             "use_cpu_initialization": on_host,
             "bf16": not on_host,
             "params_dtype": dtype,
-            # Its fused kernels add to Megatron's gradient buffers, which exist only with DDP.
+            # The fused kernels add to Megatron's gradient buffers, which exist only with DDP.
             "gradient_accumulation_fusion": False,
-            # Use the fusions of a training with default flags.
+            # Use the same fusions as training with default flags.
             "bias_dropout_fusion": not on_host,
             "bias_activation_fusion": not on_host and (model.gated or model.biases),
             "apply_rope_fusion": has_te and not model.is_latent,
@@ -317,7 +318,7 @@ class _Bench:
         }
 
     def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
-        """Return the shortest measured time of each pass of a layer, with an end of the model.
+        """Return the shortest measured time per pass through a layer, with one end of the model.
 
         `pre` adds the embedding to the layer, and `post` adds the loss.
         """
@@ -341,7 +342,7 @@ class _Bench:
                 built.set_input_tensor(hidden)
             if not post:
                 return built(tokens, positions, mask, labels=None)
-            # The model returns the loss of each token.
+            # The model returns a loss per token.
             return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -352,8 +353,8 @@ class _Bench:
             self.device.synchronize()
             return time.perf_counter() - begin_s, result
 
-        # Megatron adds the gradient of the embedding to its buffer with a separate kernel, which
-        # belongs to the cost of the embedding.
+        # Megatron adds the embedding's gradient to its buffer with a separate kernel, which is part
+        # of the embedding's cost.
         table: Any = built.embedding.word_embeddings.weight if pre else None
         buffer: Any = torch.zeros_like(table, dtype=torch.float32) if pre else None
 
@@ -379,7 +380,7 @@ class _Bench:
             whole_s = backward(out)
             input_s = 0.0
             if not pre:
-                # Without gradients of weights, a backward computes only the input gradient.
+                # If weights need no gradients, a backward pass computes only the input gradient.
                 built.requires_grad_(False)
                 input_s = backward(forward())
             # The first run also allocates and compiles.
@@ -395,14 +396,14 @@ class _Bench:
 def of_trace(
     directory: Path, model: ModelSizes, device: DeviceKind
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return the factors on the costs of a device that follow from a traced run of the model.
+    """Return correction factors for a device's costs, from a traced run of the model.
 
-    All kinds of layers get the factors of the stages between the first and the last one, or of all
-    stages if there are only two. Embedding and loss get the remaining time of their stages. A
-    backward that was not split is divided in the ratio of the formula.
+    All kinds of layers get the factors from the stages between the first and the last one, or from
+    all stages if there are only two. Embedding and loss get the remaining time in their stages. A
+    backward pass that was not split is divided in the same ratio as in the formula.
 
     Raises:
-        DataError: The trace has no pipeline, or belongs to another model.
+        DataError: The trace has no pipeline, or is from another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.measured_costs import measured_costs
@@ -425,7 +426,7 @@ def of_trace(
         costs[name] = part
         formula[name] = Passes(part.forward, part.input, part.weight)
 
-    # Scale all kinds of layers by the same factors, from stages that contain only layers.
+    # Scale all kinds of layers by the same factors, taken from stages that contain only layers.
     has_middle = num_stages > 2
     middle = range(1, num_stages - 1) if has_middle else range(num_stages)
     parts: list[str] = []
@@ -433,7 +434,7 @@ def of_trace(
         parts += kinds_of_stages[stage]
     if not has_middle:
         parts += ends
-    # Compare the time of these stages in the trace with their time by the formula.
+    # Compare the traced time of these stages with the time from the formula.
     by_formula = _sum([formula[name] for name in parts])
     by_trace = _sum([times[stage] for stage in middle])
     if not schedule.splits_backward:
@@ -442,7 +443,7 @@ def of_trace(
     if not has_middle:
         return factors(measured, costs)
 
-    # Embedding and loss get the time by which their stages exceed the layers there.
+    # Embedding and loss get the time that their stages take beyond the layers there.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
         end_s = [
@@ -451,7 +452,8 @@ def of_trace(
         end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
-        # The layers of an end stage may be faster than those in the middle, which leaves no time.
+        # Layers in an end stage may be faster than those in the middle, leaving no time for the
+        # end.
         end_s = [max(0.0, time_s) for time_s in end]
         measured[name] = Passes(*end_s)
     return factors(measured, costs)
@@ -460,7 +462,7 @@ def of_trace(
 def _scaled(
     formula: Mapping[str, Passes], by_trace: Passes, by_formula: Passes
 ) -> dict[str, Passes]:
-    """Return the passes of each part, scaled by the ratios between the trace and the formula."""
+    """Return the passes in each part, scaled by the ratio between the trace and the formula."""
     ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
     scaled: dict[str, Passes] = {}
     for name, passes in formula.items():
@@ -476,10 +478,10 @@ def _by_pass(
 
 
 def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
-    """Return the sharding of the model in a run.
+    """Return how a run sharded the model.
 
     Raises:
-        DataError: The run trained another model, or with settings that hide the cost of layers.
+        DataError: The run trained another model, or used settings that hide the cost of layers.
     """
     settings = run.settings
     for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
@@ -524,13 +526,13 @@ def _kinds_of_stages(
 
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
-    """Divide a backward that was not split in the ratio of the formula."""
+    """Divide a backward pass that was not split in the same ratio as in the formula."""
     share = (passes.input + passes.weight) / (formula.input + formula.weight)
     return passes._replace(input=share * formula.input, weight=share * formula.weight)
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
-    """Return the sum for each pass; there are no parts in an end stage without layers."""
+    """Return the sum for each pass; an end stage without layers has no parts."""
     forward_s = input_s = weight_s = 0.0
     for part_forward_s, part_input_s, part_weight_s in parts:
         forward_s += part_forward_s

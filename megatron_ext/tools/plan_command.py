@@ -1,4 +1,4 @@
-"""`megatron-ext plan --devices`: finds the best layout for a model, and a bound on its speed."""
+"""`megatron-ext plan --devices`: finds a model's best layout, and a bound on its speed."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -79,7 +79,7 @@ _MAX_COUNT = 10**9
 
 
 def add_to_plan(subparsers: Any) -> None:
-    """Add the search for a layout to the existing subcommand `plan`."""
+    """Add the layout search to the existing `plan` subcommand."""
     parser = subparsers.choices["plan"]
     group = parser.add_argument_group(
         "a layout for a model",
@@ -178,7 +178,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
-    # Search, or forecast the fixed sizes if they do not fit.
+    # Run the search, or forecast the fixed sizes if they do not fit.
     began_s = time.monotonic()
     result = _search_with_progress(job)
     if not result.plans:
@@ -197,7 +197,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _compare_schedules(args: argparse.Namespace) -> int:
-    """Run `plan` without a model, which compares schedules.
+    """Run `plan` without a model, to compare schedules.
 
     Raises:
         ArgumentsError: A flag needs a model.
@@ -232,9 +232,9 @@ def _check_batch(args: argparse.Namespace) -> None:
 
 
 def _search_with_progress(job: Question) -> SearchResult:
-    """Search on all CPUs, and show the progress if the output is a terminal."""
+    """Search on all CPUs, and show progress if the output is a terminal."""
     num_processes = 1
-    # The search forks its processes, which Windows cannot do.
+    # The search forks processes, which is impossible on Windows.
     if hasattr(os, "fork"):
         num_processes = os.cpu_count() or 1
     if not sys.stderr.isatty():
@@ -242,7 +242,7 @@ def _search_with_progress(job: Question) -> SearchResult:
     try:
         return search(job, progress=_show_progress, processes=num_processes)
     finally:
-        # Erase the progress line, also after an error.
+        # Erase the progress line, even after an error.
         print("\r\033[K", end="", file=sys.stderr)
 
 
@@ -250,7 +250,7 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
     """Return the forecast for fixed sizes that do not fit, and print a notice.
 
     Raises:
-        ArgumentsError: No layout fits, and the message suggests a change; or the search was
+        ArgumentsError: No layout fits (the message suggests a change), or the search was
             interrupted before it found one.
         KeyboardInterrupt: The user interrupted the forecast.
     """
@@ -258,11 +258,11 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
         raise ArgumentsError(
             "interrupted before any layout was found to fit; let it run longer"
         )
-    # With free sizes, the search has already tried every layout.
+    # If the sizes are not fixed, the search has already tried every layout.
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
-    # Forecast the fixed sizes anyway: recipes make them fit by techniques that the search does not
-    # try.
+    # Forecast the fixed sizes anyway, because recipes make them fit with techniques that the search
+    # does not try.
     unlimited = search(replace(job, device=_without_limit(job.device)), keep=1)
     if not unlimited.is_complete:
         raise KeyboardInterrupt
@@ -307,10 +307,10 @@ def _draw(plan: Layout, path: Path, limit_gib: float) -> None:
 def _job(args: argparse.Namespace) -> Question:
     model = read_model(args.model, args.size, args.model_flags)
     num_devices, device = parse_devices(args.devices)
-    # The limit of the user is the memory that a layout may use, so nothing is reserved.
+    # The user's limit is the memory that a layout may use, so reserve nothing.
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
-    # Correct the costs of the device by the times of the traced run.
+    # Correct the device's costs using the times from the traced run.
     if args.trace_dir is not None:
         factors = calibrate.of_trace(args.trace_dir, model, device)
         sources = {**device.sources, "measured": "the trace"}
@@ -357,9 +357,9 @@ def _check_graphs(techniques: Techniques, fixed: dict[str, Any]) -> None:
 
 
 def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
-    """Parse `--fix` into values by key."""
+    """Parse `--fix` into a mapping from key to value."""
     fixed: dict[str, Any] = {}
-    # A layout may contain commas, so only a comma before KEY= is a separator.
+    # A layout may contain commas, so a comma is a separator only before KEY=.
     for assignment in re.split(r",(?=[a-z_]+=)", text):
         if not assignment:
             continue
@@ -376,7 +376,7 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
 
 
 def _modules(model: ModelSizes, value: str, assignment: str) -> frozenset[str]:
-    """Parse the modules to recompute."""
+    """Parse the list of modules to recompute."""
     if value == "none":
         return frozenset()
     modules = frozenset(value.split("+"))
@@ -453,19 +453,19 @@ def _without_limit(device: DeviceKind) -> DeviceKind:
 
 
 def _what_would_fit(job: Question) -> str:
-    """Return the error message if no layout fits, with a change that would make one fit.
+    """Return the error message for when no layout fits, with a change that would make one fit.
 
-    If recomputation is fixed, the change is to recompute more. Otherwise, or if that is not enough,
-    it is the smallest number of devices.
+    If recomputation is fixed, the suggested change is to recompute more. If it is not fixed, or
+    recomputing more is not enough, the suggestion is the smallest number of devices that is.
     """
-    # If no layout fits even without a limit, the fixed values contradict each other.
+    # If no layout fits even without a memory limit, the fixed values contradict each other.
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
             f"--fix {fixed_text(job.fixed)} allows no layout, even with unlimited memory; fix "
             "less"
         )
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
-    # Recomputing more needs no further devices, so suggest it first.
+    # Recomputing more needs no additional devices, so suggest it first.
     if "recompute" in job.fixed:
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
@@ -485,7 +485,7 @@ def _what_would_fit(job: Question) -> str:
 def _enough_devices(job: Question) -> int | None:
     """Return the smallest number of devices, in whole nodes, on which some layout fits.
 
-    The search doubles the number until a layout fits, and then bisects. None: even
+    The search doubles the number until a layout fits, and then bisects. Returns None if even
     2**`_MAX_DOUBLINGS` times as many devices are not enough.
     """
     node_size = min(job.device.node_size, job.num_devices)

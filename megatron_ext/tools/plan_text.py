@@ -48,7 +48,7 @@ _COMPARED = (
     "pairs",
     "recompute",
 )
-"""Fields by which two layouts are compared."""
+"""Fields used to compare two layouts."""
 
 
 def flags_of(plan: Layout) -> str:
@@ -61,7 +61,7 @@ def flags_of(plan: Layout) -> str:
 
 
 def as_dict(plan: Layout) -> dict[str, Any]:
-    """Return the figures of a plan under their names in `plan --json`."""
+    """Return a plan's figures under their names in `plan --json`."""
     figures = {name: getattr(plan, name) for name in _PLAN_FIELDS}
     figures["flags"] = flags_of(plan)
     figures |= {name: getattr(plan.sizes, name) for name in _SIZE_FIELDS}
@@ -98,7 +98,7 @@ def result_lines(
     plans = result.plans
     job = result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
-    # With experts, each token uses only some of the parameters.
+    # In a model with experts, each token uses only some of the parameters.
     size = f"{weights / 1e9:.4g} billion parameters"
     if active_weights < weights:
         size += f", {active_weights / 1e9:.3g} active"
@@ -135,7 +135,7 @@ def result_lines(
 
 
 def _room_for_waiting(plan: Layout) -> WaitingWeights | None:
-    """Return how many W may wait in the memory that a layout leaves free; None: it has no W."""
+    """Return how many W may wait in a layout's free memory, or None if it has no W."""
     # A layout that was forecast with unlimited memory does not fit.
     if plan.job.device.memory_gib >= UNLIMITED_GIB:
         return None
@@ -163,8 +163,8 @@ def _row(number: int, plan: Layout) -> list[str]:
 
 
 def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
-    """Yield the memory of each rank with a bar."""
-    # The forecast of two mirrored pipelines contains only the ranks of one of them.
+    """Yield the memory on each rank with a bar."""
+    # The forecast for two mirrored pipelines contains the ranks of only one of them.
     is_mirrored = len(plan.memory_gib) != plan.sizes.pp
     pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
     yield f"\nmemory of each rank of the first layout{pipeline}, of {device.memory_gib:g} GiB:"
@@ -188,7 +188,7 @@ def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[s
     for device_field in fields(device):
         name = device_field.name
         source = device.sources.get(name, "assumed")
-        # The factors of a measurement get one line for each part of the model.
+        # Factors from a measurement get one line for each part of the model.
         if name == "measured":
             for part, factors in device.measured:
                 factor_text = " ".join(f"{factor:.2f}" for factor in factors)

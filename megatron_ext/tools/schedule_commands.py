@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
 
 _Subparsers = argparse._SubParsersAction
-# Parsed arguments that are not flags, which modules in `tools` set for `plan`.
+# Parsed arguments that are not flags; modules in `tools` set them for `plan`.
 _INTERNAL = (
     "run",
     "run_compared",
@@ -145,7 +145,7 @@ def _names() -> str:
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the flags common to `plan` and `plot`: sizes, options of schedules, costs."""
+    """Add the flags that `plan` and `plot` share: sizes, schedule options, costs."""
     parser.add_argument("--pp", type=int, metavar="P", help="number of pipeline ranks")
     parser.add_argument(
         "--microbatches",
@@ -217,7 +217,8 @@ def _costs(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags describe.
 
     Raises:
-        ScheduleError: A flag is given without the flag that needs it, or a number is impossible.
+        ScheduleError: A flag is given without another flag that it needs, or a number is
+            impossible.
     """
     try:
         forward, input_gradient, weight = map(float, args.costs.split(","))
@@ -245,10 +246,10 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
-    """Return the user's options: name of a schedule -> key -> value.
+    """Return the user's options: schedule name -> key -> value.
 
     Raises:
-        ScheduleError: An option belongs to a schedule that the user has not requested.
+        ScheduleError: An option is for a schedule that the user has not requested.
     """
     options: dict[str, dict[str, Option]] = {}
     for destination, value in vars(args).items():
@@ -271,7 +272,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     Raises:
         ScheduleError: A size is missing or too large, or there is only one rank.
     """
-    # A file contains the sizes of its table.
+    # A table's file contains its sizes.
     if all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
     missing = []
@@ -320,8 +321,8 @@ def refuse_others(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Turn off the cycle collector, which would visit millions of tuples without any cycle."""
-    # The calling program may already have turned it off, so restore its setting.
+    """Turn off the cycle collector, which would visit millions of tuples that form no cycles."""
+    # The calling program may already have turned it off, so restore the previous setting.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -333,7 +334,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
-    """Compare schedules, or predict how much balancing by cost gains."""
+    """Compare schedules, or predict the gain from balancing by cost."""
     for destination in (
         "max_tokens",
         "replicas",
@@ -348,7 +349,7 @@ def _run_plan(args: argparse.Namespace) -> int:
             )
     _check_sizes(args)
     if args.lengths is not None:
-        # Import here: this is the only part of `plan` that imports a feature.
+        # Import here, because this is the only part of `plan` that imports a feature.
         from megatron_ext.tools import length_plan
 
         return length_plan.run(args, _costs(args))
@@ -407,12 +408,12 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
         )
 
 
-# Number of schedules whose flags `plan` prints. `--schedule NAME` prints the flags of any schedule.
+# Number of schedules for which `plan` prints flags. With `--schedule NAME`, it prints any.
 _WITH_FLAGS = 3
 
 
 def _print_recommendation(timelines: Sequence[Timeline]) -> None:
-    """Print which schedule to choose if there are several, and the flags of the best ones."""
+    """Print which schedule to choose if there are several, and the flags for the best ones."""
     best, *slower = timelines
     if slower:
         advice = f"\nrecommended: {best.schedule.label}"
@@ -420,7 +421,7 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
         stored_once = [
             timeline for timeline in slower if timeline.schedule.weight_copies == 1
         ]
-        # The fastest schedule may hold two copies of the weights, which may not fit.
+        # The fastest schedule may hold two copies of the weights, which may not fit in memory.
         if copies > 1 and stored_once:
             fallback = stored_once[0].schedule.label
             advice += f" if {copies} copies of the weights fit, otherwise {fallback}"
@@ -445,7 +446,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
         num_microbatches=args.microbatches,
         cut=lambda _schedule, _placement: None,
         chunks=args.chunks,
-        # Equal costs are the default of `--costs`, so the user has not chosen them.
+        # Equal costs are the default for `--costs`, so the user has not chosen them.
         costs=None if costs == UNIT else costs,
     )
     ranking = rank(
@@ -455,7 +456,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
 
 
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
-    """Print how much `--use-dpp` gains or loses for each table."""
+    """Print how much `--use-dpp` gains or loses with each table."""
     print(
         "\nwith --use-dpp: time in the order of the table / time in the dynamic order"
     )
@@ -516,7 +517,7 @@ def comparison_table(timelines: Sequence[Timeline]) -> str:
 
 @_without_garbage_collection()
 def _run_plot(args: argparse.Namespace) -> int:
-    """Draw schedules in the terminal or into a file."""
+    """Draw schedules in the terminal or to a file."""
     _check_sizes(args)
     if "all" in args.schedule:
         raise ScheduleError(
@@ -541,7 +542,7 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
     width = 100
     coloured = False
     if sys.stdout.isatty():
-        # NO_COLOR is the convention of no-color.org.
+        # NO_COLOR is a convention from no-color.org.
         width = shutil.get_terminal_size((100, 24)).columns
         coloured = not os.environ.get("NO_COLOR")
     pictures = [
@@ -551,13 +552,13 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
 
 
 def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write a picture, or a single table, depending on the suffix of the path.
+    """Write a picture, or a single table, depending on the file suffix.
 
     Raises:
         ScheduleError: The suffix is unknown, the format holds only one table, or the file cannot be
             written.
     """
-    # Tables are written for a single schedule, so the first one is the only one.
+    # Only a single schedule can be written as a table, so take the first one.
     timeline = timelines[0]
     schedule = timeline.schedule
     if path.suffix not in (".svg", ".csv", ".json"):

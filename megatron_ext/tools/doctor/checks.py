@@ -1,4 +1,4 @@
-"""The checks of `doctor`: installed packages, this machine, other hosts.
+"""The checks that `doctor` runs: installed packages, this machine, other hosts.
 
 Each check is a generator of diagnoses. The checks import torch and Megatron, which takes seconds.
 """
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _MIN_LOCKED_BYTES = 1 << 30
 _MIN_OPEN_FILES = 1024
-"""The usual limit of a process. Below it, gloo may fail to open its connections, which ends the
-rank."""
+"""The usual limit for a process. With a lower limit, gloo may fail to open its connections, which
+makes the rank fail."""
 _GIB = 1 << 30
 
 
@@ -63,8 +63,8 @@ def check_versions() -> Iterator[Diagnosis]:
     release = releases.installed_release()
     assert release is not None
     oldest = releases.oldest_python(release)
-    # On Python 3.11, these releases miss only `typing.override`, which the examples' environment
-    # supplies.
+    # On Python 3.11, these releases lack only `typing.override`, which the environment for the
+    # examples provides.
     stands_in = sys.version_info[:2] == (3, 11) and hasattr(typing, "override")
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
@@ -82,9 +82,9 @@ def check_versions() -> Iterator[Diagnosis]:
 
 
 def check_requirements() -> Iterator[Diagnosis]:
-    """Compare installed packages with the requirements of this package and of megatron-core.
+    """Compare installed packages with what this package and megatron-core require.
 
-    Packages that fit yield no diagnosis. `check_versions` checks torch and megatron-core.
+    Packages that fit yield no diagnosis. torch and megatron-core are left to `check_versions`.
     """
     from packaging.requirements import Requirement
 
@@ -95,8 +95,8 @@ def check_requirements() -> Iterator[Diagnosis]:
             # A checkout on PYTHONPATH has no metadata.
             continue
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # Packages of our extras may be missing, but must fit if they are installed. Packages of
-        # developers need not fit.
+        # Optional packages (our extras) may be missing, but must fit if they are installed.
+        # Development packages need not fit.
         extras = [
             name for name in extras if package == "megatron-ext" and name != "dev"
         ]
@@ -109,7 +109,7 @@ def check_requirements() -> Iterator[Diagnosis]:
 def _check_requirement(
     requirement: Requirement, package: str, extras: Sequence[str]
 ) -> Iterator[Diagnosis]:
-    """Compare a requirement of a package, or of one of its extras, with the installed package."""
+    """Compare a package's requirement, possibly from one of its extras, with what is installed."""
     from packaging.version import Version
 
     def applies_to(extra: str) -> bool:
@@ -126,7 +126,7 @@ def _check_requirement(
         yield Diagnosis(
             "FAIL", requirement.name, f"not installed, but {package} needs it", remedy
         )
-    # A vendor's build of a release, such as 2.7.0a0+git, counts as that release.
+    # A vendor's build, such as 2.7.0a0+git, counts as the release it is based on.
     elif version and not requirement.specifier.contains(Version(version).base_version):
         mismatch = f"{version}, but {package} requires {requirement.specifier}"
         yield Diagnosis("WARN", requirement.name, mismatch, remedy)
@@ -173,7 +173,7 @@ def check_tree() -> Iterator[Diagnosis]:
 
 
 def check_device() -> Iterator[Diagnosis]:
-    """Report the device backend that a run would use here, and why it uses no accelerator."""
+    """Report the device backend that a run would use here, and the reason if it is the CPU."""
     from megatron_ext.devices import count_devices
     from megatron_ext.devices.cuda import why_idle
 
@@ -182,8 +182,8 @@ def check_device() -> Iterator[Diagnosis]:
     except MegatronExtError as error:
         yield Diagnosis.of("FAIL", "device", error)
         return
-    # Count the devices that drivers show. torch may have been built without support for them,
-    # which may be the problem.
+    # Count devices through their drivers, because the problem may be that torch was built without
+    # support for them.
     count = count_devices()
     backend = f"{device.name}, collectives by {device.distributed_backend}"
     if device.name != "cpu":
@@ -210,44 +210,44 @@ def check_device() -> Iterator[Diagnosis]:
 
 
 def device_here() -> DeviceKind | None:
-    """Return the planner's description of this machine's device, with the device's actual memory.
+    """Return the planner's description of this machine's device, with its actual memory.
 
-    None: there is no accelerator, or the planner has no data about it.
+    None: there is no accelerator, or the planner does not know it.
     """
     try:
         return automatic.device_here()
     except MegatronExtError:
-        return None  # `check_device` reports it
+        return None  # reported by `check_device`
 
 
 def check_native() -> Iterator[Diagnosis]:
-    """Check that the native core of the transport can be loaded."""
+    """Check that the transport's native core can be loaded."""
     from megatron_ext.transport.native import require_native
 
     try:
         yield Diagnosis("OK", "native core", str(require_native().__file__))
     except TransportError as error:
-        # The error describes the problem in one sentence, and the remedy in the next.
+        # The error message states the problem in one sentence and the remedy in the next.
         problem, _, remedy = str(error).partition(". ")
         yield Diagnosis("WARN", "native core", problem, remedy.rstrip("."))
 
 
 def check_patches() -> Iterator[Diagnosis]:
-    """Check that the target of every patch is the code that the patch was written for."""
+    """Check that each patch's target is the code that the patch was written for."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 
     try:
         releases.check_core()
     except MegatronExtError:
-        return  # `check_versions` has reported it
+        return  # already reported by `check_versions`
     try:
         absent = listing.import_targets()
     except (ImportError, MegatronExtError) as error:
         problem = f"Megatron cannot be imported: {error}"
         yield Diagnosis("FAIL", "patches", problem, "install megatron-core and torch")
         return
-    # Patches for other releases have no target in this one.
+    # Patches for other releases have no target in this release.
     rows = [row for row in REGISTRY.rows() if row.state != "other release"]
     problems = listing.problems(rows)
     for problem in problems:
@@ -272,7 +272,7 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
             "FAIL", name, error.strerror or str(error), "mount a tmpfs there"
         )
         return
-    # The arenas of our transports are anonymous files in memory, outside of /dev/shm.
+    # Our transports' arenas are anonymous files in memory, not in /dev/shm.
     sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "start the container with more (docker run --shm-size=16g), or remove old files"
@@ -282,7 +282,7 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
 
 
 def check_memlock() -> Iterator[Diagnosis]:
-    """Check how much memory a process may lock; RDMA needs locked memory."""
+    """Check how much memory a process may lock, which RDMA requires."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft_limit == resource.RLIM_INFINITY:
         yield Diagnosis("OK", "locked memory", "unlimited")
@@ -301,7 +301,7 @@ def check_memlock() -> Iterator[Diagnosis]:
 
 
 def check_open_files() -> Iterator[Diagnosis]:
-    """Check how many files a process may open; each connection between ranks needs one."""
+    """Check how many files a process may open, because each connection between ranks needs one."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         yield Diagnosis("OK", "open files", "unlimited")
@@ -320,8 +320,8 @@ def check_open_files() -> Iterator[Diagnosis]:
 
 
 def check_rdma() -> Iterator[Diagnosis]:
-    """Try every step of opening an RDMA link, up to a queue pair."""
-    # Listing devices is not enough: only a queue pair reveals wrong limits, permissions and GIDs.
+    """Try every step in opening an RDMA link, up to a queue pair."""
+    # Listing devices is not enough: only a queue pair reveals bad limits, permissions or GIDs.
     from megatron_ext.transport.native import probe_rdma
 
     try:
@@ -344,8 +344,8 @@ MACHINE = (
 
 
 def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
-    """Run the preflight checks of `launch` on every host, without starting a job."""
-    # Use the agents and requests of `launch`, so that both commands agree about a host.
+    """Run the preflight checks from `launch` on every host, without starting a job."""
+    # Use the agents and requests from `launch`, so that both commands agree about a host.
     with Agents(plan) as agents:
         answers = agents.look(timeout_s)
     for host, answer in zip(plan.hosts, answers, strict=True):

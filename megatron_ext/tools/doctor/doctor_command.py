@@ -1,4 +1,4 @@
-"""The subcommand `doctor`: its flags, and which checks it runs."""
+"""The subcommand `doctor`: its flags, and the checks it runs."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     for diagnosis in findings:
         diagnoses.append(diagnosis)
         if not args.json:
-            # Print each line at once, because some checks take seconds.
+            # Print each line immediately, because some checks take seconds.
             print(diagnosis, flush=True)
     if args.json:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
@@ -75,9 +75,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
-    """Check this machine, the flags of a training on it, and the hosts of a hostfile."""
+    """Check this machine, the flags for a training run on it, and the hosts in a hostfile."""
     plan = None
-    # Read the hostfile first, so that its errors appear before the slow checks.
+    # Read the hostfile first, so that errors in it appear before the slow checks.
     if args.hostfile is not None:
         from megatron_ext.tools.launch import runs
         from megatron_ext.tools.launch.jobs import hosts_of
@@ -94,7 +94,7 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
             per_node=True,
             ssh=args.ssh_cmd,
         )
-    # Import here: it imports torch, which takes seconds and which --devices does not need.
+    # Import here, because the checks import torch, which takes seconds and is unused by --devices.
     from megatron_ext.tools.doctor import checks, flight
 
     for check in checks.MACHINE:

@@ -1,6 +1,6 @@
-"""Checks the flags of a training without starting it, for this machine or for other devices.
+"""Checks a training run's flags without starting it, for this machine or for other devices.
 
-It reports what `preflight` rejects, known hangs, whether the memory of each rank suffices, and how
+It reports flags that `preflight` rejects, known hangs, whether each rank has enough memory, and how
 long devices wait. It also suggests better flags, by repeating the planner's forecast with one
 setting changed. It needs neither torch nor Megatron.
 """
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
-"""From this share of waiting time in the pipeline on, doctor warns."""
+"""Minimum share of waiting time in the pipeline for a warning."""
 _WORTH = 1.1
-"""From this speed-up on, doctor suggests other flags although nothing is wrong."""
+"""Minimum speed-up for suggesting other flags although nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Diagnosis:
 
     @classmethod
     def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
-        """Return the diagnosis for a line `finding; remedy`, the format of all our errors."""
+        """Return the diagnosis for a line `finding; remedy`, the format of all error messages."""
         finding, _, remedy = str(line).partition("; ")
         return cls(level, check, finding, remedy)
 
@@ -102,7 +102,7 @@ KNOWN_HANGS = read_rules(f"""
         each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
         --hang-timeout 300, which names the collectives
 """)
-"""Known hangs. The last one occurs with any schedule, the other ones with Megatron's schedules."""
+"""Known hangs. The last one occurs with any schedule, the others only with Megatron's schedules."""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
@@ -114,20 +114,20 @@ _REPLACED = (
     "--pipeline-waiting-weights --recompute-activations --recompute-granularity "
     "--recompute-method --recompute-num-layers --recompute-modules"
 )
-"""Flags that the flags of another layout replace: they contradict it, or would stay in effect."""
+"""Flags that another layout's flags replace, because they contradict it or would stay in effect."""
 
 
 def check_training(
     words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
 ) -> Iterator[Diagnosis]:
-    """Check what the schedule of a training accepts, changes, rejects and allocates.
+    """Check what a schedule accepts, changes, rejects and allocates for a training run.
 
     Args:
-        words: The training's command line, with or without the script, as given after `--`.
+        words: The command line for training, with or without the script, as given after `--`.
         count: Number of devices in the job; None: as many as one replica needs.
-        device: Kind of the devices; None: memory and time are not forecast.
+        device: Type of device; None: memory and time are not forecast.
     """
-    # Report what the rules reject or change, and unknown flags.
+    # Report flags that the rules reject or change, and unknown flags.
     answer = preflight(words, world_size=count, device_kind=device)
     for refusal in answer.refusals:
         yield Diagnosis("FAIL", "training", refusal.reason, refusal.remedy)
@@ -139,8 +139,8 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # The messages of our schedules have names, so ranks cannot mix them up or wait for the wrong
-    # one, and only the last hang remains.
+    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one,
+    # and only the last hang is possible.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
@@ -172,10 +172,11 @@ def _set_facts_of_cut(answer: Preflight) -> None:
     """Set the arguments that `KNOWN_HANGS` reads but no flag sets, for Megatron's schedules.
 
     Raises:
-        ArgumentsError: The flags of the cut contradict each other, or do not divide.
+        ArgumentsError: The flags for the cut contradict each other, or do not divide the model
+            evenly.
         ScheduleError: The layout is not in Megatron's notation.
     """
-    # `preflight` does not check the cut of Megatron's schedules.
+    # `preflight` does not check the cut for Megatron's schedules.
     args = answer.checked_args
     args.num_chunks = UserCut.of(vars(args)).chunks
     layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
@@ -184,7 +185,7 @@ def _set_facts_of_cut(answer: Preflight) -> None:
 
 
 def _flags_in(words: Sequence[str]) -> list[str]:
-    """Return the flags of a command line, without the separator `--` and the optional script."""
+    """Return the flags in a command line, without the separator `--` and the optional script."""
     flags = [word for word in words if word != "--"]
     if flags and flags[0].endswith(".py"):
         del flags[0]
@@ -192,10 +193,10 @@ def _flags_in(words: Sequence[str]) -> list[str]:
 
 
 def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
-    """Compare the shared memory that a native transport needs with the memory that is free here."""
+    """Compare the shared memory that a native transport needs with the free memory here."""
     pipeline = answer.pipeline or answer.transport_only
     settings = vars(answer.checked_args)
-    # A message holds the activation of one micro-batch.
+    # A message holds the activation for one micro-batch.
     num_values = 1
     for size in ("seq_length", "micro_batch_size", "hidden_size"):
         num_values *= settings.get(size) or 0
@@ -219,7 +220,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
     if pipeline_bytes > available:
         yield Diagnosis("FAIL", "transport arenas", finding, remedy)
-    # On the CPU, the model and its activations need the same memory.
+    # On the CPU, the model and its activations use the same memory.
     elif pipeline_bytes > available // 2:
         yield Diagnosis("WARN", "transport arenas", finding, remedy)
     else:
@@ -227,21 +228,21 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
-    """Return an upper bound on the memory of the arenas of one rank, in bytes."""
+    """Return an upper bound on the memory for one rank's arenas, in bytes."""
     table = pipeline.full
-    # Rank -> the ranks with which it exchanges messages.
+    # Rank -> the ranks that it exchanges messages with.
     peers = defaultdict[int, set[int]](set)
     for source, target, _ in validate(table).slots:
         if source != target:
             peers[source].add(target)
             peers[target].add(source)
-    # Each slot starts at a page, so its size is rounded up.
+    # Each slot starts at a page boundary, so its size is rounded up.
     page_bytes = resource.getpagesize()
     margin = None
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     slots = arena_slots(table, margin, pipeline.config.stash_ratio)
-    # A model may add routes, whose messages skip stages. They are unknown here and not counted.
+    # A model may add routes whose messages skip stages. They are unknown here, so not counted.
     max_peers = max((len(ranks) for ranks in peers.values()), default=0)
     return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
@@ -275,7 +276,7 @@ def _unforeseen(answer: Preflight) -> str | None:
 def _forecast(
     answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> Iterator[Diagnosis]:
-    """Compare the forecast of memory and waiting with the devices, and suggest better flags."""
+    """Compare forecast memory and waiting time with the devices, and suggest better flags."""
     reason = _unforeseen(answer)
     if reason is not None:
         finding, _, remedy = f"memory and time are not checked: {reason}".partition(
@@ -283,7 +284,7 @@ def _forecast(
         )
         yield Diagnosis("OK", "layout", finding, remedy)
         return
-    # Forecast the user's layout, and search for a better one.
+    # Forecast the user's layout, and search for a better layout.
     try:
         job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:
@@ -314,9 +315,9 @@ def _forecast(
 def _better_flags(
     differences: str, better: Layout, plan: Layout, flags: Sequence[str]
 ) -> str:
-    """Return a suggestion: the flags of a better layout, the flags that they replace, the gain."""
+    """Return a suggestion: a better layout's flags, the flags that they replace, and the gain."""
     user_flags = {word.partition("=")[0] for word in flags}
-    # A flag that is also in the better layout only gets a new value, so do not list it.
+    # If the better layout uses the same flag, only the value changes, so do not list it.
     replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
     if replaced:
         differences += f" instead of {', '.join(sorted(replaced))}"
@@ -329,7 +330,7 @@ def _better_flags(
 def _memory(
     plan: Layout, device: DeviceKind, dynamic: DynamicOrder | None, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of whether the memory of the fullest rank suffices."""
+    """Return a diagnosis of whether the rank that needs the most memory has enough."""
     needed_gib = max(plan.memory_gib)
     rank = plan.memory_gib.index(needed_gib)
     name = plan.schedule if plan.sizes.pp > 1 else "no pipeline"
@@ -351,9 +352,9 @@ def _memory(
 def _memory_by_length(
     pipeline: Pipeline, plan: Layout, device: DeviceKind
 ) -> Diagnosis:
-    """Return a diagnosis of whether the memory is enough for slices of the longest micro-batches.
+    """Return a diagnosis of whether there is enough memory to slice the longest micro-batches.
 
-    `plan` is the forecast for whole micro-batches, all of them as long as a sequence may be.
+    `plan` is the forecast for whole micro-batches, all with the maximum sequence length.
     """
     longest, microbatches = plan.job.sequence, pipeline.num_microbatches
     slice_tokens = pipeline.config.slice_tokens
@@ -366,7 +367,7 @@ def _memory_by_length(
     count = slices_needed(longest, slice_tokens)
     bounds = equal_cost_bounds([longest], count, cost)
     sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
-    # The pipeline is full by then, and keeps no more.
+    # By then the pipeline is full, and more micro-batches would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
     attention = min(cost.attention_share(longest), MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
@@ -375,7 +376,7 @@ def _memory_by_length(
     whole_peaks = activation_peaks(pipeline.full, stash_ratio)
     peaks = activation_peaks(table, stash_ratio)
     buffers = measure(table).keys_and_values or (0.0,) * pipeline.pp
-    # Of one micro-batch on 1/pp of the model.
+    # For one micro-batch on 1/pp of the model.
     buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
     needed_gib = []
     for rank, whole_gib in enumerate(plan.memory_gib):
@@ -399,7 +400,7 @@ def _memory_by_length(
 
 
 def _keys_and_values_gib(plan: Layout) -> float:
-    """Return the keys and values of one micro-batch in all layers, on one tensor-parallel rank."""
+    """Return the GiB for one micro-batch's keys and values, on one tensor-parallel rank."""
     model, sizes = plan.job.model, plan.sizes
     heads = model.heads if model.is_latent else model.query_groups
     width = heads * (model.head_size + model.value_size) / sizes.tp
@@ -410,7 +411,7 @@ def _keys_and_values_gib(plan: Layout) -> float:
 def _idle_devices(
     plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of how long devices wait, with better flags if they gain much."""
+    """Return a diagnosis of how long devices wait, and better flags if they gain much."""
     finding = (
         f"devices wait for {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s "
         "per step by forecast"
@@ -428,18 +429,18 @@ def _idle_devices(
 def planned(
     answer: Preflight, flags: Sequence[str], device: DeviceKind
 ) -> tuple[Question, Layout | None]:
-    """Return the forecast for a training with accepted flags, even if it does not fit.
+    """Return the forecast for a training run with accepted flags, even if it does not fit.
 
     The forecast is None if the planner does not support the schedule or the cut.
 
     Raises:
-        ArgumentsError: Sizes are missing, or do not divide.
-        ScheduleError: The layers do not divide into the stages.
+        ArgumentsError: Sizes are missing, or do not divide evenly.
+        ScheduleError: The layers do not divide evenly into the stages.
     """
     args = answer.checked_args
     model = sizes_of_flags(flags, "the model")
     if "cuda_graph_impl" in answer.arguments:
-        # The schedule disables CUDA graphs, so forecast without them.
+        # The schedule disables CUDA graphs, so assume none in the forecast.
         flags = [*flags, "--cuda-graph-impl", "none"]
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
@@ -488,10 +489,10 @@ def planned(
 def _parallel_sizes(
     sizes: JobSizes, args: Namespace, batches: Batches
 ) -> ParallelSizes:
-    """Return the parallel sizes of a job as the planner describes them.
+    """Return a job's parallel sizes in the planner's terms.
 
     Raises:
-        ArgumentsError: The ranks of a stage do not divide into expert-parallel groups.
+        ArgumentsError: The ranks in a stage do not divide evenly into expert-parallel groups.
     """
     tp = sizes.tensor_model_parallel_size
     pp = sizes.pipeline_model_parallel_size
@@ -508,7 +509,7 @@ def _parallel_sizes(
     if granularity == "full":
         recomputed = frozenset({"full"})
     elif granularity == "selective":
-        # Megatron's default is to recompute core attention.
+        # By default, Megatron recomputes core attention.
         recomputed = frozenset(
             getattr(args, "recompute_modules", None) or ("core_attn",)
         )
@@ -527,10 +528,10 @@ def _parallel_sizes(
 def _layers_by_stage(
     answer: Preflight, placement: Placement, name: str, num_layers: int
 ) -> list[int]:
-    """Return the number of layers of each stage, as Megatron builds them.
+    """Return the number of layers in each stage, as built by Megatron.
 
     Raises:
-        ScheduleError: The layers do not divide into the stages, or do not match the model.
+        ScheduleError: The layers do not divide evenly into the stages, or do not match the model.
     """
     hosted = {"num_layers": None, **vars(answer.checked_args), **answer.arguments}
     layers_by_stage = UserCut.of(hosted).layers_by_stage(placement)
@@ -561,7 +562,7 @@ _CHANGES = {
 
 @dataclass(frozen=True)
 class _Change:
-    """A layout that is better than the user's."""
+    """A layout that is better than the user's layout."""
 
     differences: str
     """Description of the difference."""
@@ -571,8 +572,8 @@ class _Change:
 def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     """Return the fastest layout that fits and differs from the user's in only one setting.
 
-    If the user's layout fits, the returned one is faster. If there is no such layout, or if it
-    gains little while devices mostly wait, several settings may differ.
+    If the user's layout fits, the returned layout is faster. If there is no such layout, or if
+    devices mostly wait and the layout gains little, several settings may differ.
 
     Returns:
         A description of the difference, and the layout; None if no layout is better.
@@ -583,11 +584,11 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
         fixed[name] = getattr(sizes, name)
     if sizes.pp > 1:
         fixed |= {"schedule": user_layout.schedule, "vp": user_layout.chunks}
-    # Search once for each setting, with all other settings fixed.
+    # Search once per setting, with all other settings fixed.
     changes: list[_Change] = []
     for name, differences in _CHANGES.items():
         free_names = {name}
-        # A different pipeline size allows different schedules, and a schedule determines its
+        # Different pipeline sizes allow different schedules, and the schedule determines the
         # chunks.
         if name in ("schedule", "pp"):
             free_names |= {"schedule", "vp"}
@@ -595,12 +596,12 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
             key: value for key, value in fixed.items() if key not in free_names
         }
         changes += _better(job, fixed_settings, user_layout, differences)
-    # `shards_optimizer` belongs to the question and not to the layout, so it needs its own search.
+    # `shards_optimizer` is part of the question, not of the layout, so it needs its own search.
     sharded = replace(job, shards_optimizer=True)
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")
     fastest_s = min((change.layout.step_s for change in changes), default=math.inf)
-    # If one change does not help enough, let all settings differ.
+    # If one change is not enough, let all settings differ.
     gain = user_layout.step_s / fastest_s
     if not changes or (user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH):
         changes += _better(sharded, {}, user_layout, "another layout")
@@ -615,13 +616,14 @@ def _better(
 ) -> list[_Change]:
     """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
-        # Search only for the best layout: the user waits for about ten searches.
+        # Search only for the best layout, because the user waits for about ten searches.
         answer = search(replace(job, fixed=kept), keep=1)
     except ArgumentsError:
-        # No sizes divide with these settings.
+        # No sizes divide evenly with these settings.
         return []
     if not answer.is_complete:
-        # A search stops early at Ctrl-C and returns what it has. The user meant all searches.
+        # On Ctrl-C, a search stops early and returns what it has. The user meant to stop all of
+        # them.
         raise KeyboardInterrupt
     if not answer.plans:
         return []

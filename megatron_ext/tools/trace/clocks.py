@@ -1,7 +1,7 @@
-"""Puts the traces of all ranks on one clock, using the messages that they exchanged.
+"""Puts the traces from all ranks on one clock, using the messages that they exchanged.
 
-The ranks of a host share a clock, until the host reboots. Messages in both directions relate the
-clocks of two hosts, as in NTP.
+The ranks on a host share a clock until the host reboots. Messages in both directions relate the
+clocks on two hosts, as in NTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Transit(NamedTuple):
 
 
 class ClockShift(NamedTuple):
-    """The amount to add to the times of a clock, so that they agree with the first rank's clock."""
+    """The amount to add to times on one clock, so that they agree with the first rank's clock."""
 
     shift_ns: int
     error_ns: int | None
@@ -41,10 +41,10 @@ class ClockShift(NamedTuple):
 
 
 def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
-    """Shift the times of all ranks to one clock; return notes about the shifts.
+    """Shift the times from all ranks to one clock, and return notes about the shifts.
 
-    This also sets the values that need the times of several ranks: the delays of messages, and when
-    the pipeline of a step started and ended.
+    This also sets the values that need times from several ranks: message delays, and when the
+    pipeline started and ended in each step.
     """
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}
@@ -65,11 +65,11 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
 
 
 def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
-    """Return (sender, receiver) -> their messages, with durations between the two clocks."""
+    """Return (sender, receiver) -> their messages, with durations measured across both clocks."""
     send_begins_ns: dict[tuple[int, int], int] = {}
     for survey in surveys:
         for number, begin_ns in survey.sends.items():
-            # Include the rank in the key, so that a message counts only if both of its files agree
+            # The key includes the sending rank, so that a message counts only if both files agree
             # about the sender.
             send_begins_ns[survey.header.rank, number] = begin_ns
     transits: dict[_RankPair, list[Transit]] = defaultdict(list)
@@ -83,9 +83,9 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
 
 
 def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
-    """Make the pipeline of each step extend from the first to the last action on any rank.
+    """Extend the pipeline in each step from the first to the last action on any rank.
 
-    This combines only the ranks of one replica, because replicas do not wait for each other within
+    This combines only ranks in the same replica, because replicas do not wait for each other within
     their pipelines.
     """
     begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -108,7 +108,7 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
 def _measure_delays(
     surveys: Sequence[RankSurvey], transits: Mapping[_RankPair, Sequence[Transit]]
 ) -> None:
-    """Set the delay of each link to the median of the messages for which the receiver waited."""
+    """Set each link's delay to the median over the messages for which the receiver waited."""
     shifts_ns = {survey.header.rank: survey.file.shift_ns for survey in surveys}
     for survey in surveys:
         target = survey.header.rank
@@ -121,8 +121,7 @@ def _measure_delays(
                     + shifts_ns[target]
                     - shifts_ns[source]
                 )
-                # Because of the error of the clocks, a fast message may seem to arrive before it
-                # was sent.
+                # Because of clock errors, a fast message may appear to arrive before it was sent.
                 link.delay_ns = max(0, delay_ns)
 
 
@@ -142,16 +141,17 @@ def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
 def align(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[str, ClockShift]:
-    """Find the shift of each clock, so that all clocks agree with the clock of the lowest rank.
+    """Find the shift for each clock, so that all clocks agree with the lowest rank's clock.
 
-    Messages relate two clocks. Hosts that exchange no messages are related through other hosts. If
-    no chain of messages relates a clock to the first one, the time of day that its lowest rank
-    recorded at the start relates it; messages then relate further clocks to that clock.
+    Messages relate two clocks directly. Hosts that exchange no messages are related through other
+    hosts. If no chain of messages connects a clock to the first one, its shift comes from the time
+    of day that the lowest rank on that clock recorded at the start. Messages then relate further
+    clocks to that clock.
 
     Args:
         headers: Rank -> header.
         fastest_ns: (sending rank, receiving rank) -> time of their fastest message, from its start
-            by the sender's clock to its end by the receiver's clock.
+            on the sender's clock to its end on the receiver's clock.
 
     Returns:
         The shift of each clock.
@@ -162,7 +162,7 @@ def align(
     for _, header in sorted(headers.items()):
         if header.clock in shifts:
             continue
-        # Both clocks are compared with the time of day of their hosts.
+        # Compare each clock with its host's time of day.
         by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (
             first.wall_ns - first.clock_ns
         )
@@ -175,10 +175,10 @@ def align(
 def _bounds_between_clocks(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[_ClockPair, int]:
-    """Return the maximum by which the second clock of a pair is ahead of the first clock.
+    """Return an upper bound on how far the second clock in a pair is ahead of the first.
 
-    A message that was sent at s on one clock and arrived at r on the other one shows that the
-    second clock is ahead by at most r - s.
+    If a message was sent at s on one clock and arrived at r on the other, the second clock is ahead
+    by at most r - s.
     """
     bounds_ns: dict[_ClockPair, int] = {}
     for (source, target), took_ns in fastest_ns.items():
@@ -190,7 +190,7 @@ def _bounds_between_clocks(
 def _relate(
     root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]
 ) -> None:
-    """Add the shifts of all clocks that messages relate to a clock whose shift is known."""
+    """Add the shifts of all clocks that messages connect to a clock with a known shift."""
     # Errors add up along a chain of clocks. A breadth-first search finds the shortest chains.
     queue = [root]
     # The loop also visits the clocks that it appends.

@@ -1,7 +1,7 @@
 """Checks that a trace file contains only data that ranks write (`tracing.records`).
 
-Readers of traces compute with these values, compare them across ranks and write them into pages. A
-value of another type would cause an error far from the file that contains it.
+Code that reads traces computes with these values, compares them across ranks and writes them into
+pages. A value of the wrong type would cause an error far from the file that contains it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
     "send": frozenset(("to", "bytes")),
     "receive": frozenset(("from", "for", "bytes")),
 }
-"""Category of a span -> the attributes that readers need."""
+"""Span category -> the attributes that readers need."""
 
 _WHOLE_FIGURES = ("microbatches", "memory_bytes", "activation_bytes", "out_of_order")
 
@@ -50,10 +50,10 @@ _TEXT_SETTINGS = ("cpus", "device", "transport", "dpp_policy")
 
 
 def check_header(header: Header) -> None:
-    """Reject a header that no rank writes.
+    """Reject a header that no rank could have written.
 
     Raises:
-        TypeError: A field has another type.
+        TypeError: A field has the wrong type.
         ValueError: A rank or a setting is impossible.
     """
     for text in (header.host, header.clock, header.run):
@@ -77,7 +77,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     """Reject settings that readers cannot display or compute with.
 
     Raises:
-        TypeError: A setting has another type.
+        TypeError: A setting has the wrong type.
         ValueError: A setting is impossible.
     """
     for name, value in settings.items():
@@ -98,13 +98,13 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_span(category: str, attributes: Mapping[str, Any]) -> None:
-    """Reject a span that no rank writes.
+    """Reject a span that no rank could have written.
 
     Raises:
         LookupError: An attribute is missing.
-        TypeError: An attribute has another type.
+        TypeError: An attribute has the wrong type.
     """
-    # Files have millions of spans, so this is only a comparison of sets and one loop.
+    # Files contain millions of spans, so do no more than one set comparison and one loop.
     if not _NEEDED_ATTRIBUTES.get(category, _NONE) <= attributes.keys():
         raise LookupError(f"attributes of {category}")
     for name, value in attributes.items():
@@ -113,11 +113,11 @@ def check_span(category: str, attributes: Mapping[str, Any]) -> None:
 
 
 def check_figures(figures: Mapping[str, Any]) -> None:
-    """Reject figures of an iteration that no rank writes.
+    """Reject iteration figures that no rank could have written.
 
     Raises:
-        LookupError: The number of the iteration is missing.
-        TypeError: A figure has another type.
+        LookupError: The iteration number is missing.
+        TypeError: A figure has the wrong type.
         ValueError: A number is impossible.
     """
     _check_whole(figures["iteration"])

@@ -1,10 +1,10 @@
-"""Predicts the step time of every schedule and policy from the traces of one run.
+"""Predicts the step time with every schedule and policy from the traces of one run.
 
-The traces contain the durations of the actions of each stage, including the overhead of the
-runtime, the latency of messages, the part of a step outside of its pipeline, the memory of the
-ranks, and the activations that a forward keeps. The prediction assumes that other stages split the
-model evenly except for embedding and loss, that the halves of an unsplit backward take equally
-long, and that memory other than activations stays the same.
+The traces contain the durations of each stage's actions including runtime overhead, the message
+latency, the part of a step outside its pipeline, the memory on each rank, and the activations kept
+after a forward pass. The prediction assumes that other schedules split the model evenly except for
+embedding and loss, that the two halves of an unsplit backward pass take equally long, and that
+memory other than activations stays the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LAUNCH_S = 1e-4
 """Time for a host to launch an action on its device. The trace does not contain it. Its value
 hardly matters, as long as the host launches actions ahead."""
 _QUIET = 0.01
-"""Jitter up to this value is ignored."""
+"""Jitter is ignored up to this value."""
 _EQUAL = 0.005
 """Steps that differ by at most this fraction are considered equally fast."""
 _MAX_ROWS, _WITH_FLAGS = 20, 3
@@ -53,7 +53,7 @@ addition to the recommended ones."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one schedule. Its field names are the keys of the JSON output."""
+    """The prediction for one schedule. The field names are the keys in the JSON output."""
 
     schedule: str
     flags: str
@@ -62,26 +62,26 @@ class Prediction:
     memory_bytes: int | None
     """Memory of the rank that needs the most. None: unknown."""
     bounds_memory: bool = True
-    """True if ranks keep at most the activations of the table. Otherwise, they may keep all
+    """True if ranks keep at most as many activations as in the table. Otherwise, they may keep all
     micro-batches, depending on which ranks are late."""
     is_known_to_fit: bool = True
     """False if the schedule has more stages than the run, and the number of layers is unknown."""
     weight_copies: int = 1
     """Number of ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
-    """Share of the all-to-all of experts that computation hides. None: the trace has none."""
+    """Share of the experts' all-to-all hidden by computation. None: the trace has no all-to-all."""
     choice: str = ""
     """The part of `flags` that selects the schedule and its order, without sizes and costs."""
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, without its options and its order."""
+        """The schedule's name, without its options and its order."""
         return self.schedule.partition(" ")[0]
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for every schedule, the fastest first."""
+    """Predictions for every schedule, fastest first."""
 
     predictions: list[Prediction]
     measured_s: float
@@ -90,7 +90,7 @@ class Forecast:
     """The traced schedule, with the same name as in the predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """A phrase that describes how ranks of the traced run shared CPUs. None: they did not."""
+    """A phrase that describes how ranks shared CPUs in the traced run. None: no ranks did."""
 
     @property
     def of_traced_schedule(self) -> Prediction | None:
@@ -100,12 +100,12 @@ class Forecast:
     @property
     def candidates(self) -> list[Prediction]:
         """The predictions that may be recommended."""
-        # An order without a bound may keep all micro-batches at once, so never recommend it.
+        # An order without a memory bound may keep all micro-batches at once, so never recommend it.
         return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
 
     @property
     def best_of_schedules(self) -> list[Prediction]:
-        """The fastest candidate of each schedule, over all options and orders."""
+        """The fastest candidate for each schedule, over all options and orders."""
         best: dict[str, Prediction] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule_name, candidate)
@@ -115,12 +115,12 @@ class Forecast:
     def recommended(self) -> list[Prediction]:
         """The candidate that needs the least memory among the fastest ones.
 
-        If it holds two copies of the weights, the best candidate with one copy follows.
+        If it holds two copies of the weights, the best candidate with one copy comes next.
         """
         choices: list[Prediction] = []
         candidates = self.candidates
         while candidates and (not choices or choices[-1].weight_copies > 1):
-            # Memory decides between candidates that are as fast as the first one.
+            # Among candidates that are as fast as the first, choose by memory.
             bound_s = (1 + _EQUAL) * candidates[0].step_s
             fast = [
                 candidate for candidate in candidates if candidate.step_s <= bound_s
@@ -164,14 +164,14 @@ class Forecast:
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
-    """Predict the step of every schedule and policy from the traces of a run.
+    """Predict the step time with every schedule and policy from a run's traces.
 
     Args:
         run: The traces.
-        memory_gib: Upper bound on the memory of a rank, in units of 2**30 bytes. None: no bound.
+        memory_gib: Upper bound on the memory per rank, in GiB (2**30 bytes). None: no bound.
 
     Raises:
-        DataError: The trace lacks data that a prediction needs.
+        DataError: The trace lacks data that the prediction needs.
         ScheduleError: No schedule fits.
     """
     schedule = _required_schedule(run)
@@ -186,7 +186,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
                 f"{run.directory}: no rank recorded the activations that a forward keeps, which "
                 f"--memory-gib needs; leave --memory-gib out"
             )
-    # Simulate every configuration, and note why others are impossible or too large.
+    # Simulate every configuration, and collect the reasons why others are impossible or too large.
     predictions: list[Prediction] = []
     reasons: dict[str, None] = {}  # a set that keeps the order
     for pipeline in traced_run.pipelines():
@@ -210,7 +210,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
             "no schedule can run with these sizes:\n" + "\n".join(notes)
         )
     notes += imbalance.sentences(run)
-    # Put the fastest first, and of equally fast ones the one that needs less memory.
+    # Sort by step time, and by memory where the times are equal.
     predictions.sort(
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
     )
@@ -225,7 +225,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
 
 
 def _required_schedule(run: Run) -> Schedule:
-    """Return the table of a run.
+    """Return a run's table.
 
     Raises:
         DataError: The run has no table, or no step with as many micro-batches as the table.
@@ -248,17 +248,17 @@ def _required_schedule(run: Run) -> Schedule:
 
 
 class _TracedRun:
-    """The traced properties of a model and its machines; simulates other pipelines with them."""
+    """The traced properties of a model and its machines, used to simulate other pipelines."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self.schedule = schedule
         self.costs = measured_costs(run, schedule)
-        # Without jitter, one simulated step is enough; with jitter, the mean of several is needed.
+        # Without jitter, one simulated step is enough; with jitter, take the mean over several.
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
         self.step_s, pipeline_s, optimizer_s = _median_times(run)
         self.outside_s = max(0.0, self.step_s - pipeline_s)
-        """The part of a step outside of its pipeline."""
+        """The part of a step outside its pipeline."""
         self.optimizer_s = optimizer_s
         """The part of `outside_s` that grows with the number of copies of the weights."""
         if run.settings.get("use_distributed_optimizer"):
@@ -271,21 +271,21 @@ class _TracedRun:
         self.extra_activations = None if margin == DynamicOrder().margin else margin
         """None: the default, which needs no flag."""
         self.stash_ratio = run.surveys[0].stash_ratio
-        # Ranks with devices choose the next action while another one still runs, which leads to
-        # another order.
+        # Ranks with devices choose the next action while the previous one is still running, which
+        # results in another order.
         runs_on_device = run.settings.get("device", "cpu") != "cpu"
         self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
     def pipelines(self) -> Iterator[Pipeline]:
-        """Yield every configuration that fits the ranks and micro-batches of the run."""
+        """Yield every configuration that fits the run's ranks and micro-batches."""
         cuts = [_Cut(pairs=False, slices=1)]
         if self.costs.all_to_all:
             cuts.append(_Cut(pairs=True, slices=1))
         if self.schedule.num_slices > 1:
             # Slices cannot run in pairs.
             cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
-        # Only the default policy uses the order of the table. Other policies give the same result
-        # for all tables with the same placement, so simulate each placement once.
+        # Only the default policy uses the order in the table. The result of other policies depends
+        # only on the placement, so simulate each placement once.
         placements: set[tuple[object, ...]] = set()
         for generator, cut_ in product(registered().values(), cuts):
             for variant in generator.variants:
@@ -305,13 +305,13 @@ class _TracedRun:
     def _configuration(
         self, name: str, variant: Mapping[str, Any], cut_: _Cut
     ) -> PipelineConfig:
-        """Return the configuration of a schedule with these options."""
+        """Return the configuration for a schedule with these options."""
         options = dict(variant)
         chunks = options.pop("chunks", None)
         costs = None
         if cut_.slices > 1:
             costs = Costs(attention=attention_of(self.schedule.slices))
-        # The options of variants may have any type.
+        # The options of a variant may have any type.
         if chunks is not None:
             chunks = int(chunks)
         return PipelineConfig(
@@ -325,22 +325,22 @@ class _TracedRun:
         )
 
     def _order(self, policy: PolicyName) -> DynamicOrder:
-        """Return the dynamic order of a policy; only the default policy has a margin."""
+        """Return the dynamic order for a policy; only the default policy has a margin."""
         extra_activations = None
         if policy == DynamicOrder.policy:
             extra_activations = self.extra_activations
         return DynamicOrder(policy=policy, extra_activations=extra_activations)
 
     def predict(self, pipeline: Pipeline) -> Prediction:
-        """Simulate a pipeline with the costs of the trace, with several draws of jitter.
+        """Simulate a pipeline with the costs from the trace, drawing jitter several times.
 
         Raises:
-            ScheduleError: The schedule is impossible for these sizes.
+            ScheduleError: The schedule is impossible with these sizes.
         """
         num_stages = pipeline.placement.num_stages
         self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
-        # Assume that all stages have equally many layers.
+        # Assume that all stages have the same number of layers.
         costs = replace(
             self.costs,
             stages=cut_anew(self.costs.stages, [1] * num_stages),
@@ -350,8 +350,8 @@ class _TracedRun:
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
-            # Some schedules optimise their order for given costs. That order is not always the
-            # better one, so simulate both.
+            # Some schedules optimize their order for given costs. That order is not always better
+            # than the default, so simulate both.
             made_for = replace(costs.in_forwards(), attention=attention)
             config = replace(pipeline.config, costs=made_for)
             pipelines.append(replace(pipeline, config=config))
@@ -359,7 +359,7 @@ class _TracedRun:
         return min(predictions, key=lambda prediction: prediction.step_s)
 
     def _check_sizes(self, pipeline: Pipeline, num_stages: int) -> None:
-        """Reject a pipeline into which the micro-batches or the layers of the run do not divide.
+        """Reject a pipeline if the run's micro-batches or layers cannot be divided evenly over it.
 
         Raises:
             ScheduleError: The pipeline is impossible.
@@ -382,7 +382,7 @@ class _TracedRun:
             )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        """Return the prediction for a pipeline: means over one simulated step for each draw."""
+        """Return the prediction for a pipeline, as means over one simulated step per draw."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label = static.label
@@ -434,13 +434,13 @@ class _Cut(NamedTuple):
     """How a configuration runs its micro-batches."""
 
     pairs: bool
-    """Whether it pairs a forward with a backward."""
+    """Whether a forward pass is paired with a backward pass."""
     slices: int
-    """Number of slices of a micro-batch."""
+    """Number of slices per micro-batch."""
 
 
 class _Times(NamedTuple):
-    """Medians over the steps of a run."""
+    """Medians over a run's steps."""
 
     step_s: float
     pipeline_s: float
@@ -448,11 +448,11 @@ class _Times(NamedTuple):
 
 
 def _median_times(run: Run) -> _Times:
-    """Return the median times of a step, of its pipeline and of its optimizer."""
+    """Return the median times of a step, its pipeline and its optimizer."""
     steps_ns: list[float] = []
     pipelines_ns: list[float] = []
     optimizers_ns: list[float] = []
-    # The slowest rank determines a step, so take the maximum over ranks, and then the median.
+    # The slowest rank determines the step time, so take the maximum over ranks, then the median.
     for steps in run.steps.values():
         steps_ns.append(max(step.duration_ns for step in steps))
         pipelines_ns.append(max(step.pipeline_ns - step.first_ns for step in steps))
@@ -465,9 +465,9 @@ def _median_times(run: Run) -> _Times:
 
 
 def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]:
-    """Return the bytes without activations, and the activations of one micro-batch.
+    """Return the bytes without activations, and the activation bytes for one micro-batch.
 
-    The activations are those on 1/pp of the model. Both values come from the rank where they are
+    The activations are those for 1/pp of the model. Both values come from the rank where they are
     largest, because that rank limits what fits.
     """
     fixed_bytes: list[float] = []
@@ -475,7 +475,7 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
     for survey in run.surveys:
         rank = figures([survey])
         if rank.activation_bytes and rank.memory_bytes:
-            # `peak_live` is the peak that the rank really reached. In dynamic order, it may be
+            # `peak_live` is the peak that the rank actually reached. In dynamic order, it may be
             # higher than in the table.
             fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
             fixed_bytes.append(max(0, fixed))
@@ -486,10 +486,10 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
 
 
 def table(forecast: Forecast) -> str:
-    """Return the predictions as text, with flags to paste."""
+    """Return the predictions as text, with flags to copy."""
     shown = forecast.predictions[:_MAX_ROWS]
     shows_hidden = any(prediction.all_to_all_hidden is not None for prediction in shown)
-    # The column of hidden communication appears only if there is some.
+    # Show the column for hidden communication only if there is any.
     rows = [["schedule", "step ms", "bubble %", "memory GiB"]]
     if shows_hidden:
         rows[0].append("hidden %")
@@ -519,7 +519,7 @@ def table(forecast: Forecast) -> str:
             "* not bounded: ranks may keep all micro-batches if other ranks are late"
         )
     lines.append(f"\nrecommended: {forecast.advice}")
-    # The recommended predictions come first; each prediction appears once.
+    # Recommended predictions come first; each prediction appears only once.
     with_flags = list(
         dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
     )
@@ -531,7 +531,7 @@ def table(forecast: Forecast) -> str:
 
 
 def _gib(prediction: Prediction) -> str:
-    """Return the memory as a cell of the table; a star marks orders without a bound."""
+    """Return the memory as a table cell; a star marks orders without a memory bound."""
     mark = "" if prediction.bounds_memory else "*"
     if prediction.memory_bytes is None:
         return mark or "-"

@@ -1,4 +1,4 @@
-"""Surveys the trace of one rank in one pass: times by cause, costs, links and message times.
+"""Surveys one rank's trace in one pass: times by cause, costs, links and message times.
 
 The page, the forecast and the text summary are built from the surveys of all ranks.
 """
@@ -19,7 +19,7 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, Span, TraceFile
 
-# Limits on the size of a survey, because the surveys of all ranks are in memory at once, and are
+# Limits on the size of a survey, because the surveys of all ranks are in memory at once and are
 # passed between processes.
 _MAX_STEPS = 20_000
 _MAX_SAMPLED_ITERATIONS = 16
@@ -34,7 +34,7 @@ _IDLE = ("wait", "send", "weights")
 
 
 class Step(NamedTuple):
-    """One iteration of one rank, or the summary of several; times in nanoseconds."""
+    """One iteration on one rank, or a summary of several; times in nanoseconds."""
 
     number: int = 0
     begin_ns: int = 0
@@ -63,11 +63,11 @@ class Step(NamedTuple):
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
-    """Number of actions that ran before an earlier action of the table."""
+    """Number of actions that ran before an earlier action in the table."""
     activation_bytes: int = 0
-    """Bytes that the forward of one stage keeps; 0: unknown."""
+    """Bytes that the forward pass of one stage keeps; 0: unknown."""
     microbatches: int = 0
-    """Number of micro-batches of one pipeline."""
+    """Number of micro-batches in one pipeline."""
     is_full: bool = True
     """True if the step has as many micro-batches as the table. While the batch size ramps up, steps
     take a different time."""
@@ -76,13 +76,13 @@ class Step(NamedTuple):
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline's time in which no action runs."""
+        """Share of the pipeline time in which no action runs."""
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
-        """Return the step with a pipeline that starts and ends at these times."""
-        # A rank that has finished waits for the other ranks until the end of the pipeline.
+        """Return this step for a pipeline that starts and ends at these times."""
+        # A rank that finishes early waits for the other ranks until the pipeline ends.
         wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
         idle_ns = dict(self.idle_ns)
         if wait_ns:
@@ -99,15 +99,15 @@ class Receive(NamedTuple):
     """A received message."""
 
     source: int
-    """The global rank that sent it."""
+    """The global rank that sent the message."""
     end_ns: int
     was_late: bool
-    """True for a tensor of the pipeline if the rank waited for it."""
+    """True if the message is a pipeline tensor and the rank waited for it."""
 
 
 @dataclass
 class Link:
-    """The messages that a rank received from another rank."""
+    """The messages that a rank received from one other rank."""
 
     source: int
     target: int
@@ -126,11 +126,11 @@ class Link:
 
 
 class ExchangeKey(NamedTuple):
-    """Identifies an exchange of tokens on all ranks of an expert group."""
+    """Identifies a token exchange on all ranks in an expert group."""
 
     iteration: int
     kind: str
-    """Kind of its action."""
+    """Kind of the action that the exchange belongs to."""
     stage: int
     microbatch: int
     layer: int
@@ -141,7 +141,7 @@ class ExchangeKey(NamedTuple):
 
 @dataclass
 class RankSurvey:
-    """The survey of one rank, with times by its own clock."""
+    """The survey of one rank, with times on its own clock."""
 
     file: TraceFile
     steps: list[Step] = field(default_factory=list)
@@ -181,27 +181,27 @@ class RankSurvey:
 
     @property
     def stash_ratio(self) -> float:
-        """Memory of a micro-batch between I and W, relative to its memory before I."""
+        """A micro-batch's memory between I and W, relative to its memory before I."""
         return float(self.header.settings.get("stash_ratio", 1.0))
 
     @property
     def complete_steps(self) -> list[Step]:
-        """The steps that have the size of the table, except the first step of the run.
+        """The steps that have the same size as the table, except the run's first step.
 
-        If there is no such step, these are the first step, or if that failed or has another size,
-        all steps.
+        If there are no such steps, this is the first step. If that failed or has another size,
+        these are all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
-        # The first step of a run also allocates memory and compiles kernels.
+        # The first step in a run also allocates memory and compiles kernels.
         warm = [step for step in full if step is not self.steps[0]]
         return warm or full or self.steps
 
 
 class _Sample:
-    """A bounded number of iterations, evenly spread over the run, and the same ones on all ranks.
+    """A limited number of iterations, evenly spread over the run and the same on all ranks.
 
     It keeps the iterations whose multiples of the golden ratio have the smallest fractional parts.
-    These are evenly spread after any number of iterations.
+    They are evenly spread however many iterations there are.
     """
 
     def __init__(self) -> None:
@@ -210,13 +210,13 @@ class _Sample:
     def add(self, iteration: Iteration, *, is_measure: bool) -> None:
         """Add an iteration, and drop iterations if the sample is too large.
 
-        Iterations that are not representative are dropped first: the first one of the run, and
+        Unrepresentative iterations are dropped first: the first iteration in the run, and
         iterations that failed or have another size.
         """
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
             iteration
         )
-        # The first part of the key sorts iterations that are not representative to the end.
+        # The first part of the key sorts unrepresentative iterations to the end.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
 
@@ -229,12 +229,12 @@ class _Sample:
 
     @property
     def iterations(self) -> list[Iteration]:
-        """All iterations of the sample."""
+        """All iterations in the sample."""
         return list(self._iterations.values())
 
     @property
     def measures(self) -> list[Iteration]:
-        """The representative iterations, from which costs are measured."""
+        """The representative iterations, which are used to measure costs."""
         measures = []
         for (is_no_measure, _), iteration in self._iterations.items():
             if not is_no_measure:
@@ -245,11 +245,11 @@ class _Sample:
 def survey(
     file: TraceFile, full_microbatches: int = 0, slices: Sequence[float] = (1.0,)
 ) -> RankSurvey:
-    """Read the trace of a rank once, and return its survey.
+    """Read a rank's trace once, and return its survey.
 
     Args:
         file: The trace.
-        full_microbatches: Number of micro-batches in the table of the run; 0: unknown.
+        full_microbatches: Number of micro-batches in the run's table; 0: unknown.
         slices: The fraction of a micro-batch in each of its slices.
 
     Raises:
@@ -270,16 +270,16 @@ def survey(
             iteration, is_measure=step.is_full and not step.failed and not is_first
         )
 
-    # If no iteration is representative, use the others, because clocks can be aligned with any
-    # messages.
+    # If no iteration is representative, use the others: any messages are good enough to align the
+    # clocks.
     for iteration in sample.measures or sample.iterations:
         _IterationCounter(result, iteration).count()
     if not sample.measures:
-        # The durations of these iterations would give wrong costs.
+        # Costs measured from these iterations would be wrong.
         result.actions.clear()
     for source, link in result.links.items():
         link.steps = result.num_sampled
-        # With Megatron's own transport, the wires are unknown, so give the transport.
+        # With Megatron's own transport, the wires are unknown, so name the transport instead.
         link.wire = result.wires.get(
             source, result.header.settings.get("transport", "")
         )
@@ -292,18 +292,18 @@ def _step_of(
     full_microbatches: int,
     slices: Sequence[float],
 ) -> Step:
-    """Return the times and figures of an iteration."""
+    """Return the times and figures for an iteration."""
     actions = [span for span in iteration.spans if span.name in _KINDS]
     busy_ns = covered_ns = 0
     row: list[Action] = []
     figures = iteration.figures
     slice_sizes = figures.get("slice_sizes", ())
     for span in actions:
-        # The two actions of a pair overlap, so count only the time that no earlier action covers.
+        # The two actions in a pair overlap, so count only time not covered by an earlier action.
         busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
-        # Without the table, the sizes of slices are unknown, so ignore slices.
+        # Without the table, slice sizes are unknown, so ignore slices.
         slice_index = (
             attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
         )
@@ -320,7 +320,7 @@ def _step_of(
         first_ns = actions[0].begin_ns
     idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
-    # This is data loading, Python, and everything else that has no span.
+    # This is data loading, Python, and everything else without a span.
     if other_ns > 0:
         idle_ns["other"] = other_ns
     return Step(
@@ -347,14 +347,14 @@ def _step_of(
 def _idle_times(
     spans: Iterable[Span], pipeline_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return cause -> idle nanoseconds of the pipeline, and the nanoseconds in the optimizer."""
+    """Return cause -> the pipeline's idle nanoseconds, and the nanoseconds in the optimizer."""
     idle_ns: dict[str, float] = {}
     optimizer_ns = 0
     for span in spans:
         took_ns = span.end_ns - span.begin_ns
         if span.name == "optimizer":
             optimizer_ns += took_ns
-        # Waits after the last action of the rank belong to the time after the pipeline.
+        # Waiting after the rank's last action counts as time after the pipeline.
         elif span.name in _IDLE and span.begin_ns < pipeline_ns:
             cause = str(span.attributes.get("cause", span.name))
             if "on" in span.attributes:
@@ -364,7 +364,7 @@ def _idle_times(
 
 
 class _IterationCounter:
-    """Adds the actions and messages of one iteration to a survey."""
+    """Adds the actions and messages in one iteration to a survey."""
 
     def __init__(self, result: RankSurvey, iteration: Iteration) -> None:
         self._result = result
@@ -406,8 +406,8 @@ class _IterationCounter:
         slice_index = span.attributes.get("slice", 0)
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
-        # Only the second action of a pair starts before the middle of the preceding action. The two
-        # run at the same time, so neither shows its own cost.
+        # Only the second action in a pair starts before the middle of the preceding action. The two
+        # run at the same time, so neither duration is the cost of its action.
         if 2 * span.begin_ns < self._begin_ns + self._end_ns:
             self._open_action = None
             self._end_ns = max(self._end_ns, span.end_ns)
@@ -418,7 +418,7 @@ class _IterationCounter:
         self._end_ns = span.end_ns
 
     def _close_action(self, next_ns: int) -> None:
-        """Record the cost of the last action, which extends to the rank's next activity."""
+        """Record the cost of the last action, which lasts until the rank's next activity."""
         if self._open_action is not None:
             price_ns = max(next_ns, self._end_ns) - self._begin_ns
             self._result.actions[self._open_action].append(price_ns)
@@ -433,13 +433,13 @@ class _IterationCounter:
         self._result.receives[span.message] = Receive(
             source,
             self._iteration.begin_ns + span.end_ns,
-            # F and B are activations and gradients.
+            # F and B messages carry activations and gradients.
             was_late=is_awaited and span.attributes["for"] in ("F", "B"),
         )
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
-        # A wait for a slot has no source, because any of several ranks may end it.
+        # Waiting for a slot has no single source rank, because any of several ranks may free one.
         if source is not None:
             self._link(source).waited_ns += span.end_ns - span.begin_ns
             self._awaited.add(self._message(source, span))
@@ -458,7 +458,7 @@ class _IterationCounter:
         return source, *values
 
     def _add_exchanges(self) -> None:
-        """Add each exchange of tokens, and the time that each forward spent in its exchanges."""
+        """Add all token exchanges, and the time that each forward pass spent in its exchanges."""
         exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
         num_exchanges: Counter[tuple[str, int, int, int]] = Counter()
         for span in self._iteration.spans:
@@ -481,10 +481,10 @@ class _IterationCounter:
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:
-    """Summarise the complete steps of some ranks.
+    """Summarize the complete steps of some ranks.
 
-    Durations are medians, and parts of a step are means, with the longest wait first. Memory and
-    activations are those of the worst step. Numbers of actions are sums.
+    Durations are medians. The parts of a step are means, sorted by longest wait. Memory and
+    activations are those in the worst step. Numbers of actions are sums.
     """
     steps: list[Step] = []
     for rank in surveys:
@@ -494,7 +494,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
         steps = [Step()]
     idle_ns: dict[str, float] = defaultdict(float)
     for step in steps:
-        # In a step without this cause, its time is 0, so divide by the number of all steps.
+        # A step without this cause counts as 0, so divide by the number of all steps.
         for cause, time_ns in step.idle_ns.items():
             idle_ns[cause] += time_ns / len(steps)
     return Step(
@@ -512,7 +512,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
 
 
 def text(surveys: Sequence[RankSurvey]) -> str:
-    """Return the figures of a run as text: all ranks together, and then each rank."""
+    """Return a run's figures as text: for all ranks together, and then for each rank."""
     total = figures(surveys)
     num_spans = sum(survey.num_spans for survey in surveys)
     num_iterations = max(survey.num_iterations for survey in surveys)
@@ -522,7 +522,7 @@ def text(surveys: Sequence[RankSurvey]) -> str:
         f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
         f"pipeline's time, {jumped_percent:.1f} % of the actions out of order"
     )
-    # One line for each rank, with its three longest waits.
+    # One line per rank, with the three causes for which it waited longest.
     for survey in surveys[:_MAX_LINES]:
         rank = figures([survey])
         causes = []
