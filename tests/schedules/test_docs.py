@@ -119,7 +119,7 @@ def test_the_page_about_slices_shows_current_simulations() -> None:
     assert (IMAGES.parent / "slices.svg").read_text(encoding="utf-8") == drawn
     costs = Costs(attention=0.3)
     bubble = simulate(generate("zb-h1", 8, 16, costs=costs, slices=8), costs).bubble
-    assert f"the bubble of zb-h1 is {bubble:.1f} instead of 0.9" in " ".join(
+    assert f"the zb-h1 bubble is {bubble:.1f} instead of 0.9" in " ".join(
         LENGTHS.split()
     )
 
@@ -147,7 +147,7 @@ def test_figures_of_tables_made_for_other_costs() -> None:
     for made_for, makespan in ((UNIT, 57), (slow_links, 51.7)):
         schedule = generate("bitpipe", 8, 16, costs=made_for)
         assert simulate(schedule, slow_links).makespan == pytest.approx(makespan)
-    assert {"57", "51.7"} <= _figures_beside("links of latency 0.1")
+    assert {"57", "51.7"} <= _figures_beside("links with latency 0.1")
 
 
 def test_the_error_that_is_shown(
