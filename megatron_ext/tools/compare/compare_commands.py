@@ -1,4 +1,4 @@
-"""The flags of `compare`; imports only what is needed to parse them."""
+"""The flags for `compare`; this module imports only what parsing them needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.tools.launch.launch_commands import add_hosts, add_job, whole_number
 
 _MIN_STEPS = 4
-"""Three warm-up steps, and one step that counts."""
+"""Three warm-up steps, and one measured step."""
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -32,7 +32,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
-    # Settings of `launch` that a comparison does not offer.
+    # Settings for `launch` that a comparison does not offer.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
     parser.set_defaults(keep_going=False, reserve=None)
 
@@ -142,8 +142,8 @@ def launch_words(words: Sequence[str]) -> list[str]:
 
 def _run(args: argparse.Namespace) -> int:
     words = sys.argv[1:]
-    # Take the words between the subcommand and the command of the training. Those that `compare`
-    # does not use are options of `launch`, which each run passes on unchanged.
+    # Take the words between the subcommand and the training command. `compare` uses some of these
+    # words, and the others are options for `launch`, which are passed on unchanged to each run.
     options = launch_words(words[1 : len(words) - len(args.command_words)])
     if args.folders:
         from megatron_ext.tools.compare.folders import compare_folders

@@ -1,4 +1,4 @@
-"""`compare --folders`: compares the digests that two trainings recorded, without training."""
+"""`compare --folders`: compares the digests recorded by two training runs, without training."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -34,7 +34,7 @@ _TRAINING_FLAGS = {
     "output": "--output",
     "command_words": "the command after --",
 }
-"""Parsed argument -> its flag, for the settings of a comparison that trains."""
+"""Parsed argument -> its flag, for settings that only apply when training."""
 
 
 def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
 
     Raises:
         ArgumentsError: There are not two or three folders, or a flag applies only to training.
-        DataError: A folder has no digests, damaged digests, or those of another kind of run.
+        DataError: A folder has no digests, damaged digests, or digests from another kind of run.
     """
     for name, flag in _TRAINING_FLAGS.items():
         if getattr(args, name):
@@ -64,7 +64,7 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
             f"--folders got {len(folders)}; give the folders of the reference and the candidate, "
             "and optionally the folder of a run to learn tolerances from"
         )
-    # `read_folder` returns nothing for a folder of digests, which holds no operators.
+    # For a folder with digests but no operators, `read_folder` returns nothing.
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
             raise ArgumentsError(

@@ -1,14 +1,14 @@
-"""Finds the first tensor that differs between two recorded trainings.
+"""Finds the first tensor that differs between two recorded training runs.
 
-First means first in the order of a training step: the initial weights, forwards from the first
-layer to the last, backwards from the last layer to the first, then weight gradients as they
+"First" refers to the order in a training step: the initial weights, forward passes from the first
+layer to the last, backward passes from the last layer to the first, weight gradients as they
 accumulate over micro-batches, their reduction, and the weights after the step. If several
 micro-batches differ at the same place, the result names all of them.
 
 Two runs that sum in the same order must be bit-identical. If the order differs, because the runs
-have different numbers of replicas, tensor-parallel ranks or slices, tensors may differ by a
-tolerance. It is either a fixed one, or learned from a run with the flags of the reference whose
-outputs were rounded differently (`tracing/rounding.py`).
+have different numbers of replicas, tensor-parallel ranks or slices, tensors may differ within a
+tolerance. The tolerance is either fixed or learned from a run with the reference's flags but
+differently rounded outputs (`tracing/rounding.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megatron_ext.tracing.digest_files import (
 _Key = tuple[Kind, int, str]
 
 STATED_TOLERANCE = 1e-4
-"""Relative difference that another order of the same sums may cause in the first step, in single
-precision. It grows by the factor `_GROWTH` in each later step."""
+"""Relative difference that summing in a different order may cause in the first step, in single
+precision. It grows by the factor `_GROWTH` with each later step."""
 _GROWTH = 2.0
 _UNKNOWN_BITS = ""
-"""A value that no record has as its bits."""
+"""A value that never occurs as the bits of a record."""
 LEARNED_MARGIN = 4.0
-"""Allowed difference of a tensor, relative to the largest difference of its module's tensors in the
-run that was rounded differently."""
+"""Allowed difference for a tensor, relative to the largest difference for its module's tensors in
+the run that was rounded differently."""
 _RESOLUTION = 1e-6
 """Smallest relative difference that digests resolve: they sum norms and projections in single
 precision."""
@@ -57,7 +57,7 @@ _SIZES = {
     "slices": "slices",
     "slice_tokens": "tokens per slice",
 }
-"""Field of a header -> its description. These fields decide the order of sums in every tensor."""
+"""Header field -> its description. These fields determine the order of sums in every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
 """Matches the name of a layer, or of a module or parameter inside one."""
 
@@ -72,7 +72,7 @@ class Origin:
     host: str
 
     def __str__(self) -> str:
-        """Return a readable description of the place."""
+        """Return a readable description of where the tensor was computed."""
         rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         return f"{self.action}, {rank}" if self.action else rank
 
@@ -94,7 +94,7 @@ class Difference:
     module: str
     """Module or parameter, relative to the layer if there is one; empty: the layer itself."""
     name: str
-    """Full name of the module or parameter, including the number of its layer."""
+    """Full name of the module or parameter, including its layer number."""
     reference: Origin | None
     """None: the reference never computed it."""
     candidate: Origin | None
@@ -114,7 +114,7 @@ class Difference:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
         if self.kind == "forward":
             return f"the output of {where}"
-        # The whole model records the gradient of its output; a module records that of its input.
+        # The whole model records the gradient of its output; a module records its input's gradient.
         if self.kind == "backward":
             return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
         names = {
@@ -144,7 +144,7 @@ class Difference:
         return f"{moment}, {count} micro-batches ({numbers}{continuation})"
 
     def sentence(self) -> str:
-        """Return the difference in one sentence."""
+        """Return a sentence that describes the difference."""
         first = f"first difference: {self.moment}: {self.tensor}"
         if self.candidate is None:
             return f"{first} ({self.reference}) was never computed by the candidate"
@@ -163,7 +163,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two runs."""
+    """The result of a comparison between two runs."""
 
     difference: Difference | None
     """The first difference; None: no tensor differs by more than its tolerance."""
@@ -180,23 +180,22 @@ class Comparison:
 def compare(
     reference: Path, candidate: Path, rounded: Path | None = None
 ) -> Comparison:
-    """Compare the digests of two runs.
+    """Compare the digests from two runs.
 
     Args:
-        reference: Folder with the digests of one run, such as a run under Megatron's own schedule.
-        candidate: Folder of the other run. Both must start with the same weights and read the same
+        reference: Folder with the digests from one run, such as a run with Megatron's own schedule.
+        candidate: Folder for the other run. Both must start with the same weights and read the same
             data.
-        rounded: Folder of a run with the flags of the reference whose outputs were rounded
-            differently. Its differences from the reference, times `LEARNED_MARGIN`, replace the
-            stated tolerance.
+        rounded: Folder for a run with the reference's flags but differently rounded outputs. Its
+            differences from the reference, times `LEARNED_MARGIN`, replace the stated tolerance.
 
     Raises:
-        DataError: A folder has no digests, damaged digests, or those of another kind of run, or the
-            micro-batches of the two runs cannot be matched.
+        DataError: A folder has no digests, damaged digests, or digests from another kind of run, or
+            the micro-batches in the two runs cannot be matched.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
-    # A run that was rounded differently differs from every other run by design.
+    # A run with different rounding differs from every other run by design.
     for folder, run in ((reference, first), (candidate, second)):
         if run.header.rounded:
             raise DataError(
@@ -210,7 +209,7 @@ def compare(
 
 
 def locate(reference: Path, candidate: Path) -> Difference | None:
-    """Return the first tensor that differs between two runs, or None, as `compare` finds it."""
+    """Return the first tensor that differs between two runs, or None, using `compare`."""
     return compare(reference, candidate).difference
 
 
@@ -219,14 +218,14 @@ def locate(reference: Path, candidate: Path) -> Difference | None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of one run, with all its parts."""
+    """A tensor in one run, with all its parts."""
 
     parts: Mapping[str, Record]
     ranks: Mapping[str, Header]
     """Part -> the header of the rank that recorded it."""
 
     def scaled(self, factor: float) -> _Tensor:
-        """Return the tensor multiplied by a factor; the bits of the result are unknown."""
+        """Return the tensor multiplied by a factor; the bits in the result are unknown."""
         if factor == 1.0:
             return self
         parts = {}
@@ -244,7 +243,7 @@ class _Tensor:
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part was computed, or any part if `part` is None or unknown."""
+        """Return where a part was computed, or where any part was if `part` is None or unknown."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]
@@ -252,14 +251,14 @@ class _Tensor:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The stage, and the position of the tensor within its action."""
+        """The stage, and the tensor's position within its action."""
         record = self.parts[self.any_part]
         return record.stage, record.position
 
 
 @dataclass
 class _Run:
-    """The records of all ranks of a run."""
+    """The records from all ranks in a run."""
 
     files: list[RankFile]
     steps: dict[int, dict[_Key, _Tensor]]
@@ -277,7 +276,7 @@ class _Run:
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
         notes = []
-        # A rank that was killed may lack the last steps, so compare only steps of all ranks.
+        # A rank that was killed may lack the last steps, so compare only steps that all ranks have.
         if common != longest:
             notes.append(
                 f"{folder}: not all ranks completed step {min(longest - common)}"
@@ -297,7 +296,7 @@ class _Run:
 
     @property
     def header(self) -> Header:
-        """The header of the first rank."""
+        """The header from the first rank."""
         return self.files[0].header
 
 
@@ -307,7 +306,7 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
     for file in files:
         for record in file.steps[step]:
             # Several stages may hold copies of a module under the same name, such as the embedding
-            # for multi-token prediction or a tied weight. Take the copy of the first stage, so that
+            # for multi-token prediction or a tied weight. Use the copy on the first stage, so that
             # the result does not depend on which ranks hold the copies.
             earlier = parts[record.key].get(record.part)
             if earlier is None or record.stage < earlier.stage:
@@ -343,7 +342,7 @@ class _Sized(Protocol):
 
 
 def relative_difference(first: _Sized, second: _Sized) -> float:
-    """Return the approximate norm of the difference of two tensors, relative to the first norm."""
+    """Return the approximate norm of the difference between two tensors, relative to the first."""
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
@@ -377,9 +376,9 @@ class _Mismatch:
 
     @property
     def place_in_step(self) -> tuple[int, ...]:
-        """The sort key, by when a step computes the tensor.
+        """The sort key, by when the tensor is computed in a step.
 
-        The micro-batch comes last, except for weight gradients, which accumulate over them.
+        Micro-batches come last in the key, except for weight gradients, which accumulate over them.
         """
         kind, microbatch, _ = self.key
         stage, position = self.order
@@ -394,21 +393,21 @@ class _Mismatch:
 
 
 class _Tolerances(Protocol):
-    """How much tensors may differ if the two runs sum in different orders."""
+    """How much tensors may differ if two runs sum in different orders."""
 
     @property
     def description(self) -> str: ...
 
     @property
     def steps(self) -> Collection[int] | None:
-        """The steps for which there are tolerances; None: all."""
+        """The steps that have tolerances; None: all steps."""
 
     def of(self, step: int, key: _Key) -> float:
-        """Return the allowed relative difference of a tensor."""
+        """Return the allowed relative difference for a tensor."""
 
 
 class _StatedTolerances:
-    """Fixed tolerances, for any model in single precision."""
+    """Fixed tolerances, for any single-precision model."""
 
     description = (
         f"the stated {STATED_TOLERANCE:g} of a tensor's norm, and {_GROWTH:g} times as much in "
@@ -425,9 +424,9 @@ class _StatedTolerances:
 
 
 class _LearnedTolerances:
-    """Tolerances learned from a run that was rounded differently.
+    """Tolerances learned from a run with different rounding.
 
-    The tensors of a module share one tolerance over all layers and micro-batches.
+    All tensors from the same module share one tolerance, over all layers and micro-batches.
     """
 
     def __init__(
@@ -442,17 +441,17 @@ class _LearnedTolerances:
 
     @classmethod
     def of_runs(cls, reference: _Run, folder: Path) -> _LearnedTolerances:
-        """Learn tolerances from the digests of the run in `folder`.
+        """Learn tolerances from the digests in `folder`.
 
         Raises:
-            DataError: The run was not rounded differently, or its ranks hold other tensors.
+            DataError: The run was not rounded differently, or its ranks hold different tensors.
         """
         run = _Run.read(folder, settings=f" {ROUNDING}=1")
         if not run.header.rounded:
             raise DataError(
                 f"{folder} was recorded without {ROUNDING}=1; record it again with {ROUNDING}=1"
             )
-        # (step, kind, module without the number of its layer) -> largest relative difference
+        # (step, kind, module without its layer number) -> largest relative difference
         largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
         steps = set(reference.steps) & set(run.steps)
         for step in steps:
@@ -469,7 +468,7 @@ class _LearnedTolerances:
                 place = step, kind, _role(name)
                 for part, record in tensor.parts.items():
                     relative = relative_difference(record, rounded_tensor.parts[part])
-                    # A NaN, an infinity or a zero in one of the runs does not measure rounding.
+                    # A NaN, an infinity or a zero in either run does not measure rounding.
                     if math.isfinite(relative):
                         largest[place] = max(largest[place], relative)
         return cls(dict(largest), steps, folder)
@@ -488,21 +487,21 @@ class _LearnedTolerances:
 
 
 def _role(name: str) -> str:
-    """Return a module's or parameter's name without the number of its layer."""
+    """Return the name of a module or parameter without its layer number."""
     match = LAYER.fullmatch(name)
     return name if match is None else f"{match['stack']}.{match['module'] or ''}"
 
 
 @dataclass
 class _Comparing:
-    """A comparison of two runs under given tolerances."""
+    """A comparison between two runs under given tolerances."""
 
     reference: _Run
     candidate: _Run
     tolerances: _Tolerances
 
     def result(self) -> Comparison:
-        """Compare the steps that both runs have, up to the first difference.
+        """Compare the steps that both runs have, stopping after the first difference.
 
         Raises:
             DataError: The runs have no step or no tensor in common.
@@ -521,7 +520,7 @@ class _Comparing:
                 f"{len(common)}; only these were compared"
             )
         learned_steps = self.tolerances.steps
-        # Of these, compare only the steps for which tolerances were learned.
+        # Among these, compare only steps for which tolerances were learned.
         if self._tolerates and learned_steps is not None:
             num_unlearned = len(set(common) - set(learned_steps))
             common = [step for step in common if step in learned_steps]
@@ -553,7 +552,7 @@ class _Comparing:
             if mismatches:
                 difference = self._chosen(step, mismatches)
                 break
-        # Without a common tensor, equal results would mean nothing.
+        # Without common tensors, finding no difference would mean nothing.
         if difference is None and not num_tensors:
             raise DataError(
                 "the two runs have no tensor in common, so nothing was compared; record both with "
@@ -568,20 +567,20 @@ class _Comparing:
         for key, tensor in references.items():
             if key in candidates:
                 yield from self._compared(step, key, tensor, candidates[key])
-        # A tensor that only one of the runs has computed is a difference, too.
+        # A tensor that only one run has computed is also a difference.
         yield from self._never_computed(references, candidates)
 
     def _compared(
         self, step: int, key: _Key, reference: _Tensor, candidate: _Tensor
     ) -> Iterator[_Mismatch]:
-        """Yield the mismatch of one tensor, if it differs."""
+        """Yield a mismatch if a tensor differs."""
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                # Ranks sum other micro-batches or tokens, so only the reduced gradient can match.
+                # Ranks sum different micro-batches or tokens, so only reduced gradients can match.
                 return
             if kind == "backward":
-                # The runs divide the gradients of a micro-batch by different numbers.
+                # The two runs divide a micro-batch's gradients by different numbers.
                 candidate = candidate.scaled(self._gradient_scale)
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
@@ -598,7 +597,7 @@ class _Comparing:
             if record.bits == other_record.bits:
                 continue
             relative = relative_difference(record, other_record)
-            # In this form, the condition also holds for a NaN.
+            # Written like this, the condition is also true for a NaN.
             if not tolerance or not relative <= tolerance:
                 yield _Mismatch(
                     key,
@@ -613,14 +612,14 @@ class _Comparing:
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether the ranks of the two runs sum gradients over different shares of a batch."""
+        """Whether the ranks in the two runs sum gradients over different shares of a batch."""
         first, second = self.reference.header, self.candidate.header
         shares = first.data_size, first.context_size
         return shares != (second.data_size, second.context_size)
 
     @property
     def _gradient_scale(self) -> float:
-        """The factor by which a candidate's gradients of a micro-batch must be multiplied.
+        """The factor that makes a candidate's micro-batch gradients match the reference's.
 
         Megatron averages gradients over data- and context-parallel ranks, because each rank divides
         the loss of a micro-batch by the numbers of its own micro-batches and tokens. With a loss
@@ -636,12 +635,13 @@ class _Comparing:
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
     ) -> Iterator[_Mismatch]:
-        """Yield the tensors of micro-batches that only one run has computed.
+        """Yield the tensors in micro-batches that only one run has computed.
 
-        Modules that a run never records are left out: pairs, for example, call parts of layers.
+        Modules that a run never records are left out, because pairs, for example, call parts of
+        layers.
         """
         for tensors, others in ((references, candidates), (candidates, references)):
-            # The modules that the other run has recorded for at least one micro-batch.
+            # Modules that the other run has recorded for at least one micro-batch.
             recorded = {(kind, module) for kind, _, module in others}
             for key, tensor in tensors.items():
                 kind, microbatch, module = key
@@ -660,7 +660,7 @@ class _Comparing:
                     yield _Mismatch(key, tensor.order, None, tensor)
 
     def _tolerance(self, step: int, key: _Key) -> float:
-        """Return the relative difference that a tensor may have; 0: it must be bit-identical."""
+        """Return the allowed relative difference for a tensor; 0: it must be bit-identical."""
         kind = key[0]
         if not self._may_differ(step, kind):
             return 0.0
@@ -668,7 +668,7 @@ class _Comparing:
 
     @cached_property
     def _reason_for_all(self) -> str:
-        """Why the runs compute all tensors from sums in different orders; empty: they do not."""
+        """Why the runs sum in different orders for all tensors; empty: they do not."""
         first, second = self.reference.header, self.candidate.header
         for name, description in _SIZES.items():
             sizes = getattr(first, name), getattr(second, name)
@@ -681,20 +681,20 @@ class _Comparing:
         return ""
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
-        """Return whether the two runs compute this kind of tensor from sums in other orders."""
+        """Return whether the two runs sum in different orders for this kind of tensor."""
         if self._reason_for_all:
             return True
         if not self._replicas_differ:
             return False
-        # The forwards of the first step precede any sum over replicas, so their bits are equal. Its
-        # backwards precede the sums too, but their gradients are scaled differently.
+        # Forward passes in the first step precede any sum over replicas, so their bits are equal.
+        # Backward passes precede the sums too, but their gradients are scaled differently.
         first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
 
     @property
     def _tolerates(self) -> bool:
-        """Whether some tensors may differ at all."""
+        """Whether any tensors may differ."""
         return bool(self._reason_for_all) or self._replicas_differ
 
     @property
@@ -708,12 +708,12 @@ class _Comparing:
         return f"{self.tolerances.description}, because {reason}"
 
     def _chosen(self, step: int, mismatches: Sequence[_Mismatch]) -> Difference:
-        """Return the first of a step's mismatches."""
+        """Return the first mismatch in a step."""
         first = min(mismatches, key=lambda mismatch: mismatch.place_in_step)
         kind, microbatch, name = first.key
         numbers: set[int] = set()
         if kind == "weight gradient":
-            # The sums after later micro-batches contain this one, so they differ too.
+            # Sums after later micro-batches include this micro-batch, so they differ too.
             numbers = {microbatch}
         elif microbatch != NO_MICROBATCH:
             # List all micro-batches in which this tensor differs.
@@ -753,7 +753,7 @@ def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
-    """Return the relative difference of the norms of two tensors that the runs split differently.
+    """Return the relative difference in norm between tensors that the runs split differently.
 
     None: the norms cannot be compared, because the parts are neither a split nor copies.
     """
@@ -763,8 +763,8 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
     counts = [sum(sizes) for sizes in sizes_of_parts]
     norms = [_norm_of_parts(tensor) for tensor in (first, second)]
     if counts[0] != counts[1]:
-        # The parts may be copies of the tensor, such as one per replica. n copies together have
-        # sqrt(n) times the norm of one.
+        # The parts may be copies of the tensor, such as one per replica. Together, n copies have
+        # sqrt(n) times the norm of one copy.
         for index, sizes in enumerate(sizes_of_parts):
             may_be_copies = len(set(sizes)) == 1
             if not may_be_copies:

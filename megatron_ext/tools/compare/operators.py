@@ -1,4 +1,4 @@
-"""Finds the first operator inside a module that differs between two recorded trainings."""
+"""Finds the first operator inside a module that differs between two recorded training runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def place_of(difference: Difference) -> Place | None:
     if difference.reference is None or difference.candidate is None:
         return None
     match = LAYER.fullmatch(difference.name)
-    # Record the whole layer: the operators before one of its parts, such as a norm, have no
-    # digests and may have caused the difference.
+    # Record the whole layer: operators that run before one of its modules, such as a norm, have no
+    # digests but may have caused the difference.
     module = difference.name if match is None else f"{match['stack']}.{match['number']}"
     return Place(difference.iteration, difference.microbatches[0], kind, module)
 
 
 @dataclass(frozen=True)
 class OperatorComparison:
-    """The result of comparing the operators of two runs in one module."""
+    """The result of comparing one module's operators in two runs."""
 
     sentence: str
     """A sentence that names the first operator that differs, or states that none differs."""
@@ -47,18 +47,18 @@ def first_operator(
 ) -> OperatorComparison:
     """Find the first operator that differs.
 
-    Operators are paired by name and shapes, in order, because runs may differ in their operators:
-    a schedule that splits backwards runs fewer of them in the same module.
+    Operators are paired by name and shapes, in order, because the runs may not have the same
+    operators: a schedule that splits backward passes runs fewer operators in the same module.
 
     Args:
-        reference: Folder of the operators of one run.
-        candidate: Folder of the other run.
-        tolerance: The largest relative difference of a result that is ignored.
+        reference: Folder with the operators from one run.
+        candidate: Folder with the operators from the other run.
+        tolerance: The largest relative difference in a result that is ignored.
 
     Raises:
         DataError: A folder has no operators, or the folders belong to different modules.
     """
-    # Only operators of the same module, on ranks with the same shards, can be compared.
+    # Operators can be compared only for the same module, on ranks with the same shards.
     runs = [read_folder(folder) for folder in (reference, candidate)]
     for folder, run in zip((reference, candidate), runs, strict=True):
         if not run:
@@ -80,7 +80,7 @@ def first_operator(
         )
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} of {place.module}"
-    # Compare rank by rank. Each rank holds another shard of the module.
+    # Compare rank by rank, because each rank holds a different shard of the module.
     num_pairs = 0
     for ranks, file in sorted(first_run.items()):
         pairs = _Pairs(file.operators, second_run[ranks].operators)
@@ -98,7 +98,7 @@ def first_operator(
 
 
 class _Pairs:
-    """The operators of a rank in two runs, paired by name and shapes, in order."""
+    """A rank's operators in two runs, paired by name and shapes, in order."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
         self._first = first
@@ -107,7 +107,7 @@ class _Pairs:
         """Number of pairs compared so far."""
 
     def first_difference(self, tolerance: float) -> str:
-        """Return a description of the first pair that differs; empty: none does.
+        """Return a description of the first pair that differs; empty: no pair differs.
 
         Operators that only one run has are ignored if a pair with equal results follows.
         """
@@ -127,7 +127,7 @@ class _Pairs:
             second_end,
         ) in matcher.get_opcodes():
             last_reference = last_candidate = ()
-            # Remember unpaired operators: they may have caused the next difference.
+            # Remember unpaired operators, because they may have caused the next difference.
             if tag != "equal":
                 last_reference = first[first_begin:first_end]
                 last_candidate = second[second_begin:second_end]
@@ -159,7 +159,7 @@ class _Pairs:
                 if self.count
                 else "no operator is in both"
             )
-            # No pair follows these operators, so nothing shows whether they change the result.
+            # No pair follows these operators, so it is unknown whether they change the result.
             return (
                 after
                 + _only("reference", last_reference[:_MAX_LISTED], "")
@@ -169,7 +169,7 @@ class _Pairs:
 
 
 def _only(run: str, operators: Sequence[Operator], where: str = "before it, ") -> str:
-    """Return the part of a sentence about operators that only one run has."""
+    """Return the part of a sentence that describes operators that only one run has."""
     if not operators:
         return ""
     names = ", ".join(operator.text for operator in operators[-_MAX_LISTED:])

@@ -1,4 +1,4 @@
-"""Judges the runs of a comparison: which run is fastest, and whether the numbers are equal."""
+"""Judges the runs in a comparison: which one is fastest, and whether the numbers are equal."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _PERCENTILES = 0.1, 0.9
 
 @dataclass
 class Contender:
-    """A candidate with the results of its runs so far."""
+    """A candidate, with the results from its runs so far."""
 
     candidate: Candidate
     promise: Promise
     """How close its numbers must be to the reference's."""
     notes: list[str] = field(default_factory=list)
-    """Settings that the schedule ignores, changes or replaces, and other notes for the user."""
+    """Notes for the user, such as settings that the schedule ignores, changes or replaces."""
     records: list[RunRecord] = field(default_factory=list)
-    """The results of each round."""
+    """The results from each round."""
     bubble_ratio: float | None = None
     """Share of the pipeline's time in which ranks are idle; None: not measured."""
     timeline: dict[str, Any] | None = None
-    """A traced step, in the form that the page of a trace draws; None: no step was traced."""
+    """A traced step, in the format used by the trace page; None: no step was traced."""
     failure: str = ""
-    """Why one of its runs failed; empty: none failed."""
+    """Why one of the runs failed; empty: no run failed."""
     is_refused: bool = False
     """Whether it failed because a rank rejected its flags before training."""
     located: str = ""
@@ -51,7 +51,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """A contender as shown in the answer."""
+    """A contender, as shown in the answer."""
 
     label: str
     flags: list[str]
@@ -65,7 +65,7 @@ class Row:
     slow_s: float | None
     """90th percentile of the step time."""
     drift: float
-    """Range of the medians of the rounds, relative to the smallest one."""
+    """Range of the rounds' medians, relative to the smallest median."""
     speed: float | None
     """Speed relative to the reference."""
     tokens_per_s: float | None
@@ -73,7 +73,7 @@ class Row:
     """Peak memory of the rank that needs the most."""
     bubble_ratio: float | None
     num_steps: int
-    """Number of steps of the shortest run."""
+    """Number of steps in the shortest run."""
     deviations: Deviations | None
     """Differences from the reference; None: this is the reference, or nothing was judged."""
     repeats: Deviations | None
@@ -102,10 +102,10 @@ def judge(
     speed_only: bool = False,
     against_itself: bool = False,
 ) -> Answer:
-    """Return the answer of a comparison; the first contender is the reference.
+    """Return the answer to a comparison; the first contender is the reference.
 
     Args:
-        contenders: The contenders with their finished runs, of which some may be missing if the
+        contenders: The contenders with their finished runs. Some runs may be missing if the
             comparison was stopped.
         speed_only: Whether each run drew different weights, so that numbers cannot be compared.
         against_itself: Whether the contenders are two runs of the same unchanged recipe.
@@ -119,7 +119,7 @@ def judge(
     failed = [contender for contender in contenders if contender.failure]
     if failed:
         code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
-    # Different numbers are worse than a failed run, so they decide the exit code.
+    # Different numbers are worse than a failed run, so they determine the exit code.
     if "different" in judgements:
         code = DIFFERENT
     if against_itself:
@@ -147,16 +147,16 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     speed = None
     if step_s and reference_s and contender is not reference:
         speed = reference_s / step_s
-    # All rounds train the same batches, so any round with a known number of tokens will do.
+    # All rounds train on the same batches, so use any round whose number of tokens is known.
     known_tokens = [record.tokens for record in records if record.tokens is not None]
     tokens_per_s = None
     if known_tokens and step_s:
         tokens_per_s = known_tokens[0] / step_s
-    # Every round trains the same steps, so the first round is enough to compare the numbers.
+    # Every round trains the same steps, so compare only the numbers in the first round.
     difference = None
     if records and reference.records and contender is not reference and not speed_only:
         difference = deviations(reference.records[0], records[0])
-    # Two rounds of one contender show whether the recipe is deterministic.
+    # Two rounds with the same contender show whether the recipe is deterministic.
     repeats = None
     if len(records) > 1 and not speed_only:
         repeats = deviations(records[0], records[1])
@@ -187,7 +187,7 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
 def _judged(
     contender: Contender, reference: Contender, difference: Deviations | None
 ) -> tuple[Judgement, str]:
-    """Return the judgement of a contender, and the reason for it."""
+    """Return the judgement on a contender, and the reason for it."""
     if contender.failure:
         return "failed", contender.failure
     if contender is reference:
@@ -195,7 +195,7 @@ def _judged(
     promise = contender.promise
     if difference is None or promise.loss is None or promise.norm is None:
         return "not judged", promise.reason
-    # Equal numbers in some of the steps are not enough.
+    # It is not enough if only some steps have equal numbers.
     lengths = [len(owner.records[0].steps) for owner in (reference, contender)]
     if lengths[0] != lengths[1]:
         return (
@@ -214,7 +214,7 @@ def _judged(
         and _relative(difference.norm) <= promise.norm
     ):
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of one contender differ by a similar amount, the difference shows nothing.
+    # If two rounds of one contender differ as much, the difference means nothing.
     spread = max(_spread(reference), _spread(contender))
     if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
         return "close", (
@@ -231,7 +231,7 @@ def _relative(deviation: Deviation | None) -> float:
 
 
 def _spread(contender: Contender) -> float:
-    """Return the largest relative difference between two rounds of a contender."""
+    """Return the largest relative difference between two rounds of one contender."""
     if len(contender.records) < 2:
         return 0.0
     repeats = deviations(contender.records[0], contender.records[1])
@@ -239,7 +239,7 @@ def _spread(contender: Contender) -> float:
 
 
 def median_s(records: Sequence[RunRecord]) -> float | None:
-    """Return the mean, over the rounds, of the median step time."""
+    """Return the median step time, averaged over the rounds."""
     medians = _medians_s(records)
     return statistics.fmean(medians) if medians else None
 
@@ -266,15 +266,15 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest row whose numbers are right; None: no row is faster than the reference."""
-    # The numbers of a row may be unjudged, for example because of dropout. That is no error.
+    """Return the fastest row with correct numbers, or None if none is faster than the reference."""
+    # A row's numbers may be unjudged, for example because of dropout. That is not an error.
     usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)
 
 
 def _verdict(rows: Sequence[Row], best: Row | None) -> str:
-    """Return the sentence under the table."""
+    """Return the sentence below the table."""
     reference = rows[0]
     wrong = [row.label for row in rows if row.judgement == "different"]
     failed = [row.label for row in rows if row.judgement == "failed"]
@@ -296,7 +296,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
-        # Without a faster contender, name the one that comes closest.
+        # If no contender is faster, name the one that comes closest.
         slower = [row for row in rows[1:] if row.speed is not None]
         if slower and not wrong:
             closest = max(slower, key=lambda row: row.speed or 0.0)
@@ -308,7 +308,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
 
 
 def _verdict_of_itself(rows: Sequence[Row]) -> str:
-    """Return the sentence under the table of `--self`."""
+    """Return the sentence below the table for `--self`."""
     first, second = rows
     for row in rows:
         if row.judgement == "failed":
@@ -318,7 +318,7 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
             f"the recipe is deterministic: two runs have the same losses and gradient norms to the "
             f"last bit over {first.num_steps} steps."
         )
-    # For example, one of the two runs has not finished.
+    # For example, one of the two runs did not finish.
     if second.deviations is None or second.deviations.first_iteration is None:
         return f"unknown whether the recipe is deterministic: {second.reason}."
     return (
@@ -328,7 +328,7 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
 
 
 def is_noise(row: Row, reference: Row) -> bool:
-    """Return whether a row's speed is as close to the reference as rounds are to each other."""
+    """Return whether a row is as fast as the reference, within the variation between rounds."""
     assert row.speed is not None
     return abs(row.speed - 1) <= max(row.drift, reference.drift)
 
@@ -338,7 +338,7 @@ def _noise_text(row: Row, reference: Row) -> str:
 
 
 def _numbers_text(row: Row) -> str:
-    """Return the part of the verdict about the losses and gradient norms of a row."""
+    """Return the part of the verdict that concerns a row's losses and gradient norms."""
     if row.judgement == "equal":
         return f"with the same losses and gradient norms to the last bit over {row.num_steps} steps"
     if row.judgement == "close":
@@ -349,7 +349,7 @@ def _numbers_text(row: Row) -> str:
 
 
 def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Return the answer with the numbers of each step, for `--json`."""
+    """Return the answer with the numbers for each step, for `--json`."""
     rows = []
     for row, contender in zip(answer.rows, contenders, strict=True):
         rounds = [
@@ -410,7 +410,7 @@ def with_finite_numbers(content: Any) -> Any:
 
 
 def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:
-    """Return the largest difference of a kind as JSON; None: nothing was compared."""
+    """Return the largest difference of one kind as JSON; None: nothing was compared."""
     if difference is None:
         return None
     deviation: Deviation | None = getattr(difference, kind)

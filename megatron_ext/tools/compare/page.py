@@ -1,4 +1,4 @@
-"""Builds the page of a comparison: one HTML file without scripts or network references."""
+"""Builds the comparison page: one HTML file without scripts or network references."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Step
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
-"""Palette variables for the lines of the contenders; the reference gets the first one."""
+"""Palette variables for the contenders' lines; the reference gets the first one."""
 _WIDTH, _HEIGHT, _MARGIN = 960, 240, 70
-"""Size of a chart in pixels; the margin holds the numbers of the left axis."""
+"""Size of a chart in pixels; the margin holds the numbers on the left axis."""
 _ROW = 18
-"""Height of a rank in a timeline, in pixels."""
+"""Height per rank in a timeline, in pixels."""
 _MAX_ROWS = 64
 """Maximum number of ranks in a timeline."""
 
@@ -82,10 +82,10 @@ def _colour(position: int) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """The points of one run in a chart, each (iteration, value)."""
+    """The points for one run in a chart, each as (iteration, value)."""
 
     position: int
-    """Position of its contender, which determines the colour."""
+    """The contender's position, which determines the colour."""
     points: list[tuple[int, float]]
 
 
@@ -93,7 +93,7 @@ def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
     """Yield one chart for each loss, one for the gradient norm, and one for the step times."""
     names: list[str] = []
     for contender in contenders:
-        # Draw the first round, if there is one.
+        # Draw only the first round, if there is one.
         for record in contender.records[:1]:
             for step in record.steps:
                 names += [name for name in step.numbers if name not in names]
@@ -129,9 +129,9 @@ def _line(
 
 
 def _chart(title: str, lines: Sequence[_Line]) -> str:
-    """Return a chart of lines over iterations.
+    """Return a line chart over iterations.
 
-    The line of the reference is broader, so that it stays visible below an equal line.
+    The reference has a broader line, which stays visible below a line with equal values.
     """
     iterations: list[int] = []
     values: list[float] = []
@@ -143,7 +143,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
         return ""
     first, last = min(iterations), max(iterations)
     low, high = min(values), max(values)
-    # A single iteration, or equal values, give a range of 0.
+    # With a single iteration, or if all values are equal, the range is 0.
     x_scale = (_WIDTH - _MARGIN - 20) / max(1, last - first)
     y_scale = (_HEIGHT - 50) / ((high - low) or 1.0)
 
@@ -159,7 +159,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
             f'y2="{height:.1f}"/><text x="{_MARGIN - 8}" y="{height + 4:.1f}" '
             f'text-anchor="end">{value:.4g}</text>'
         )
-    # Numbers of iterations below the chart.
+    # Iteration numbers below the chart.
     for iteration in sorted({first, (first + last) // 2, last}):
         x = place(iteration, low).partition(",")[0]
         shapes.append(
@@ -179,7 +179,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 
 
 def _timelines(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield the timeline of one traced step of each contender, all on the same scale."""
+    """Yield a timeline of one traced step for each contender, all on the same scale."""
     traced = [owner for owner in contenders if owner.timeline is not None]
     longest = max(
         (owner.timeline["length"] for owner in traced if owner.timeline), default=1.0
@@ -199,7 +199,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
             f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
         )
         for kind, begin, length, title in row["spans"]:
-            # Waiting stays blank.
+            # Leave waiting time blank.
             if kind == "wait":
                 continue
             shapes.append(

@@ -33,12 +33,12 @@ _LEFT_OUT = {
     "--trace-iterations": "",
     "--trace-dir": "",
 }
-"""Flags that no run gets -> the reason to report; empty: not reported."""
+"""Flags that are removed from all runs -> the reason to report; empty: not reported."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline to compare: the flags that it adds to the recipe."""
+    """A pipeline to compare, given as the flags that it adds to the recipe."""
 
     label: str
     flags: tuple[str, ...]
@@ -46,19 +46,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training's command line without the flags that choose a pipeline."""
+    """A training command line without the flags that choose a pipeline."""
 
     script: str
     flags: tuple[str, ...]
     """Flags shared by all runs: Megatron's, the script's, and some of ours."""
     pipeline: tuple[str, ...]
-    """The user's other flags of this package, which form the default candidate."""
+    """The user's other flags from this package, which form the default candidate."""
     notes: tuple[str, ...] = ()
     """Notes about omitted flags, one line each."""
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Recipe:
-        """Split the words of a command: a script and its flags.
+        """Split a command's words into a script and its flags.
 
         Raises:
             ArgumentsError: There is no script.
@@ -73,7 +73,7 @@ class Recipe:
         flags: list[str] = []
         pipeline: list[str] = []
         notes: list[str] = []
-        # Our flags choose the pipeline, except for those that all runs share.
+        # Our flags choose the pipeline, except for the flags that all runs share.
         our_flags = _our_flags()
         for group in _groups(words):
             # A flag may be written as `--flag VALUE` or `--flag=VALUE`.
@@ -88,7 +88,7 @@ class Recipe:
         return cls(script, tuple(flags), tuple(pipeline), tuple(notes))
 
     def value(self, flag: str) -> str | None:
-        """Return the last value of a Megatron flag in the recipe, or None."""
+        """Return a Megatron flag's last value in the recipe, or None."""
         value = None
         # As in argparse, the last value wins if a flag is given more than once.
         for group in _groups(self.flags):
@@ -102,7 +102,7 @@ class Recipe:
         return self.value(flag) is not None
 
     def without(self, *names: str) -> Recipe:
-        """Return the recipe without these flags."""
+        """Return the recipe without the given flags."""
         flags: list[str] = []
         for group in _groups(self.flags):
             if group[0].partition("=")[0] not in names:
@@ -110,7 +110,7 @@ class Recipe:
         return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
 
     def command(self, candidate: Candidate, *extra_words: str) -> list[str]:
-        """Return the words that start a candidate, with additional flags at the end."""
+        """Return the command line for a candidate, with additional flags at the end."""
         return [self.script, *self.flags, *candidate.flags, *extra_words]
 
     @property
@@ -119,7 +119,7 @@ class Recipe:
         if self.has("--pretrained-checkpoint"):
             return True
         folder = self.value("--load")
-        # A recipe that resumes from its `--save` folder may start without a checkpoint there.
+        # A recipe that resumes from its `--save` folder may find no checkpoint there.
         tracker = "latest_checkpointed_iteration.txt"
         return folder is not None and (
             self.has("--ckpt-step") or (Path(folder) / tracker).exists()
@@ -129,14 +129,14 @@ class Recipe:
 def candidates(
     recipe: Recipe, reference: Sequence[str], additions: Sequence[Sequence[str]]
 ) -> list[Candidate]:
-    """Return the reference and then the candidates, without duplicates.
+    """Return the reference followed by the candidates, without duplicates.
 
-    The recipe's own pipeline flags are the first candidate, and the additions follow.
+    The recipe's own pipeline flags are the first candidate, followed by the additions.
 
     Args:
-        recipe: The recipe that all of them train.
-        reference: Flags of the reference; empty: Megatron's own schedule.
-        additions: Flags of each additional candidate.
+        recipe: The recipe that all contenders train.
+        reference: Flags for the reference; empty: Megatron's own schedule.
+        additions: Flags for each additional candidate.
 
     Raises:
         ArgumentsError: There is nothing to compare with the reference.
@@ -146,7 +146,7 @@ def candidates(
         reference_label = label_of(reference)
     runs = [Candidate(reference_label, tuple(reference))]
     for flags in (recipe.pipeline, *additions):
-        # A recipe without pipeline flags, or a repeated --with, adds no candidate.
+        # If the recipe has no pipeline flags, or a --with is repeated, no candidate is added.
         is_new = all(tuple(flags) != run.flags for run in runs)
         if flags and is_new:
             runs.append(Candidate(label_of(flags), tuple(flags)))
@@ -159,7 +159,7 @@ def candidates(
 
 
 def label_of(flags: Sequence[str]) -> str:
-    """Return a short name for a candidate: its flags, with a schedule reduced to its name."""
+    """Return a candidate's short name: its flags, with the schedule reduced to its name."""
     words = [word for word in flags if word != _SCHEDULE]
     return shlex.join(word.removeprefix(f"{_SCHEDULE}=") for word in words)
 

@@ -1,9 +1,9 @@
-"""Carries out a comparison: checks each candidate, trains all of them in rounds, and reports.
+"""Carries out a comparison: checks the candidates, trains them in rounds, and reports.
 
     weights -> round 1: own, a, b -> round 2: b, a, own -> answer, page
 
-If the comparison ends early, after a failure or Ctrl-C, it judges the finished runs. It always
-removes the weights that it saved.
+If the comparison stops early, after a failure or Ctrl-C, it judges the runs that have finished. It
+always removes the weights that it saved.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _NUM_STEPS = 20
 _NUM_ROUNDS = 2
 _TRACED_STEPS = 3
-"""Traced steps of each run. These are warm-up steps, so tracing slows down no step that counts."""
+"""Number of traced steps per run. They are warm-up steps, so tracing slows no measured step."""
 _START = (
     "--exit-interval",
     "1",
@@ -60,7 +60,7 @@ _START = (
 )
 """Flags that save the weights after the first step."""
 _WHOLE = ("--ckpt-format", "torch_dist")
-"""Flags for the checkpoint format that loads however the model is cut into stages."""
+"""Flags for a checkpoint format that can be loaded however the model is cut into stages."""
 
 
 def compare(
@@ -75,14 +75,14 @@ def compare(
     """
     command = [word for word in args.command_words if word != "--"]
     script, *flags = command or [""]
-    # Flags from the environment come first, so that those on the command line take precedence.
+    # Flags from the environment come first, so that flags on the command line take precedence.
     recipe = Recipe.of([script, *requested_flags(), *flags])
     if args.slurm is not None and not jobs.is_inside_allocation():
         # Report mistakes before the job waits in the queue. --best ranks schedules for the devices
-        # of the allocation, so it can only run inside.
+        # in the allocation, so it can only run inside.
         if not args.best:
             _planned(args, recipe, options)
-        # The batch job runs the same command line again, inside the allocation.
+        # The batch job runs the same command line again inside the allocation.
         option_words = words[: len(words) - len(args.command_words)]
         jobs.submit(args, option_words, command, str(Path.cwd()))
         return 0
@@ -91,7 +91,7 @@ def compare(
         print(comparison.plan())
         return 0
     folder = args.output or Path("compare") / runs.new_run_id()
-    # This raises for an existing folder, whose results would mix with the new ones.
+    # This raises if the folder exists, because old results would mix with the new ones.
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -141,16 +141,16 @@ def _planned(
     answers = [_checked(args, recipe, contender) for contender in contenders]
     runners = []
     for contender, answer in zip(contenders, answers, strict=True):
-        # Two runs of the same recipe must be bit-identical.
+        # Two runs with the same recipe must be bit-identical.
         promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
-            # What remains besides our pipeline flags are flags of Megatron.
+            # Apart from our pipeline flags, only Megatron flags are left.
             same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
         notes = [*answer.changes, *answer.notices]
         runners.append(outcome.Contender(contender, promise, notes))
     num_rounds = args.rounds or _NUM_ROUNDS
-    # With --self, the two contenders already are the two runs to compare.
+    # With --self, the two contenders are already the two runs to compare.
     if args.against_itself:
         num_rounds = 1
     return Comparison(
@@ -167,7 +167,7 @@ def _planned(
 
 
 def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
-    """Return the flags of the schedules chosen by `--best`, fastest first.
+    """Return the flags for the schedules chosen by `--best`, fastest first.
 
     Raises:
         ArgumentsError: No schedule can run, or `--trace-dir` contains nothing to rank.
@@ -183,7 +183,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:
         flags = split_words(ranked.flags, "--best")
-        # Our schedule of this name has the same table as Megatron's own schedule, the reference.
+        # Our schedule with this name has the same table as Megatron's own schedule, the reference.
         is_reference = ranked.schedule == automatic.REFERENCE
         if is_reference or not ranked.fits or len(chosen) == args.best:
             continue
@@ -198,7 +198,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
-    """Return the flags of a candidate; a word that is not a flag names a schedule."""
+    """Return a candidate's flags; a word that is not a flag names a schedule."""
     words = split_words(text, flag)
     if words and not words[0].startswith("--"):
         return ("--pipeline-schedule", *words)
@@ -208,7 +208,7 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 def _with_equal_masks(
     args: argparse.Namespace, recipe: Recipe, reference: Candidate
 ) -> Recipe:
-    """Return the recipe with `--microbatch-rng` if it uses dropout and the flag is possible.
+    """Return the recipe, plus `--microbatch-rng` if it uses dropout and the flag is possible.
 
     Dropout then draws the same masks under all schedules, so the numbers can be compared.
     """
@@ -223,14 +223,14 @@ def _with_equal_masks(
     changed = replace(
         recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
     )
-    # If other flags exclude it, the masks differ, and the numbers are not judged.
+    # If other flags rule it out, the masks differ, and the numbers are not judged.
     return changed if _preflight(args, changed, reference).accepted else recipe
 
 
 def _checked(
     args: argparse.Namespace, recipe: Recipe, candidate: Candidate
 ) -> Preflight:
-    """Return the preflight of a candidate.
+    """Return the preflight result for a candidate.
 
     Raises:
         ArgumentsError: The candidate is rejected.
@@ -250,18 +250,18 @@ def _preflight(
     if args.slurm is not None and not jobs.is_inside_allocation():
         return preflight(command)
     plan = jobs.planned(args, command, str(Path.cwd()))
-    # Other hosts may have another Megatron than this machine.
+    # Other hosts may have a different version of Megatron from this machine.
     if all(host.local for host in plan.hosts):
         jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
         return jobs.preflight_of(plan.completed())
-    # Only the hosts know their number of devices, so the run itself checks it.
+    # Only the hosts know how many devices they have, so the run itself checks the number.
     return preflight(command)
 
 
 @dataclass
 class Comparison:
-    """A comparison in progress: its runs and their results so far."""
+    """A comparison in progress, with its runs and their results so far."""
 
     recipe: Recipe
     contenders: list[outcome.Contender]
@@ -283,7 +283,7 @@ class Comparison:
 
     @property
     def saves_weights(self) -> bool:
-        """Whether a first run saves the weights from which all other runs start."""
+        """Whether an initial run saves the weights from which all other runs start."""
         return not (self.speed_only or self.recipe.loads)
 
     def plan(self) -> str:
@@ -333,7 +333,7 @@ class Comparison:
         )
 
     def train(self, stop: run.Stop) -> None:
-        """Run all contenders in all rounds, unless the reference fails or the user stops it."""
+        """Run all contenders in all rounds, but stop if the reference fails or the user asks to."""
         for note in self.recipe.notes:
             say(note)
         needs_weights = self.saves_weights
@@ -344,14 +344,14 @@ class Comparison:
                 return
             load: tuple[str, ...] = ()
             if needs_weights:
-                # --finetune loads only the weights, and starts with the first iteration.
+                # --finetune loads only the weights, and starts from the first iteration.
                 load = ("--load", str(weights), "--finetune", *_WHOLE)
             for number in range(1, self.num_rounds + 1):
-                # Reverse every other round, so that a steady drift of the machine affects all
-                # contenders alike.
+                # Reverse every other round, so that a steady drift in the machine's speed affects
+                # all contenders equally.
                 order = self.contenders if number % 2 else self.contenders[::-1]
                 for contender in order:
-                    # Without the reference there is nothing to compare with.
+                    # Without the reference, there is nothing to compare with.
                     if stop.number is not None or self.contenders[0].failure:
                         return
                     # A contender that has failed would most likely fail again.
@@ -390,7 +390,7 @@ class Comparison:
             speed_only=self.speed_only,
             against_itself=self.against_itself,
         )
-        # The user asked for learned tolerances, so a comparison without them has failed.
+        # The user asked for learned tolerances, so a comparison without them is a failure.
         if self.calibration_failure and answer.code == outcome.EQUAL:
             return replace(answer, code=outcome.FAILED)
         return answer
@@ -403,7 +403,7 @@ class Comparison:
     def _calibrate(
         self, load: Sequence[str], counter: _Progress, stop: run.Stop
     ) -> None:
-        """Train the reference once more, rounded differently, and learn tolerances from it."""
+        """Train the reference again with different rounding, and learn tolerances from that run."""
         reference = self.contenders[0]
         tolerant = []
         for owner in self._candidates:
@@ -414,7 +414,7 @@ class Comparison:
             return
         if not reference.records:
             return
-        # Train the reference again, with outputs that are rounded differently.
+        # Train the reference again, but round outputs differently.
         counter.add(1)
         counter.begin(f"{reference.candidate.label}, rounded differently")
         digests = self.folder / "digests" / "rounded"
@@ -431,7 +431,7 @@ class Comparison:
             stop=stop,
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
-        # The tolerances follow from the differences between this run and the first round.
+        # The tolerances follow from this run's differences from the first round.
         reason = ended.reason
         if not ended.code:
             try:
@@ -442,7 +442,7 @@ class Comparison:
             except DataError as error:
                 reason = str(error)
         if not self.locates:
-            # Rounding needs digests to be recorded, but only --locate reads them.
+            # Rounding requires digests to be recorded, but only --locate reads them.
             shutil.rmtree(digests, ignore_errors=True)
         if reason:
             counter.end(reason)
@@ -458,7 +458,7 @@ class Comparison:
         counter.end(f"allows {tolerant[0].promise.allowance}")
 
     def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
-        """Train differing contenders again, and name the first tensor that differs."""
+        """Retrain the contenders that differ, and name the first tensor that differs."""
         reference = self.contenders[0]
         for contender, row in zip(self.contenders, self._answer().rows, strict=True):
             is_different = row.judgement == "different" and row.deviations is not None
@@ -468,7 +468,8 @@ class Comparison:
             last_step = (
                 row.deviations.first_iteration if row.deviations is not None else None
             )
-            # Train only up to the first iteration whose numbers differ: digests are slow and large.
+            # Train only up to the first iteration with different numbers: digests are slow and
+            # large.
             num_steps = (last_step or first_step) - first_step + 1
             try:
                 digests = self._record(contender, num_steps, {}, load, counter, stop)
@@ -492,7 +493,7 @@ class Comparison:
             contender.located = (
                 f"{difference.sentence()}; tolerance: {comparison.tolerance}"
             )
-            # If a module computed the tensor, find the first operator in it that differs.
+            # If a module computed the tensor, find the first operator in the module that differs.
             place = place_of(difference)
             if place is not None and stop.number is None:
                 operator = self._operator(
@@ -509,7 +510,7 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> str:
-        """Train both once more, and return a sentence about the first operator that differs."""
+        """Train both again, and return a sentence about the first operator that differs."""
         if reason := why_unavailable():
             return f"the operator could not be located: {reason}"
         first_step = self.contenders[0].records[0].steps[0].iteration
@@ -530,15 +531,15 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> tuple[Path, Path]:
-        """Train the reference and a contender again with digests; return the folders.
+        """Train the reference and a contender again, recording digests; return the folders.
 
         Args:
             contender: The contender that differs.
-            num_steps: Steps of each run.
-            variables: Further environment variables, which decide what is recorded.
+            num_steps: Number of steps in each run.
+            variables: Additional environment variables, which determine what is recorded.
             load: Flags that load the common weights.
-            counter: Shows the two runs.
-            stop: Passes signals on to them.
+            counter: Shows the two runs in the progress.
+            stop: Forwards signals to the runs.
 
         Raises:
             DataError: A run failed.
@@ -570,7 +571,7 @@ class Comparison:
 
     @contextmanager
     def _weights(self) -> Iterator[Path]:
-        """Yield the folder for the weights that all runs start from, and remove it at the end."""
+        """Yield the folder for the weights that all runs start from, and delete it at the end."""
         path = self.folder / "weights"
         try:
             yield path
@@ -579,8 +580,8 @@ class Comparison:
 
     def _save_weights(self, path: Path, counter: _Progress, stop: run.Stop) -> bool:
         """Save the weights that all runs start from; return whether that succeeded."""
-        # The folder of --load has no checkpoint, or this run would not be needed. The following
-        # runs load the new weights instead.
+        # The recipe's --load folder has no checkpoint; otherwise, this run would not be needed. The
+        # following runs load the new weights instead.
         self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
         reference = self.contenders[0]
         command = self.recipe.command(
@@ -611,14 +612,14 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> None:
-        """Train a contender once, and keep the records of its ranks."""
+        """Train a contender once, and keep the records from its ranks."""
         position = self.contenders.index(contender)
         name = (
             f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
         )
         record_folder = self.folder / "steps" / name
         trace_folder = self.folder / "traces" / name
-        # Trace only at the start: the next interval would begin after the last step.
+        # Trace only at the start: the next tracing interval would begin after the last step.
         interval = max(self.num_steps, _TRACED_STEPS)
         tracing = (
             "--trace", "--trace-dir", str(trace_folder),
@@ -634,10 +635,10 @@ class Comparison:
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
         if ended.code and stop.number is not None:
-            # The user stopped the run, so the earlier rounds of this contender remain valid.
+            # The user stopped the run, so this contender's earlier rounds remain valid.
             counter.end("stopped")
             return
-        # A failure ends only this contender; the others are still compared.
+        # A failure affects only this contender; the others are still compared.
         if ended.code:
             contender.failure = f"round {round_number}: {ended.reason}"
             contender.is_refused = ended.code == outcome.REFUSED
@@ -661,7 +662,7 @@ class Comparison:
 
 
 def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
-    """Set the bubble and the timeline of a contender from its traced steps."""
+    """Set a contender's bubble and timeline from its traced steps."""
     try:
         traced = aggregate.read_run(trace_folder)
         median_step, *_ = report.measured_timelines(traced)
@@ -673,7 +674,7 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
 
 
 def _file_name(label: str) -> str:
-    """Return a label with only characters that are valid in a file name."""
+    """Return a label in which all characters are valid in a file name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
 
 
@@ -683,7 +684,7 @@ def say(text: str) -> None:
 
 
 class _Progress:
-    """Shows which run is in progress and, on a terminal, how far it is."""
+    """Shows which run is in progress and, on a terminal, how far it has got."""
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
@@ -713,7 +714,7 @@ class _Progress:
             self._show(f"step {num_recorded} of {num_steps}")
 
     def end(self, text: str) -> None:
-        """Print the result of the run."""
+        """Print the result of a run."""
         if self._shown:
             print("\r\x1b[2K", end="", file=sys.stderr)
             self._shown = ""

@@ -1,4 +1,4 @@
-"""Starts one run of a comparison with `launch`, in a separate process, and waits for it."""
+"""Starts one run in a comparison with `launch`, in a separate process, and waits for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
+    """How a run finished."""
 
     code: int
     """Exit code of `launch`: 0, 2 if the flags were rejected, else the code of the first
@@ -34,7 +34,7 @@ class Ended:
 
 
 class Stop:
-    """The signal that stops the comparison, which the current run gets too."""
+    """The signal that stops the comparison, and is forwarded to the current run."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -45,14 +45,14 @@ class Stop:
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
         if self.process is not None:
-            # The launcher then stops its ranks on all hosts, and kills them on a second signal.
+            # The launcher then stops its ranks on all hosts. A second signal makes it kill them.
             self.process.send_signal(number)
 
     @contextmanager
     def installed(self) -> Iterator[Stop]:
-        """Handle the signals that stop a command, inside this context."""
+        """Handle the signals that stop a command while this context is active."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        # nohup ignores SIGHUP, so that the command continues.
+        # nohup ignores SIGHUP so that the command continues; do not handle the signal then.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}
@@ -71,26 +71,26 @@ def launch(
     stop: Stop,
     progress: Callable[[], None],
 ) -> Ended:
-    """Run `megatron-ext launch` with these words, and return how it ended.
+    """Run `megatron-ext launch` with these words, and return how the run finished.
 
     Args:
         words: Options for `launch`, `--`, and the command.
         log_path: File that receives all output.
-        environment: Environment variables for the launcher and its ranks, in addition to this
-            process's.
+        environment: Environment variables for the launcher and its ranks, in addition to those of
+            this process.
         stop: Forwards signals to the run.
         progress: Called twice a second.
     """
-    # The words already include the flags from the environment, so clear them there.
+    # The words already include the flags from the environment, so clear the flags there.
     variables = {**os.environ, **environment, FLAGS: ""}
     for name in _RECORDING:
-        # Two runs must not record into the same folder, and only the calibrating run is rounded
+        # Two runs must not record into the same folder, and only the calibration run is rounded
         # differently, so ignore the user's own settings.
         if name not in environment:
             variables.pop(name, None)
     command = [sys.executable, "-m", "megatron_ext", "launch", *words]
     with log_path.open("wb") as log:
-        # In a new session, Ctrl-C reaches the run only once, through `stop`.
+        # In a new session, the run gets Ctrl-C only once, through `stop`.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -119,7 +119,7 @@ def launch(
 
 
 def _reason(log_path: Path) -> str:
-    """Return the line of a log in which `launch` gives the reason for its failure."""
+    """Return the log line in which `launch` gives the reason for its failure."""
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()

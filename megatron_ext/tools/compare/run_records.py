@@ -1,4 +1,4 @@
-"""Reads the records of a run's ranks (`megatron_ext/tracing/step_records.py`)."""
+"""Reads the records written by a run's ranks (`megatron_ext/tracing/step_records.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NORM = "gradient norm"
 
 @dataclass(frozen=True)
 class Step:
-    """One training step of a run."""
+    """One training step in a run."""
 
     iteration: int
     losses: dict[str, float]
@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The results of a candidate's run."""
+    """The results from one run of a candidate."""
 
     steps: list[Step]
     memory_bytes: int = 0
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def durations_s(self) -> list[float]:
-        """Durations of the steps that count; of a run with fewer steps, only the last duration."""
+        """Durations of the measured steps; if there are none, only the last known duration."""
         durations = [step.duration_s for step in self.steps]
         measured = [duration for duration in durations if duration is not None]
         counted = [
@@ -68,7 +68,7 @@ def read(folder: Path) -> RunRecord:
         DataError: There are no records, or two ranks disagree about the gradient norm.
     """
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
-    # The first line is a header. A rank that died in its first step has nothing else.
+    # The first line is a header. If a rank died in its first step, there is nothing else.
     ranks = [lines for lines in ranks if len(lines) > 1]
     ranks.sort(key=lambda lines: lines[0]["rank"])
     if not ranks:
@@ -82,7 +82,7 @@ def read(folder: Path) -> RunRecord:
     world_size = headers[0]["world_size"]
     if len(ranks) < world_size:
         notes.append(f"{len(ranks)} of {world_size} ranks left a record")
-    # A rank that was killed may lack the last steps that other ranks recorded.
+    # A rank that was killed may lack the last steps recorded by other ranks.
     num_steps = max(len(body) for body in bodies)
     steps = []
     for index in range(num_steps):
@@ -94,7 +94,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a record, except an incomplete last line."""
+    """Yield the lines in a record, except an incomplete last line."""
     text = path.read_bytes()[:_MAX_BYTES].decode(errors="replace")
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -102,18 +102,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(lines: Sequence[dict[str, Any]]) -> Step:
-    """Combine the ranks' records of one step."""
+    """Combine the records from all ranks for one step."""
     iteration = lines[0]["iteration"]
     durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
     losses: dict[str, float] = {}
     for line in lines:
-        # Some loss functions do not average over replicas, so take the value of the last rank, as
-        # Megatron's log does.
+        # Some loss functions do not average over replicas, so use the last rank's value, as in
+        # Megatron's log.
         losses |= line["losses"]
     norms = [
         line["gradient_norm"] for line in lines if line["gradient_norm"] is not None
     ]
-    # All ranks record the norm over the whole model.
+    # All ranks record the norm for the whole model.
     for norm in norms:
         if not is_same(norm, norms[0]):
             raise DataError(
@@ -137,7 +137,7 @@ def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | No
     ]
     if seq_length is None or len(counts) < 2:
         return None
-    # The records contain the samples consumed since the start of the training.
+    # The records contain the number of samples consumed since training started.
     samples = [after - before for before, after in itertools.pairwise(counts)]
     return int(statistics.median(samples) * seq_length)
 
@@ -151,7 +151,7 @@ def is_same(first: float | None, second: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference of a kind of number between two runs."""
+    """The largest difference between two runs in one kind of number."""
 
     name: str
     """Name of the number: `lm loss`, `gradient norm`."""
@@ -174,12 +174,12 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Deviations:
-    """How the numbers of two runs differ."""
+    """How the numbers in two runs differ."""
 
     loss: Deviation | None
-    """The largest deviation of a loss; None: all losses are bit-identical."""
+    """The largest deviation in a loss; None: all losses are bit-identical."""
     norm: Deviation | None
-    """The largest deviation of a gradient norm; None: all norms are bit-identical."""
+    """The largest deviation in a gradient norm; None: all norms are bit-identical."""
     first_iteration: int | None
     """The first iteration in which any number differs."""
     num_steps: int
@@ -189,12 +189,12 @@ class Deviations:
 
     @property
     def are_none(self) -> bool:
-        """Whether all numbers are equal to the last bit."""
+        """Whether all numbers are equal down to the last bit."""
         return self.loss is None and self.norm is None and self.skipped is None
 
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
-    """Compare the numbers of two runs, iteration by iteration."""
+    """Compare the numbers in two runs, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
     num_steps = 0
     losses: list[Deviation] = []

@@ -1,4 +1,4 @@
-"""How close the numbers of two runs of a recipe must be, as docs/schedules.md states it."""
+"""How close the numbers in two runs of a recipe must be, as stated in docs/schedules.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESOLUTION = 1e-6
 
 @dataclass(frozen=True)
 class Promise:
-    """How close a run's numbers must be to the reference's."""
+    """How close a run's numbers must be to the reference's numbers."""
 
     loss: float | None
     """Largest relative difference of a loss; 0: bit-identical; None: losses are not judged."""
@@ -30,12 +30,12 @@ class Promise:
     reason: str = ""
     """Why the numbers are not bit-identical."""
     is_learned: bool = False
-    """Whether the tolerances were learned from a run of the reference; otherwise, they are fixed
-    for all models."""
+    """Whether the tolerances were learned from a run of the reference. If not, they are the fixed
+    tolerances for all models."""
 
     @property
     def allowance(self) -> str:
-        """A description of the allowed differences and their origin."""
+        """A description of the allowed differences, and where the limits come from."""
         source = (
             "learned by --calibrate" if self.is_learned else "stated for all models"
         )
@@ -48,10 +48,10 @@ class Promise:
         return self.loss is not None and self.loss > 0
 
     def learned(self, rounded: Deviations) -> Promise:
-        """Return the same promise with tolerances from a run that was rounded differently.
+        """Return the same promise with tolerances learned from a run with different rounding.
 
         Args:
-            rounded: The differences of that run from the reference.
+            rounded: The differences between that run and the reference.
         """
         loss = norm = _RESOLUTION
         if rounded.loss is not None:
@@ -84,23 +84,23 @@ REASONS = {
     "--clip-grad 0",
     "norm": "the reported gradient norm is summed over other ranks",
 }
-"""What differs between two runs, in the order of the checks -> why their numbers may differ."""
+"""What differs between two runs, in the order checked -> why their numbers may differ."""
 
-# Rounding errors grow from step to step, so these tolerances hold for a few tens of steps.
+# Rounding errors grow from step to step, so these tolerances are valid for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
-"""Precision -> the largest relative differences of a loss and of a gradient norm."""
+"""Precision -> the largest relative differences in a loss and in a gradient norm."""
 
 NORM_ROUNDING = 1e-5
-"""Largest relative difference of a gradient norm that is summed in another order, over gradients
-that are bit-identical."""
+"""Largest relative difference in a gradient norm that is summed in a different order over
+bit-identical gradients."""
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
-    """Return how close a candidate's numbers must be to a reference's.
+    """Return how close a candidate's numbers must be to a reference's numbers.
 
     Args:
-        reference: The preflight of the reference.
-        candidate: The preflight of the candidate.
+        reference: The preflight result for the reference.
+        candidate: The preflight result for the candidate.
         same_flags: Whether both runs have the same Megatron flags.
     """
     kind = _difference(reference, candidate, same_flags=same_flags)
@@ -121,7 +121,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
 def _difference(
     reference: Preflight, candidate: Preflight, *, same_flags: bool
 ) -> str | None:
-    """Return the key in `REASONS` for why the numbers of two runs may differ, or None."""
+    """Return the key in `REASONS` for why the numbers in two runs may differ, or None."""
     settings = candidate.checked_args
     config = candidate.config
     reference_config = reference.config
@@ -136,7 +136,7 @@ def _difference(
     draws_by_microbatch = (
         config.draws_by_microbatch and reference_config.draws_by_microbatch
     )
-    # Masks are equal if both runs draw them by micro-batch, on the same stages.
+    # The masks are equal if both runs draw them by micro-batch and on the same stages.
     if any(rates) and not (draws_by_microbatch and has_same_stages):
         return "dropout"
     if not same_flags:
@@ -164,10 +164,10 @@ def _difference(
 
 
 def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank."""
+    """Return the stages on each rank."""
     if answer.pipeline is not None:
         return answer.pipeline.placement.stages_of
-    # Megatron's own schedules have this placement. With disaggregation, forward ranks and backward
-    # ranks each hold the weights like this.
+    # Megatron's own schedules use this placement. With disaggregation, the forward ranks and the
+    # backward ranks each hold the weights in this way.
     ranks = answer.checked_args.pipeline_model_parallel_size
     return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of
