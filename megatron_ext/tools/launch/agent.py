@@ -1,14 +1,14 @@
-"""The program on each host that runs the host's part of a job, and ends it with the launcher.
+"""The program on each host that runs the host's part of a job, and stops it with the launcher.
 
     python -m megatron_ext.tools.launch.agent
 
-It reads a request as one line of JSON from standard input. For `run`, it answers with the fitness
-of this host, waits for the start message, runs torchrun in a separate session and forwards its
-output. Standard input stays open while the job runs, so its end means that the launcher has exited.
-The agent stops the job when that happens, on a signal, on a stop message, or if the launcher falls
-silent: it sends SIGTERM, and kills every remaining process after the grace period. `stop`, `status`
-and `logs` concern a job that another agent runs or has run on this host, and find it through the
-file that the other agent wrote.
+It reads a request as one line of JSON from standard input. For `run`, it answers whether the host
+is fit, waits for the start message, runs torchrun in a separate session and forwards its output.
+Standard input stays open while the job runs, so when it closes, the launcher has exited. The agent
+stops the job when that happens, on a signal, on a stop message, or if the launcher falls silent: it
+sends SIGTERM, and kills all remaining processes after the grace period. `stop`, `status` and `logs`
+are about a job that another agent runs or has run on this host. They find it through the file that
+the other agent wrote.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _TAIL_LINES = 50
 _CHUNK_BYTES = 1 << 18
 _ALIVE_S = 2.0
 _CLOSE_S = 5.0
-_CANNOT_START = 127  # the exit code of a shell for a command that it cannot start
+_CANNOT_START = 127  # a shell's exit code for a command that it cannot start
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Send = Callable[[Json], None]
 
 
 class _Job:
-    """A job that runs here: its process, and the reason if it is being stopped."""
+    """A job that runs here: its process, and why it is being stopped, if it is."""
 
     def __init__(
         self, argv: list[str], environment: dict[str, str], request: Json
@@ -64,7 +64,7 @@ class _Job:
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
-            # With our standard input, the job could read the launcher's messages.
+            # If the job had our standard input, it could read the launcher's messages.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,7 +72,7 @@ class _Job:
             start_new_session=True,
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
-        # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer of
+        # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer in
         # `_follow_launcher` sends SIGALRM.
         whys = {number: f"the agent got {number.name}" for number in _STOPPING}
         whys[signal.SIGUSR1] = runs.STOPPED
@@ -85,24 +85,24 @@ class _Job:
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill the remaining processes after the grace period."""
         # Send SIGTERM only once: a second one would restart torchrun's grace period and run the
-        # handlers of the ranks again.
+        # ranks' handlers again.
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
         killer = threading.Timer(grace_s, self.end)
-        # If the job ends in time, the agent exits without waiting for the timer.
+        # If the job exits in time, the agent exits without waiting for the timer.
         killer.daemon = True
         killer.start()
 
     def end(self) -> None:
-        """Kill the remaining processes of the job, repeatedly, as they may fork meanwhile."""
+        """Kill the job's remaining processes, repeatedly, because they may fork meanwhile."""
         for _ in range(5):
             # These include orphans, because the agent adopts them.
             runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
 
     def _reap(self, *_: object) -> None:
-        """Reap adopted orphans that have ended, which otherwise stay zombies until the job ends."""
-        # WNOWAIT leaves the process as it is, because only its `Popen` may reap `child`.
+        """Reap adopted orphans that have exited, which would be zombies until the job finishes."""
+        # WNOWAIT leaves the process unreaped, because only its `Popen` may reap `child`.
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (
@@ -112,7 +112,7 @@ class _Job:
 
     def _follow_launcher(self) -> None:
         """Stop the job when the launcher requests it, exits or falls silent."""
-        # Each message sets the timer again. When it expires, SIGALRM stops the job.
+        # Each message resets the timer. When it expires, SIGALRM stops the job.
         signal.setitimer(signal.ITIMER_REAL, self._silence_s)
         for message in map(runs.decode, sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
@@ -124,26 +124,26 @@ class _Job:
 def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     os.environ.update(request["env"])
-    # Modules that the script needs may be only on the path of the job.
+    # Modules that the script needs may be only on the job's path.
     sys.path += [
         path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
     ]
     hello = look(request, directory)
     send(hello)
-    # The launcher compares all hosts first, so that the job starts on all of them or on none.
+    # The launcher compares all hosts first, so that the job starts on all hosts or on none.
     start = runs.decode(sys.stdin.buffer.readline())
     if start is None:
         return
     per_node = request["per_node"]
     environment = {
         **os.environ,
-        "PYTHONUNBUFFERED": "1",  # show the lines of ranks at once
+        "PYTHONUNBUFFERED": "1",  # show the ranks' output immediately
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_MARK.decode() + "${rank} ",
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
     }
-    # By default, gloo uses the interface to which the name of this host resolves. The other hosts
-    # may be unable to reach that one.
+    # By default, gloo uses the interface to which this host's name resolves. The other hosts may be
+    # unable to reach that interface.
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     log_name, child_name = "torchrun.log", "torchrun"
@@ -159,7 +159,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         "log": None,
     }
     try:
-        # The folder stays open as long as this process.
+        # The folder stays open for as long as this process runs.
         folder = open_folder(directory, create=True)
         if folder.exists("agent.json"):
             raise FileExistsError(
@@ -167,7 +167,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
             )
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
-        # The folder for sockets of DataLoader workers ends with the job (`upstream/parent.py`).
+        # The folder for DataLoader workers' sockets is removed with the job (`upstream/parent.py`).
         sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
         environment[parent.SOCKETS] = sockets.name
         job = _Job(start["argv"], environment, request)
@@ -182,9 +182,9 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         target=_forward, args=(output, log, send, per_node), daemon=True
     )
     forwarder.start()
-    # The launcher compares this time with those of other hosts to find the first failure.
+    # The launcher compares this time across hosts to find the first failure.
     code, ended["time"] = job.child.wait(), time.time()
-    job.end()  # processes that torchrun has started may outlive it by seconds
+    job.end()  # processes started by torchrun may outlive it by seconds
     sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
     forwarder.join(_CLOSE_S)
@@ -195,19 +195,19 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     # If the disk is full, the launcher still gets the report.
     with suppress(OSError):
         folder.write_json("agent.json", {**runs.record(), **ended})
-    # Send in a thread with a limit: a launcher that no longer reads would block this process.
+    # Send in a thread with a time limit: a launcher that no longer reads would block this process.
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
     last.join(_CLOSE_S)
 
 
 def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
-    """Send the lines of ranks, or every line, to the launcher; log the lines that no rank wrote."""
+    """Send the ranks' lines, or every line, to the launcher; log the lines not from a rank."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
     while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
         if len(unfinished) > _CHUNK_BYTES:
-            # A progress bar may never end its line, so end it here to bound the memory.
+            # A progress bar may never finish its line, so break the line here to bound the memory.
             data = b"\n" + data
         *lines, unfinished = (unfinished + data).split(b"\n")
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
@@ -226,7 +226,7 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
 
 @dataclass(frozen=True)
 class _Logs:
-    """The logs that a job has left on this host."""
+    """The logs that a job left on this host."""
 
     folder: RunFolder
     directory: Path
@@ -237,14 +237,14 @@ class _Logs:
     """Global rank of the first process on this host."""
 
     def of_rank(self, rank: int) -> list[Path]:
-        """Return torchrun's output files for a global rank; empty if it runs elsewhere."""
+        """Return torchrun's output files for a global rank; empty if the rank runs elsewhere."""
         return _rank_logs(self.folder, rank - self.first_rank)
 
 
 def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     """Return the failure on this host: the failed part, its exit code, last lines and cause.
 
-    A host that was stopped may have caused the failure nevertheless, if its ranks ended later.
+    A host that was stopped may still have caused the failure, if its ranks exited later.
     """
     # If there is no report, torchrun failed before it started ranks, or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
@@ -255,8 +255,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # A rank that has written its cause may still be killed by torchrun while it exits, so
-        # ignore its exit code.
+        # While a rank that has written its cause exits, torchrun may still kill it, so ignore its
+        # exit code.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
@@ -269,11 +269,11 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first is None:
         return failure
     failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
-    # torchrun's exit code need not be the code of the rank that failed first.
+    # torchrun's exit code may differ from the exit code of the rank that failed first.
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        # The rank that caused it still runs without progress, or exited with code 0.
+        # The rank that caused the failure still runs without progress, or exited with code 0.
         failure["code"] = report["exit_code"]
     for path in logs.of_rank(first.rank):
         failure["log"] = str(
@@ -299,9 +299,9 @@ def last_lines(path: Path, count: int) -> list[str]:
     try:
         # Without O_NONBLOCK, opening a pipe blocks; without O_NOFOLLOW, a link could lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
+        with open(descriptor, "rb") as file:  # noqa: PTH123 - opens a descriptor
             size = file.seek(0, os.SEEK_END)
-            # Read only the end, because logs of several weeks take gigabytes.
+            # Read only the end, because logs from several weeks can take gigabytes.
             file.seek(max(0, size - (1 << 16)))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -314,8 +314,8 @@ def _stop(request: Json, directory: Path) -> Json:
     with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
     if agent is not None:
-        # Let the agent stop its job in order and report to its launcher, which takes about the
-        # grace period.
+        # Let the agent stop its job in an orderly way and report to its launcher, which takes about
+        # the grace period.
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)
@@ -346,7 +346,7 @@ def _status(request: Json, directory: Path) -> Json:
     state = ""
     if runs.recorded(ended):
         state = "running, "
-    # `ended` has no exit code if the job has not ended or its agent could not write the report.
+    # `ended` has no exit code if the job is still running or its agent could not write the report.
     with suppress(KeyError, TypeError):
         state = f"ended with {ended['code']}"
         if ended["stopped"]:
@@ -371,7 +371,7 @@ def _logs(request: Json, directory: Path) -> Json:
 
 def main() -> int:
     """Execute the request on standard input."""
-    # The launcher reads messages from standard output, so redirect the output of libraries to
+    # The launcher reads messages from standard output, so redirect output from libraries to
     # standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -383,7 +383,7 @@ def main() -> int:
             output.flush()
 
     def live() -> None:
-        # If the launcher is gone, `_follow_launcher` notices it at the end of our input.
+        # If the launcher is gone, `_follow_launcher` notices because our input closes.
         with suppress(OSError):
             while True:
                 time.sleep(_ALIVE_S)

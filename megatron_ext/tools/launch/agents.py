@@ -1,7 +1,7 @@
-"""Connections to the agents on the hosts of a job.
+"""Connections to the agents on a job's hosts.
 
-Each host has an agent, reached by ssh, by Slurm's srun, or as a process on this machine. The user's
-own ssh configuration, keys and jump hosts apply; ssh never prompts.
+Each host has an agent, reached by ssh, by Slurm's srun, or as a local process. The user's own ssh
+configuration, keys and jump hosts apply; ssh never prompts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_SKEW_S = 5.0
 """Clock difference that triggers a warning, because log lines then cannot be compared."""
 _CLOSE_S = 5.0
 _FIRST_PATIENT_TORCH = (2, 12)
-"""Since this release, torchrun gives its ranks the configured time to stop; before, 30 s."""
+"""Since this release, torchrun gives its ranks the configured time to stop instead of 30 s."""
 
-# The first pattern that matches applies, so specific patterns precede general ones.
+# The first matching pattern applies, so specific patterns come before general ones.
 _MEANINGS = {
     r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm refuses to "
     "start anything in this job; it has ended or belongs to another user (squeue --me)",
@@ -58,7 +58,7 @@ _MEANINGS = {
 """Pattern in the output of ssh, srun or the login shell -> explanation and remedy."""
 
 Event = tuple[int, Json | Literal["signal"] | None]
-"""Index of a host and its message, None if its connection has ended; or a signal and "signal"."""
+"""Host index and message (None if the connection was closed), or a signal and "signal"."""
 
 
 def reach(
@@ -70,7 +70,7 @@ def reach(
     if plan.slurm_job is not None:
         return slurm.argv(plan.slurm_job, host, remote)
     options = [
-        # ssh must give up before our time-out, because its error message says more.
+        # ssh must give up before our time-out, because its error message is more specific.
         "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
         # Detect a dead host within 15 s.
         "ServerAliveInterval=5", "ServerAliveCountMax=3",
@@ -88,8 +88,8 @@ def reach(
 def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     """Return one line that explains why an agent did not start on a host, with a remedy.
 
-    `code` is the exit code of the connection, and `printed` holds the lines that ssh or the login
-    shell printed.
+    `code` is the connection's exit code, and `printed` contains the lines printed by ssh or the
+    login shell.
     """
     last = "no output"
     for line in printed:
@@ -101,7 +101,7 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
 
 
 class _Connection:
-    """A connection to the agent on a host, through a local process: the agent, ssh or srun."""
+    """A connection to a host's agent through a local process: the agent itself, ssh or srun."""
 
     def __init__(
         self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]
@@ -109,20 +109,20 @@ class _Connection:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
-        # Use a file: a full pipe that is not read would block the process.
+        # Use a file, because the process would block on a full pipe that is not read.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            # Ctrl-C must reach only the launcher, which then stops the agents in order.
+            # Ctrl-C must reach only the launcher, which then stops the agents in an orderly way.
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, **message: object) -> None:
-        """Send a message. If the agent has exited, this does nothing, and an event reports it."""
+        """Send a message. If the agent has exited, do nothing, because an event will report it."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             self.process.stdin.write(encode(message))
@@ -146,13 +146,13 @@ class _Connection:
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
-        # Login scripts may print pages of text; the reason why the agent ended comes last.
+        # Login scripts may print pages of text; the reason why the agent exited comes last.
         return lines[-20:]
 
     def close(self) -> None:
-        """End the connection, which ends the agent and its job if they still run."""
+        """Close the connection, which stops the agent and its job if they are still running."""
         assert self.process.stdin is not None
-        # The end of input reaches the agent through any number of ssh hops, and the agent then
+        # The end of input reaches the agent through any number of ssh hops, and then the agent
         # stops its job. A signal would only reach the local ssh.
         with suppress(OSError):
             self.process.stdin.close()
@@ -164,19 +164,19 @@ class _Connection:
 
 
 class Agents:
-    """The agents on all hosts of a plan; a context manager that ends them on exit."""
+    """The agents on all hosts in a plan; a context manager that stops them on exit."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan
         self.connections: dict[int, _Connection] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.display: Display | None = None  # receives the lines of ranks
+        self.display: Display | None = None  # receives the ranks' output lines
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Close them in parallel, so that a host that does not answer delays no other host.
+        # Close connections in parallel, so that an unresponsive host does not delay the others.
         with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
             pool.map(_Connection.close, self.connections.values())
 
@@ -185,24 +185,24 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
-        # The reading thread has already updated `heard_at`, which is all that `alive` is for.
+        # `alive` messages only update `heard_at`, which the reading thread has already done.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
 
     def next_event(self, until: float) -> Event:
-        """Return the next event, or host -1 if none arrives before `until`."""
+        """Return the next event, or host -1 if there is none before `until`."""
         try:
             return self.events.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return -1, None
 
     def ask(self, op: str, timeout_s: float, **details: object) -> list[Json | str]:
-        """Send a request to every host and return their answers, in order.
+        """Send a request to every host and return the answers, in host order.
 
-        If a host does not answer, its entry is the reason, with a remedy.
+        If a host does not answer, its entry is the reason, including a remedy.
         """
         root = Path(__file__).resolve().parents[3]
-        # The agent does not train, and starts faster without the patches.
+        # The agent does not train, so start it without the patches, which is faster.
         variables = ["MEGATRON_EXT_DISABLE=1"]
         # In a source tree that is not installed, the hosts must import from the same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
@@ -232,7 +232,7 @@ class Agents:
                     **message,
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
-            # A connection may end after its answer, except if its host must go on to run the job.
+            # A connection may close after the answer, unless the host must go on to run the job.
             elif index in self.connections and (op == "run" or index not in answers):
                 connection = self.connections[index]
                 code = connection.process.returncode
@@ -244,7 +244,7 @@ class Agents:
         return [answers.get(index, late) for index in range(len(self.plan.hosts))]
 
     def look(self, timeout_s: float) -> list[Json]:
-        """Return the answer of each host, with all problems that keep it from running the job."""
+        """Return each host's answer, with all problems that prevent it from running the job."""
         answers = self.ask("run", timeout_s)
         is_complete = bool(answers) and not any(
             isinstance(answer, str) for answer in answers
@@ -257,7 +257,7 @@ class Agents:
             if abs(answer["ahead_s"]) > MAX_SKEW_S:
                 clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
                 answer["warnings"].append(f"{clock}; let NTP or chrony set it")
-            # If a host is missing, report only that: comparing the remaining ones may mislead.
+            # If a host is missing, report only that, because comparing the others may mislead.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
             self._check_grace(hellos[0])
@@ -273,7 +273,7 @@ class Agents:
             hello["warnings"].append(f"{limit}; install torch 2.12 or later")
 
     def _compare(self, hellos: Sequence[Json]) -> None:
-        """Add a problem to each host whose versions or files differ from those of the majority."""
+        """Add a problem to each host whose versions or files differ from the majority."""
         names: dict[str, None] = {}
         for hello in hellos:
             names |= dict.fromkeys(hello["same"])

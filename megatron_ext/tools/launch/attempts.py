@@ -1,4 +1,4 @@
-"""Runs a planned job, and repeats it after a failure; each attempt has separate logs."""
+"""Runs a planned job, and restarts it after a failure; each attempt has separate logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown_ranks(text: str, world_size: int) -> list[int]:
     """Return the ranks that `--show` names, in order.
 
     Raises:
-        LaunchError: It names a rank that this job does not have.
+        LaunchError: It names a rank that is not in this job.
     """
     if text == "all":
         return list(range(world_size))
@@ -57,20 +57,19 @@ def shown_ranks(text: str, world_size: int) -> list[int]:
 def with_restarts(
     plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace
 ) -> int:
-    """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
+    """Run a job until it succeeds, is stopped or runs out of restarts; return its exit code.
 
     Every attempt is a separate run with preflight, logs and a result: ID, ID-r1, ID-r2. The script
-    resumes from its last complete checkpoint, because Megatron records the iteration of a
-    checkpoint only after it has written all of it. `hosts` may contain spares after the hosts of
-    the plan.
+    resumes from the last complete checkpoint, because Megatron records a checkpoint's iteration
+    only after all of it is written. `hosts` may list spare hosts after the hosts in the plan.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say(
             "warning: without --save and --load, a restart starts at the first iteration"
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        # Between attempts: exit normally, so that open connections are closed. During an attempt,
-        # `supervise` installs its handlers.
+        # Exit normally between attempts, so that open connections are closed. During an attempt,
+        # `supervise` installs its own handlers.
         if signal.getsignal(ending) == signal.SIG_DFL:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
     failed_at: list[float] = []
@@ -78,14 +77,14 @@ def with_restarts(
     while True:
         outcome, completed = _attempt(attempt, args)
         now = time.monotonic()
-        # Count only recent failures, so that a long job can survive more of them in total.
+        # Count only recent failures, so that a long job can survive more failures in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:
             return outcome.code
         failed_at.append(now)
         num_restarts += 1
-        # Wait longer each time: a failing file server or switch takes a while to come back.
+        # Wait longer each time, because a failing file server or switch takes a while to come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
         say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
@@ -93,7 +92,8 @@ def with_restarts(
         )
         time.sleep(pause_s)
         hosts = _with_slots(hosts, completed)
-        # Start from the original plan: `completed` has flags derived from hosts that may change.
+        # Start from the original plan, because `completed` has flags derived from hosts that may
+        # change.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
         # Never shrink a job: with fewer replicas, the batch could differ.
@@ -112,9 +112,9 @@ def with_restarts(
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
-    """Return the hosts with their slots; without a number in the hostfile, use the last count."""
+    """Return the hosts with slots; if the hostfile gives no number, use the last count."""
     counted = {host.number: host.slots for host in completed.hosts}
-    # Spare hosts have not counted their devices yet, so assume that all hosts are alike.
+    # Spare hosts have not counted their devices yet, so assume that all hosts are the same.
     of_spares = completed.hosts[0].slots
     complete = []
     for host in hosts:
@@ -126,12 +126,12 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
 def _able_hosts(
     hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
 ) -> tuple[Host, ...]:
-    """Stop what is left of the ended attempt; return the hosts that can run the next one.
+    """Stop whatever is left from the last attempt; return the hosts that can run the next one.
 
-    This also contacts hosts that were lost before: a rebooted host may be back, and a host whose
-    network was down may still run its part of the job.
+    This also contacts hosts that were lost earlier: a rebooted host may be back, and a host whose
+    network was down may still be running its part of the job.
     """
-    # Processes that are left of the ended attempt would still hold devices and ports.
+    # Processes left from the last attempt would still hold devices and ports.
     with Agents(replace(ended, hosts=hosts)) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
     problems: dict[int, list[str]] = {}
@@ -141,7 +141,7 @@ def _able_hosts(
             problems[host.number] = [answer]
         else:
             reachable.append(host)
-    # Check the hosts that answered, as before a first attempt.
+    # Check the hosts that answered, as before the first attempt.
     with Agents(replace(attempt, hosts=tuple(reachable))) as agents:
         for host, hello in zip(reachable, agents.look(timeout_s), strict=True):
             problems[host.number] = hello["problems"]
@@ -155,17 +155,18 @@ def _able_hosts(
 
 
 def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
-    """Run a job once; return its outcome, and its plan with all process counts."""
+    """Run a job once; return the outcome, and the plan with all process counts."""
     directory = runs.runs_root() / plan.run_id
     with ExitStack() as resources:
         agents = resources.enter_context(Agents(plan))
         hellos = agents.look(args.preflight_timeout)
-        # A job starts on all hosts or on none, so report all problems before any agent starts it.
+        # A job starts on all hosts or on none, so report all problems before any agent starts.
         if problems := _of_hosts(plan, hellos, "problems"):
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
         show = shown_ranks(args.show, plan.num_started)
-        # Write the files before the job starts, so that `stop` finds it even if the launcher dies.
+        # Write the files before the job starts, so that `stop` can find it even if the launcher
+        # dies.
         try:
             folder = resources.enter_context(
                 RunFolder.open(runs.runs_root(), plan.run_id, create=True)
@@ -188,9 +189,9 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if _has_view(args, plan):
             view = PersonView()
             if len(plan.hosts) == 1 or plan.reserve is not None:
-                # Give the view the output of all ranks: it adds up their parameters and shows any
-                # rank that fails. On several hosts, this costs too much bandwidth, except with
-                # --keep-going, where any rank may become the one that logs the steps.
+                # Give the view the output from all ranks, because it adds up their parameters and
+                # shows any rank that fails. On several hosts, this takes too much bandwidth, except
+                # with --keep-going, where any rank may become the one that logs the steps.
                 show = list(range(plan.num_started))
             if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")
@@ -211,7 +212,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
 
 
 def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
-    """Return the problems or warnings of all hosts, one per line."""
+    """Return the problems or warnings from all hosts, one per line."""
     lines = []
     for host, hello in zip(plan.hosts, hellos, strict=True):
         lines += [f"{host.name}: {text}" for text in hello[kind]]
@@ -219,32 +220,32 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 
 
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
-    """Return whether to shorten the output, which is done for Megatron's scripts without --help."""
+    """Return whether to shorten the output, as is done for Megatron's scripts without --help."""
     is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
     return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
 
 
 @dataclass
 class _End:
-    """The end of an attempt, for its record and for the user."""
+    """How an attempt finished, for its record and for the user."""
 
     plan: JobPlan
     outcome: Outcome
     display: Display
     view: PersonView | None
     show: Sequence[int]
-    """The ranks whose output was shown."""
+    """Ranks whose output was shown."""
     log_path: Path
-    """The file with the complete output of those ranks."""
+    """File with these ranks' complete output."""
 
     @property
     def _is_seen(self) -> bool:
-        """Whether the view has already shown the errors of the failed rank."""
+        """Whether the view has already shown the failed rank's errors."""
         return self.view is not None and self.outcome.failed_rank in self.show
 
     @property
     def _logs(self) -> str:
-        """A hint at the full output: the log file, or the command that shows the logs."""
+        """A pointer to the full output: the log file, or the command that shows the logs."""
         failure = self.outcome.failure
         if self._is_seen or (failure is None and self.view is not None):
             return f"everything: {self.log_path}"
@@ -258,7 +259,7 @@ class _End:
         return f"logs: {shlex.join(words)}{place}"
 
     def record(self) -> runs.Json:
-        """Return the result of the attempt, which `status` shows later."""
+        """Return the attempt's result, which `status` shows later."""
         failure = self.outcome.failure
         return {
             "exit_code": self.outcome.code,
@@ -268,7 +269,7 @@ class _End:
         }
 
     def tell(self) -> None:
-        """Print how the job ended; the last line gives the cause of a failure."""
+        """Print how the job finished; the last line gives the cause of a failure."""
         if self.display.left_out:
             say(
                 f"{self.display.left_out} lines were not shown, because the output was blocked"
@@ -290,11 +291,11 @@ class _End:
             say(f"run {self.plan.run_id} succeeded; {self._logs}")
 
     def _tell_failure(self, failed: Failure) -> None:
-        """Print the last output of the failed part, if the view has not shown it, and the cause."""
+        """Print the failed part's last output, if the view has not shown it, and the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
-        # The view does not recognise every error. The last line of a rank that a signal ended may
-        # be `Killed` or a message of the C library, so always print that line.
+        # The view does not recognize every error. If a rank was killed by a signal, its last line
+        # may be `Killed` or a message from the C library, so always print that line.
         for line in lines[-1:] if self._is_seen else lines:
             is_repeated = self.view is not None and self.view.has_shown(line)
             if not is_repeated and line not in reason:

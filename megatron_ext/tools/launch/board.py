@@ -1,7 +1,7 @@
-"""Connects the keepers of a job on several hosts, through a store on the first host.
+"""Connects a job's keepers on several hosts, through a store on the first host.
 
-A keeper sees only the ranks of its host, so it reports their losses to the keeper of the first
-host. That keeper counts the losses and decides whether the job ends. It ends last, because the
+A keeper sees only the ranks on its own host, so it reports lost ranks to the keeper on the first
+host. That keeper counts the losses and decides whether to stop the job. It exits last, because the
 ranks rendezvous in its stores.
 """
 
@@ -24,7 +24,7 @@ SILENCE_S = 20.0
 """A host is lost if its keeper has not sent a heartbeat for this time."""
 _BEAT_S = 0.5
 _START_S = 300.0
-"""Time limit for the first heartbeat of a keeper."""
+"""Time limit for a keeper's first heartbeat."""
 _STORE_TIMEOUT_S = 20.0
 _KEYS = "megatron_ext keepers: "
 """Prefix of the keys, because the ranks use the same store."""
@@ -32,11 +32,11 @@ _KILLED = -9
 
 
 class FirstHostLost(Exception):
-    """The keeper of the first host no longer answers."""
+    """The keeper on the first host no longer answers."""
 
 
 class Board:
-    """The notes of all keepers, in the order in which they were written, and their heartbeats."""
+    """Notes from all keepers, in the order in which they were written, and their heartbeats."""
 
     def __init__(self, store: Any) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -60,16 +60,16 @@ class Board:
         return notes
 
     def beat(self, host: int) -> None:
-        """Send a heartbeat of a host."""
+        """Send a heartbeat for a host."""
         self._store.add(f"beats of {host}", 1)
 
     def num_beats(self, host: int) -> int:
-        """Return the number of heartbeats of a host so far."""
+        """Return the number of heartbeats from a host so far."""
         return int(self._store.add(f"beats of {host}", 0))
 
 
 class _Host:
-    """What the keeper of the first host knows about another host."""
+    """What the keeper on the first host knows about another host."""
 
     def __init__(self, ranks: range) -> None:
         self.ranks = ranks
@@ -78,7 +78,7 @@ class _Host:
         self._silent_from_s = time.monotonic()
 
     def is_silent(self, num_beats: int) -> bool:
-        """Return whether the last heartbeat of the host is too long ago."""
+        """Return whether the host's last heartbeat is too long ago."""
         now = time.monotonic()
         if num_beats != self._num_beats:
             self._num_beats = num_beats
@@ -88,18 +88,18 @@ class _Host:
 
 
 class FirstBoard:
-    """The board on the first host, which collects the losses of all hosts."""
+    """The board on the first host, which collects the losses from all hosts."""
 
     def __init__(self, board: Board, losses: Losses, counts: Sequence[int]) -> None:
         self._board = board
         self._losses = losses
         self._hosts: dict[int, _Host] = {}
-        # The threads that read the output of ranks must not wait for the store, so they append
-        # their notes here, and `take_turn` writes them.
+        # The threads that read the ranks' output must not wait for the store, so they append notes
+        # here for `take_turn` to write.
         self._notes: deque[Json] = deque()
         self._looks_at_s = 0.0
         self.is_end_reported = False
-        """Whether the host of the rank that ended the job has reported it to the launcher."""
+        """Whether the fatal loss was reported to the launcher by the lost rank's host."""
         for host in range(1, len(counts)):
             first = sum(counts[:host])
             self._hosts[host] = _Host(range(first, first + counts[host]))
@@ -111,7 +111,7 @@ class FirstBoard:
 
     @property
     def fatal(self) -> Loss | None:
-        """The loss that ends the job; None: the job continues."""
+        """The loss that stops the job; None: the job continues."""
         return self._losses.fatal
 
     def add(self, loss: Loss) -> None:
@@ -119,16 +119,16 @@ class FirstBoard:
         self._losses.add(loss)
 
     def note_restart(self, num_lost: int) -> None:
-        """Record that the ranks restart without the `num_lost` ranks lost since the start."""
+        """Record that the ranks restart without the first `num_lost` lost ranks."""
         self._losses.note_restart(num_lost)
         self._notes.append({"kind": "restart", "num_lost": num_lost})
 
     def note_step(self) -> None:
-        """Record a step of a rank on this host."""
+        """Record a step on one of this host's ranks."""
         self._losses.note_step()
 
     def take_turn(self) -> None:
-        """Read the notes of the other hosts, and record the loss of hosts that have died."""
+        """Read the notes from other hosts, and record the loss of hosts that have died."""
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
         for note in self._board.unread():
@@ -159,37 +159,37 @@ class FirstBoard:
                 self._losses.add(Loss(rank, _KILLED, time.time()))
 
     def announce_end(self) -> None:
-        """Make the other hosts end their ranks, because of the fatal loss."""
+        """Make the other hosts stop their ranks because of the fatal loss."""
         assert self.fatal is not None
         self._board.write({"kind": "end", **asdict(self.fatal)})
 
 
 class OtherBoard:
-    """The board on all other hosts, which reports the losses of this host to the first one.
+    """The board on every other host, which reports that host's losses to the first host.
 
-    It has the methods of `Losses` that a keeper uses.
+    It has the same methods as `Losses`, as far as a keeper uses them.
     """
 
     def __init__(self, board: Board, host: int) -> None:
         self._board = board
         self._host = host
-        # The threads that read the output of ranks must not wait for the store, so they append
-        # their notes here, and `take_turn` writes them.
+        # The threads that read the ranks' output must not wait for the store, so they append notes
+        # here for `take_turn` to write.
         self._notes: deque[Json] = deque()
         self._beats_at_s = 0.0
         self._awaits_step = False
-        """Whether the ranks have restarted, here or elsewhere, and no step was reported since."""
+        """Whether ranks have restarted, here or elsewhere, and no step has been reported since."""
         self.fatal: Loss | None = None
-        """The loss that ends the job; None: the job continues."""
+        """The loss that stops the job; None: the job continues."""
         self.is_needed = False
-        """Whether other hosts need this keeper after its ranks have ended."""
+        """Whether other hosts need this keeper after its ranks have exited."""
 
     def add(self, loss: Loss) -> None:
         """Report a loss."""
         self._notes.append({"kind": "loss", **asdict(loss)})
 
     def note_restart(self, num_lost: int) -> None:
-        """Report that the ranks restart without the `num_lost` ranks lost since the start."""
+        """Report that the ranks restart without the first `num_lost` lost ranks."""
         self._notes.append({"kind": "restart", "num_lost": num_lost})
         self._awaits_step = True
 
@@ -203,12 +203,12 @@ class OtherBoard:
         """Exchange notes with the first host.
 
         Raises:
-            FirstHostLost: It does not answer.
+            FirstHostLost: The first host does not answer.
         """
         now = time.monotonic()
         is_time = now >= self._beats_at_s
         try:
-            # Remove a note only after it was written, so that an error loses none.
+            # Remove a note only after it was written, so that none is lost on an error.
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()
@@ -222,14 +222,14 @@ class OtherBoard:
                     self.fatal = Loss(**note)
                 elif kind == "restart":
                     self._awaits_step = True
-        except RuntimeError as error:  # torch's errors of a store
+        except RuntimeError as error:  # how torch reports store errors
             raise FirstHostLost(str(error)) from error
 
     def announce_end(self) -> None:
-        """Do nothing: the first host decides and announces the end."""
+        """Do nothing, because the first host decides and announces when to stop."""
 
     def write_end_of_host(self, *, is_reported: bool) -> None:
-        """Report to the first host that no rank runs on this host any more."""
+        """Report to the first host that no more ranks are running on this host."""
         note = {"kind": "ended", "host": self._host, "is_reported": is_reported}
         self._notes.append(note)
         self.take_turn()

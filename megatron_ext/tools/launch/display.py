@@ -1,4 +1,4 @@
-"""What the user sees of a job: the lines of its ranks and of the launcher."""
+"""What the user sees of a job: output lines from its ranks and the launcher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher. A closed terminal must not stop the job."""
+    """Print a line from the launcher. A closed terminal must not stop the job."""
     with suppress(OSError):
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Display:
-    """Shows the lines of all hosts, with bounded memory.
+    """Shows the lines from all hosts, with bounded memory.
 
-    Ranks write their complete output to files on their hosts, and torchrun follows the files of the
-    ranks to show. A terminal or a pipe may block for any time, so a thread writes to it. If it
-    blocks for long, the display drops output and counts the lines. The log gets every line. So does
-    the output, unless a view shortens it. The display closes neither of them.
+    Ranks write their complete output to files on their hosts, and torchrun follows the files for
+    the ranks to show. A terminal or a pipe may block for any length of time, so a separate thread
+    writes to it. If it blocks for long, the display drops output and counts the dropped lines. The
+    log gets every line, and so does the output, unless a view shortens it. The display closes
+    neither of them.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Display:
         self._thread.start()
 
     def show(self, host: str, data: bytes) -> None:
-        """Show output of a host, or drop it if the display blocks for a second."""
+        """Show output from a host, or drop it if the display blocks for a second."""
         try:
-            # This runs in the thread of a connection, and its host waits as long as this thread.
-            # After one time-out, drop chunks at once until the display writes again: the report
-            # that the job has ended comes after them on this connection.
+            # This runs in the thread for a connection, and the host waits as long as the thread
+            # does. After one time-out, drop chunks immediately until the display writes again,
+            # because the report that the job has finished comes after them on the same connection.
             self._chunks.put(
                 (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
             )
@@ -81,7 +82,7 @@ class Display:
                 source, line = host, marked
                 if rank := _MARKED.match(marked):
                     source = f"{host}:{rank[1].decode()}"
-                    # torchrun repeats the mark within a line that it has read in parts.
+                    # torchrun repeats the mark within a line if it has read the line in parts.
                     line = _MARKED.sub(b"", marked)
                 complete.append(b"[%s] %s" % (source.encode(), line))
                 if iteration := _ITERATION.search(line):
@@ -95,7 +96,7 @@ class Display:
             self._write(self._output, map(str.encode, self._view.flush()))
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
-        # A full disk, or a reader that has exited (`| head`), must not stop the job. Its hosts keep
+        # A full disk, or a reader that has exited (`| head`), must not stop the job. The hosts keep
         # all output.
         with suppress(OSError, ValueError):
             file.write(b"\n".join([*lines, b""]))

@@ -1,4 +1,4 @@
-"""torchrun with a machine-readable report and a limit on the time that it takes to end.
+"""torchrun with a machine-readable report and a time limit for shutting down.
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
@@ -35,21 +35,21 @@ def main() -> int:
         grace_s, lambda: runs.end(Process().children(recursive=True))
     )
     killer.daemon = True
-    # The report for this host's agent: the rank that ended first, and the ranks that SIGSTOP has
-    # stopped.
+    # The report for this host's agent: the rank that exited first, and the ranks that were stopped
+    # by SIGSTOP.
     failure: dict[str, object] = {}
 
     def bound_the_end(record: logging.LogRecord) -> bool:
         if record.funcName == "_close" and "stopped" not in failure:
             # Check before torchrun sends its first signal: afterwards, a stopped rank cannot be
-            # told from one that ends slowly.
+            # distinguished from one that exits slowly.
             failure["stopped"] = stopped_ranks()
             killer.start()
         return True
 
-    # torchrun logs a warning in `_close` before it asks its ranks to end, and then waits 30 s for
-    # them. Since PyTorch 2.12 it waits for the time set here, if no rank has failed. The filter
-    # sees the warning and starts our own limit.
+    # torchrun logs a warning in `_close` before it asks its ranks to exit, and then waits 30 s for
+    # them. Since PyTorch 2.12, it waits for the time set here if no rank has failed. The filter
+    # sees the warning and starts our own timer.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
@@ -63,14 +63,14 @@ def main() -> int:
         return 128 + int(error.sigval)
     finally:
         if failure:
-            # The disk may be full, perhaps the reason why the rank failed.
+            # The disk may be full, which may also be why the rank failed.
             with suppress(OSError), RunFolder.open(report.parent) as folder:
                 folder.write_json(report.name, failure)
     return 0
 
 
 def stopped_ranks() -> list[dict[str, int]]:
-    """Return the ranks of this process that SIGSTOP or a debugger has stopped."""
+    """Return this process's ranks that were stopped by SIGSTOP or a debugger."""
     stopped = []
     for process in Process().children():
         # The process may have exited already, or may not be a rank.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from megatron_ext.upstream.cause import KINDS, Cause
 
 CONNECTION_FAILED = 255
-"""Exit code of ssh if it fails itself, or if a signal ended the remote command."""
+"""Exit code of ssh if ssh itself fails, or if a signal killed the remote command."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a job on one host."""
+    """A job's failure on one host."""
 
     host: str
     what: str
@@ -27,7 +27,7 @@ class Failure:
     tail: Sequence[str] = ()
     note: str = ""
     cause: Cause | None = None
-    """The reason that the rank has written down, or that its agent has observed."""
+    """The cause as recorded by the rank or observed by its agent."""
     log: str | None = None
     """The folder with the rank's output on its host."""
 
@@ -38,7 +38,7 @@ class Failure:
         if self.cause is None:
             return f"{self.host}: {self.what} {how}{self.note}"
         reason = self.cause.reason
-        # The reason of the watchdog starts with these words (`tracing/hang.py`).
+        # The watchdog's reason starts with these words (`tracing/hang.py`).
         blamed = f"{self.what} holds the job up: "
         if self.cause.kind == "stopped":
             how = "stands still"
@@ -54,15 +54,15 @@ class Failure:
 
     @property
     def rank(self) -> int | None:
-        """The global rank that failed; None if another part did."""
+        """The global rank that failed; None if another part of the job failed."""
         return None if self.cause is None else self.cause.rank
 
     @property
     def precedence(self) -> tuple[int, int, float]:
-        """The sort key: the failure that explains the others has the smallest."""
+        """The sort key; the failure that explains the others has the smallest key."""
         if self.cause is not None:
             return (*self.cause.precedence[:2], self.at)
-        # The death of an agent or of torchrun is not the effect of another host's failure.
+        # If an agent or torchrun dies, that is not the effect of a failure on another host.
         has_died = self.code < 0 or self.code == CONNECTION_FAILED
         return KINDS.index("killed" if has_died else "unknown"), 0, self.at
 
@@ -76,7 +76,7 @@ class Outcome:
     lost host."""
     failure: Failure | None = None
     stopped_by: str | None = None
-    """The signal with which the user ended the job, possibly after the failure."""
+    """The signal with which the user stopped the job, possibly after the failure."""
 
     @property
     def failed_rank(self) -> int | None:
@@ -85,11 +85,11 @@ class Outcome:
 
 
 def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
-    """Return the failure that explains the others, with the last iteration that any host reports.
+    """Return the failure that explains the others, with the last iteration reported by any host.
 
-    Time alone does not show it: other ranks fail within milliseconds after the loss of a rank, and
-    the clocks of hosts differ. The kind of failure comes first: a process that a signal ended, or
-    an agent that died, did not fail because another rank was lost.
+    The time of a failure is not enough: other ranks fail within milliseconds of losing a rank, and
+    the clocks on the hosts differ. The kind of failure comes first: if a signal killed a process,
+    or an agent died, the reason is not that another rank was lost.
     """
     first = min(failures, key=lambda failure: failure.precedence)
     iterations = []

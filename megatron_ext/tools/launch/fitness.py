@@ -1,4 +1,4 @@
-"""Checks whether a host can run its part of a job; its agent calls them before the start."""
+"""Checks whether a host can run its part of a job; its agent calls this before the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 MIN_FREE_BYTES = 64 << 20
-"""Space that the logs of a host need; less free space is a problem."""
+"""Space needed for the logs on a host; less free space is a problem."""
 MIN_SHARED_BYTES = 1 << 30
 """Shared memory below which a host gets a warning; a container has 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
@@ -37,8 +37,8 @@ _HIGHEST_PORT = 32767
 def look(request: Json, log_dir: Path) -> Json:
     """Return whether this host can run the request, whose environment is already set.
 
-    The answer contains problems, warnings, and values that must be equal on every host. This call
-    changes to the request's work directory. The log directory must not exist yet.
+    The answer contains problems, warnings, and values that must be the same on every host. This
+    call changes to the request's work directory. The log directory must not exist yet.
     """
     problems: list[str] = []
     warnings: list[str] = []
@@ -47,7 +47,7 @@ def look(request: Json, log_dir: Path) -> Json:
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
-        # Count without torch, whose import would take longer than all checks.
+        # Count without torch, because importing it takes longer than all the checks.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": warnings,
@@ -59,7 +59,7 @@ def look(request: Json, log_dir: Path) -> Json:
         },
     }
     try:
-        # A relative path of the script refers to this directory.
+        # If the script's path is relative, it refers to this directory.
         os.chdir(request["workdir"])
     except OSError as error:
         problems.append(
@@ -70,7 +70,7 @@ def look(request: Json, log_dir: Path) -> Json:
     if log_problem is not None:
         problems.append(log_problem)
     _look_at_shared_memory(warnings)
-    # The job must find its command on every host, and scripts must have the same content.
+    # Every host must find the job's command, and scripts must have the same content.
     script = request["command"][0]
     if request["per_node"]:
         if shutil.which(script) is None:
@@ -88,7 +88,7 @@ def look(request: Json, log_dir: Path) -> Json:
     # Rank 0 is on the first host, so the ranks meet there.
     if request["is_first"]:
         hello["port"] = _free_port(request["master_port"], problems)
-    # The route to another host determines the address that this host must use.
+    # The address that this host must use depends on the route to another host.
     if request["peer"] is not None:
         try:
             hello["address"] = source_address(request["peer"])
@@ -102,17 +102,17 @@ def look(request: Json, log_dir: Path) -> Json:
 
 
 def open_folder(directory: Path, create: bool = False) -> RunFolder:
-    """Open the folder of a run on this host, ROOT/RUN_ID/HOST, as `RunFolder.open` does."""
+    """Open the folder for a run on this host, ROOT/RUN_ID/HOST, as `RunFolder.open` does."""
     run = directory.parent
     return RunFolder.open(run.parent, run.name, directory.name, create=create)
 
 
 def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
-    """Return the free bytes for the logs of a run here, and the problem with writing them, if any.
+    """Return the free bytes for a run's logs here, and the problem with writing them, if any.
 
-    This does not create the folder, so that a rejected job leaves none behind.
+    This does not create the folder, so that no folder is left behind if the job is rejected.
     """
-    # Don't use Path.exists(), which raises inside a folder without access permission.
+    # Don't use Path.exists(), which raises in a folder without access permission.
     existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     free_bytes = shutil.disk_usage(existing).free
     why = None
@@ -151,7 +151,7 @@ def _digest_of(script: str) -> str:
 
     Raises:
         MegatronExtError: The script does not exist.
-        OSError: It cannot be read.
+        OSError: The script cannot be read.
     """
     from megatron_ext.training import runner
 
@@ -161,8 +161,8 @@ def _digest_of(script: str) -> str:
 
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
-    """Return the port at which the ranks meet: the user's or a free one."""
-    # Rank 0 listens only seconds later. In this range, no program gets a port automatically, so
+    """Return the port for the rendezvous: the user's port or a free one."""
+    # Rank 0 listens only seconds later. Ports in this range are never assigned automatically, so
     # the port most likely stays free until then.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
@@ -179,7 +179,7 @@ def _free_port(master_port: int | None, problems: list[str]) -> int:
 
 
 def _why_taken(port: int) -> str | None:
-    """Return why a program cannot listen at a port, or None if it can."""
+    """Return why a program cannot listen on a port, or None if it can."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

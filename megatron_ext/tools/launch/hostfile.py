@@ -1,12 +1,12 @@
-"""The hostfile: one host per line, in the simplest case a list of addresses.
+"""The hostfile: one host per line, in the simplest case just its address.
 
     # comment
     node1
     10.0.0.2            slots=8
     node3:4             addr=10.0.0.3 rdma=10.1.0.3,10.1.1.3 port=2222 user=me env.NCCL_DEBUG=INFO
 
-The order of the lines is the order of the node ranks. Lists of addresses, DeepSpeed's and
-Open MPI's `slots=N` and MPICH's `host:N` are all valid. These functions only parse text, and use no
+The order of the lines determines the node ranks. Lists of addresses, DeepSpeed's and Open MPI's
+`slots=N` and MPICH's `host:N` are all valid. These functions only parse text, without using the
 network.
 """
 
@@ -24,7 +24,7 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.files import read_text
 
 MAX_SLOTS = 1024
-"""Upper bound on the processes of a host; a larger number is a typing mistake."""
+"""Upper bound on the processes on a host; a larger number is a typing mistake."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
 # NAME or [IPv6], with :SLOTS if given.
@@ -42,17 +42,17 @@ class Host:
     slots: int | None = None
     """Number of processes on this host. None: as many as it has devices."""
     addr: str | None = None
-    """Address at which the other hosts reach it. None: its name."""
+    """Address at which the other hosts reach this one. None: its name."""
     port: int | None = None
-    """Port of its ssh server. None: the ssh configuration decides."""
+    """Port of the ssh server. None: the ssh configuration decides."""
     user: str | None = None
     """User to log in as. None: the ssh configuration decides."""
     rdma: tuple[str, ...] = ()
-    """Addresses of its RDMA interfaces."""
+    """Addresses of the RDMA interfaces."""
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables of its processes."""
+    """Environment variables for processes on this host."""
     number: int = 0
-    """Its index among the hosts of the launch, which a restart on other hosts does not change."""
+    """Index among the launch's hosts, which stays the same when the job restarts on other hosts."""
     local: bool = False
     """True for the launcher's own machine, which needs no ssh."""
 
@@ -63,7 +63,7 @@ class Host:
 
 
 def _number(limit: int) -> Callable[[str], int | None]:
-    # int() alone would accept signs, spaces, underscores and digits of other scripts.
+    # int() alone would accept signs, spaces, underscores and digits in other scripts.
     def convert(text: str) -> int | None:
         return (
             int(text)
@@ -74,7 +74,7 @@ def _number(limit: int) -> Callable[[str], int | None]:
     return convert
 
 
-# Key -> (conversion of the text to a value, falsy if invalid; description of valid texts).
+# Key -> (conversion from text, falsy if the text is invalid; description of valid text).
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slots": (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
     # Open MPI's upper bound; it has no effect, because a host starts at most `slots` processes.
@@ -116,7 +116,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         LaunchError: The text is malformed; names the line.
     """
     hosts: list[Host] = []
-    # Name, or address and port -> the line that gives it first.
+    # Name, or address and port -> the first line that gives it.
     lines: dict[object, int] = {}
     # Don't use splitlines(), which also splits at characters that do not end a line in a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
@@ -125,7 +125,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             continue
         try:
             host = _host(words)
-            # Names are case-insensitive. Two ssh ports of one address may be two containers.
+            # Names are case-insensitive. Two ssh ports on one address may be two containers.
             for identity in (host.name.lower(), (host.address.lower(), host.port)):
                 if (first := lines.setdefault(identity, number)) != number:
                     raise ValueError(
@@ -174,7 +174,7 @@ def _host(words: list[str]) -> Host:
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
-    # Accept these keys of other launchers, but ignore them.
+    # Accept these keys from other launchers, but ignore them.
     for key in ("max_slots", "type"):
         fields.pop(key, None)
     return Host(name, env=tuple(env), **fields)
@@ -198,7 +198,7 @@ def select(
     Raises:
         LaunchError: Both are given, or one of them names an unknown host or leaves no host.
     """
-    # Don't guess which of them applies first.
+    # Don't guess which of the two applies first.
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude are both given; use one of them")
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)

@@ -1,4 +1,4 @@
-"""Implements `launch`: turns flags into the plan of a job, and prints or runs it."""
+"""Implements `launch`: turns flags into a job plan, and prints or runs it."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -33,7 +33,7 @@ from megatron_ext.upstream.scripts import find_script
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
-# Variables of one machine or one process, which a job that launches another job must not forward.
+# Variables for one machine or process, which must not be forwarded if a job launches another job.
 _NOT_FORWARDED = (
     "MEGATRON_EXT_RUNS",
     runs.RUN_ID,
@@ -41,7 +41,7 @@ _NOT_FORWARDED = (
     parent.AGENT_PID,
     parent.SOCKETS,
 )
-# Variables of every job, unless the user sets them.
+# Variables for every job, unless the user sets them.
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
@@ -51,7 +51,7 @@ _DEFAULTS = {
 
 
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `launch`; `words` is the command line as typed, which a batch job repeats later."""
+    """Run `launch`; `words` is the command line as typed, which a batch job runs again later."""
     command: list[str] = args.command_words
     if command[:1] == ["--"]:
         command = command[1:]
@@ -69,11 +69,11 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         say(
             f"already inside Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits nothing"
         )
-    # From here on, the hosts are known.
+    # The hosts are known from here on.
     plan = planned(args, command, workdir)
     plan.check()
     hosts = plan.hosts
-    # The last hosts are spares. With --keep-going, all of their ranks are in reserve.
+    # The last hosts are spares. With --keep-going, all of their ranks are reserve ranks.
     num_used = len(hosts) - args.spares
     if num_used < 1:
         raise LaunchError(
@@ -91,7 +91,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         # Report mistakes in the flags before any host is contacted.
         complete = plan.completed()
         shown_ranks(args.show, complete.num_started)
-    # Other hosts may have another Megatron, so their ranks check the command themselves.
+    # Other hosts may have a different version of Megatron, so their ranks check the command.
     if not args.per_node and all(host.local for host in hosts):
         check_command_here(plan.command)
     if not args.dry_run:
@@ -106,14 +106,14 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def check_command_here(command: Sequence[str]) -> None:
     """Reject a script or flags that this machine's Megatron lacks, before ranks import torch."""
-    # The list is empty on a machine without Megatron's training loop, where nothing can be checked.
+    # On a machine without Megatron's training loop, the list is empty and nothing can be checked.
     if megatron_flags():
         find_script(command[0])
         read_command_line(command)
 
 
 def _dry_run(plan: JobPlan) -> int:
-    """Print the command of each host, and the result of the training's preflight."""
+    """Print the command for each host, and the preflight result for the training flags."""
     print(plan.dry_run(), end="")
     if plan.per_node:
         return 0
@@ -131,9 +131,9 @@ def is_inside_allocation() -> bool:
 
 
 def preflight_of(plan: JobPlan) -> Preflight:
-    """Return the preflight report on the training of a plan with a known number of ranks."""
+    """Return the preflight report for a plan's training flags, with a known number of ranks."""
     device, device_kind = requested(plan.command), None
-    # Look for devices here only if no other host runs ranks.
+    # Look for devices only if no other host runs ranks.
     if all(host.local for host in plan.hosts):
         device_kind = kind_of(name_by_driver() or "")
         if device == "auto" and count_devices() == 0:
@@ -164,7 +164,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     """Return the plan of the job, with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
-        # Agents do not get the flags; this variable makes them count no devices.
+        # Agents do not get the flags, so use this variable to stop them from counting devices.
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
     flags = [*requested_flags(environ), *command]
@@ -178,13 +178,14 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     elif runs.load(slurm_job, "plan"):
         run_id = f"{slurm_job}-{runs.new_run_id()}"
     else:
-        # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept its id.
+        # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept the job
+        # id.
         run_id = slurm_job
     env = dict(_DEFAULTS)
     if not args.raw:
         env["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # read by `tracing/scalars.py`
     for name, value in os.environ.items():
-        # Login shells on the hosts do not have the variables that were exported here.
+        # Login shells on the hosts lack the variables that were exported here.
         if name.startswith(FORWARDED) and name not in _NOT_FORWARDED:
             env[name] = value
     return JobPlan(
@@ -208,7 +209,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Reject a command and flags that cannot be combined, whatever the hosts are."""
+    """Reject a command and flags that cannot be combined, regardless of the hosts."""
     if not command:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
@@ -238,16 +239,16 @@ def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def _reserve(args: argparse.Namespace) -> int | None:
-    """Return the number of reserve ranks on training hosts; None without --keep-going."""
+    """Return the number of reserve ranks on training hosts, or None without --keep-going."""
     if not args.keep_going:
         return None
     if args.reserve is not None:
         return int(args.reserve)
-    return 0 if args.spares else 1  # the ranks of spare hosts are in reserve
+    return 0 if args.spares else 1  # ranks on spare hosts are reserve ranks
 
 
 def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Reject jobs that cannot continue after the loss of a rank."""
+    """Reject jobs that cannot continue after losing a rank."""
     if args.per_node:
         raise LaunchError(
             "--keep-going replaces lost ranks, but --per-node starts a command without ranks; "
@@ -270,8 +271,8 @@ def hosts_of(
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
     """Return the hosts that the flags select, and the id of their Slurm job, if any.
 
-    Each host starts `nproc` processes, or by default one for each slot. Without a hostfile and
-    without Slurm, the only host is this machine, with `alone` slots.
+    Each host starts `nproc` processes or, by default, one per slot. Without a hostfile and without
+    Slurm, this machine is the only host, with `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -289,7 +290,7 @@ def hosts_of(
 
 
 def _is_this_machine(name: str) -> bool:
-    """Return whether a name or an address belongs to this machine, without resolving it."""
+    """Return whether a name or address is this machine's, without resolving it."""
     # A resolver may hang, or resolve a public name of this machine to another machine.
     if name in ("localhost", socket.gethostname()):
         return True

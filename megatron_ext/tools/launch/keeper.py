@@ -1,13 +1,13 @@
-"""Runs the ranks of one host so that losing one rank does not end the others (`--keep-going`).
+"""Runs one host's ranks so that losing one rank does not stop the others (`--keep-going`).
 
     python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE COUNTS TORCHRUN_FLAGS ...
 
-RESERVE is the number of ranks in reserve on all hosts, and COUNTS the number of ranks on each host.
-The keeper takes torchrun's flags and writes the same files. torchrun itself ends all ranks within a
-second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` from 0.6 on, which dropped
+RESERVE is the number of reserve ranks on all hosts, and COUNTS the number of ranks on each host.
+The keeper takes torchrun's flags and writes the same files. torchrun itself stops all ranks within
+a second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` since 0.6, which dropped
 the policy that tolerated losses. The ranks restart themselves, inside their processes
-(`megatron_ext/training/survival.py`). The keeper of the first host hosts the stores through which
-they rendezvous, so that the job can lose any rank. The other keepers report their losses to it
+(`megatron_ext/training/survival.py`). The keeper on the first host hosts the stores in which the
+ranks rendezvous, so that the job can lose any rank. The other keepers report their losses to it
 (`megatron_ext/tools/launch/board.py`).
 """
 
@@ -34,11 +34,11 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.upstream import parent
 
 _STORES = {1: "the store of the ranks", 2: "the store of nvidia-resiliency-ext"}
-"""Distance from the master port, as Megatron and nvidia-resiliency-ext choose it -> the store."""
+"""Distance from the master port, as chosen by Megatron and nvidia-resiliency-ext -> the store."""
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.05
 _LAST_NOTES_S = 10.0
-"""How long the first host waits for the end of the others, after the grace period."""
+"""How long the first host waits for the others to finish, after the grace period."""
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """Matches the line that Megatron logs after a step."""
 _RESTART = re.compile(
@@ -81,10 +81,10 @@ class Rank:
         )
 
     def follow(self, board: FirstBoard | OtherBoard) -> None:
-        """Write every line of the rank to its log, and show it if required, until the rank ends."""
+        """Write every line from the rank to its log, and show it if required, until it exits."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # A full disk must not end this loop: the rank would block when its pipe is full.
+            # Keep looping even if the disk is full, because the rank would block on a full pipe.
             with suppress(OSError):
                 self._log.write(line)
             if self._is_shown:
@@ -96,17 +96,17 @@ class Rank:
         self._log.close()
 
     def end_children(self) -> None:
-        """End the processes that a lost rank has started, such as writers of a checkpoint.
+        """Stop the processes that a lost rank has started, such as checkpoint writers.
 
         NVRx's monitor survives, because it runs in another session. It must report the loss.
         """
         # Use SIGTERM, which Python's resource trackers ignore. They remove semaphores and shared
-        # memory once the other processes have ended.
+        # memory once the other processes have exited.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
 
 
-# The threads of all ranks write to the same stream; the lock keeps their lines whole.
+# All ranks' threads write to the same stream; the lock keeps their lines whole.
 _OUTPUT = threading.Lock()
 
 
@@ -123,7 +123,7 @@ def _say(rank: int, text: str) -> None:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    """Parse torchrun's flags, as the launcher writes them, and the command of a rank."""
+    """Parse torchrun's flags, as the launcher writes them, and the command for a rank."""
     parser = argparse.ArgumentParser()
     for flag in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         parser.add_argument(flag, type=int, required=True)
@@ -136,7 +136,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _hosted_stores(args: argparse.Namespace) -> list[Any]:
-    """Return the stores that rank 0 usually hosts, where they would end with rank 0."""
+    """Return the stores that rank 0 usually hosts and that would be lost with rank 0."""
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
@@ -160,7 +160,7 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
 
 
 def _store_of_first_host(args: argparse.Namespace) -> Any:
-    """Return a connection to the ranks' store; wait until the first host serves it."""
+    """Return a connection to the ranks' store, after waiting until the first host serves it."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -173,7 +173,7 @@ def _store_of_first_host(args: argparse.Namespace) -> Any:
 
 
 class Keeper:
-    """Runs the ranks of this host until the last one has ended."""
+    """Runs the ranks on this host until the last one has exited."""
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class Keeper:
         )
         if args.local_addr is not None:
             os.environ[parent.HOST_ADDRESS] = args.local_addr
-        # Install the handlers before the first rank starts: without them, a signal would end this
-        # process and leave the ranks.
+        # Install the handlers before the first rank starts, because otherwise a signal would kill
+        # this process and leave the ranks running.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         command = [sys.executable, "-u", "-m", *args.command]
@@ -229,12 +229,12 @@ class Keeper:
         ]
 
     def run(self) -> Loss | None:
-        """Wait for the ranks; return the loss that ended the job, if this host reports it.
+        """Wait for the ranks; return the loss that stopped the job, if this host must report it.
 
-        The first host waits for the ranks of all hosts, because they rendezvous in its stores.
+        The first host waits for the ranks on all hosts, because they rendezvous in its stores.
 
         Raises:
-            FirstHostLost: The keeper of the first host does not answer; the ranks have ended.
+            FirstHostLost: The keeper on the first host does not answer; the ranks have exited.
         """
         threads = []
         for rank in self._ranks:
@@ -255,10 +255,10 @@ class Keeper:
         return self._reported_end()
 
     def _watch(self) -> None:
-        """Wait until no rank runs any more, or until the ranks had to be ended."""
+        """Wait until no more ranks are running, or until the ranks had to be stopped."""
         while True:
-            # Check this before recording losses: a rank that ends in between is recorded in the
-            # next turn.
+            # Check this before recording losses: if a rank exits in between, the next turn records
+            # it.
             is_needed = self._runs_ranks() or self._board.is_needed
             self._note_losses()
             self._board.take_turn()
@@ -275,22 +275,23 @@ class Keeper:
         return any(rank.process.poll() is None for rank in self._ranks)
 
     def _reported_end(self) -> Loss | None:
-        """Return the loss that ended the job if this host must report it.
+        """Return the loss that stopped the job, if this host must report it.
 
-        The host of the lost rank reports it to its agent, or the first host if that host is gone.
+        The lost rank's host reports it to its agent; if that host is gone, the first host does.
         """
         board, fatal = self._board, self._board.fatal
         is_lost_here = fatal is not None and fatal.rank in [
             rank.rank for rank in self._ranks
         ]
         if isinstance(board, OtherBoard):
-            # The first host may have ended already. No rank of this host needs it any more.
+            # The first host may have exited already, because no rank on this host needs it any
+            # more.
             with suppress(FirstHostLost):
                 board.write_end_of_host(is_reported=is_lost_here)
             return fatal if is_lost_here else None
         if fatal is None:
             return None
-        # Serve the stores as long as other hosts may use them.
+        # Serve the stores for as long as other hosts may use them.
         deadline = time.monotonic() + self._grace_s + _LAST_NOTES_S
         while board.is_needed and time.monotonic() < deadline:
             board.take_turn()
@@ -301,7 +302,7 @@ class Keeper:
         """Record the ranks that were lost since the last call."""
         for rank in self._ranks:
             code = rank.process.poll()
-            # A rank that ends with code 0 has finished, and is not lost.
+            # A rank that exits with code 0 has finished, so it is not lost.
             if code and not rank.is_lost:
                 rank.is_lost = True
                 rank.end_children()
@@ -312,7 +313,7 @@ class Keeper:
         self._stopped_by = number
 
     def _end_all(self) -> None:
-        """Ask the remaining ranks to end, and kill them after the grace period."""
+        """Ask the remaining ranks to exit, and kill them after the grace period."""
         deadline = time.monotonic() + self._grace_s
         for rank in self._ranks:
             with suppress(OSError):
@@ -325,7 +326,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough of them finished, else the code of the fatal loss."""
+    """Run the ranks; return 0 if enough of them finished, else the fatal loss's exit code."""
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     reserve = int(sys.argv[3])
@@ -345,7 +346,7 @@ def main() -> int:
     except FirstHostLost as error:
         sys.stderr.write(f"the keeper of the first host does not answer: {error}\n")
         return 1
-    del stores  # ranks need them until here
+    del stores  # the ranks need them until here
     if fatal_loss is None:
         return 0
     # Report the loss in the format of `elastic`, which the agent reads.

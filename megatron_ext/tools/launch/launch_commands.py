@@ -1,6 +1,6 @@
-"""The flags of `launch`, `stop`, `status` and `logs`.
+"""The flags for `launch`, `stop`, `status` and `logs`.
 
-Their implementations are imported when they run, so every command of this package starts fast.
+The implementations are imported only when they run, so every command in this package starts fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -> Any:
-    """Return an argparse converter for a number in a range; `rule` describes it in errors."""
+    """Return an argparse converter for a number in a range; errors quote `rule`."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):
@@ -141,7 +141,7 @@ def add_subcommands(subparsers: Any) -> None:
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
         "hosts keep the full logs",
     )
-    # These are all words after the options, usually with `--` in front.
+    # All words after the options, usually with `--` in front.
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )

@@ -1,4 +1,4 @@
-"""Records and reports the ranks that a job has lost while it continued."""
+"""Records and reports the ranks that a job has lost while it kept running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
-_USER_ERROR = 2  # the exit code of a rank whose flags or files are wrong
+_USER_ERROR = 2  # a rank's exit code if its flags or files are wrong
 
 LOSSES = "losses.json"
 """File in a run's folder on a host, with the lost ranks and the cost of each loss."""
@@ -24,11 +24,11 @@ LOSSES = "losses.json"
 
 @dataclass
 class Loss:
-    """A rank that ended while the other ranks continued."""
+    """A rank that exited while the other ranks continued."""
 
     rank: int
     exit_code: int
-    """Exit code of the rank; negative if a signal ended it."""
+    """The rank's exit code; negative if a signal killed it."""
     at: float
     """Time of the loss, in seconds since 1970."""
     back_after_s: float | None = None
@@ -38,7 +38,7 @@ class Loss:
 
 
 def loss_in_words(loss: Json) -> str:
-    """Return a description of when and how a rank was lost, and of the time that it cost."""
+    """Return a description of when and how a rank was lost, and how much time that cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
     cost = "no step since"
     if loss["back_after_s"] is not None:
@@ -57,7 +57,7 @@ def _ending(exit_code: int) -> str:
 
 @dataclass
 class Losses:
-    """The losses of a job, recorded in a folder."""
+    """A job's losses, recorded in a folder."""
 
     folder: Path
     reserve: int
@@ -66,20 +66,21 @@ class Losses:
     """Prints a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
-    """Number of lost ranks that the last restart left out; they are the first ones of `items`."""
+    """Number of lost ranks that the last restart left out; they are the first in `items`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def fatal(self) -> Loss | None:
-        """The loss that ends the job; None: the job continues."""
-        # A replacement would fail in the same way, or has no other ranks to meet.
+        """The loss that stops the job; None: the job continues."""
+        # After such a loss, a replacement would fail in the same way, or has no other ranks to
+        # meet.
         for loss in self.items:
             if loss.exit_code == _USER_ERROR or loss.is_early:
                 return loss
         if len(self.items) <= self.reserve:
             return None
         for loss in self.items:
-            # Training has recovered from the losses that have a time, so they did not end the job.
+            # Training has recovered from losses that have a time, so they did not stop the job.
             if loss.back_after_s is None:
                 return loss
         return self.items[-1]
@@ -106,16 +107,16 @@ class Losses:
         return f"{num_left} of {self.reserve} ranks in reserve are left"
 
     def note_restart(self, num_lost: int) -> None:
-        """Record that the ranks restart without the `num_lost` ranks lost since the start."""
+        """Record that the ranks restart without the first `num_lost` lost ranks."""
         with self._lock:
             self._num_replaced = num_lost
 
     def note_step(self) -> None:
         """Record a step. The first step after a restart ends the recovery from its losses."""
         # Count only losses that a restart has left out. A step right after a loss does not show
-        # that the job has recovered: the ranks may complete the step that they were in, and losing
-        # a reserve rank stops no step. The order of loss and restart shows nothing either: if a
-        # rank fails, the other ranks may restart before its process ends.
+        # that the job has recovered: the ranks may be completing a step already in progress, and
+        # losing a reserve rank does not interrupt any step. The order of loss and restart does not
+        # show it either: if a rank fails, the other ranks may restart before its process exits.
         now = time.time()
         with self._lock:
             replaced = self.items[: self._num_replaced]
@@ -127,6 +128,6 @@ class Losses:
             self._write()
 
     def _write(self) -> None:
-        # A full disk must cost only the record, not the job.
+        # If the disk is full, only the record must be lost, not the job.
         with suppress(OSError), RunFolder.open(self.folder) as folder:
             folder.write_json(LOSSES, [asdict(loss) for loss in self.items])

@@ -1,4 +1,4 @@
-"""Implements `stop`, `status` and `logs` for a job that `launch` has started on this machine."""
+"""Implements `stop`, `status` and `logs` for a job that `launch` started on this machine."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -42,18 +42,18 @@ def manage(args: argparse.Namespace) -> int:
         timeout_s += plan.grace_s
         if launcher is not None:
             with suppress(psutil.Error):
-                # The launcher stops the job in order and writes its result.
+                # The launcher stops the job in an orderly way and writes its result.
                 launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
-        # Ask the agents even if the launcher has stopped the job: a process may be left.
+        # Ask the agents even if the launcher has stopped the job, because a process may be left.
     elif command == "status":
         print(_state_of(run_id, launcher))
     else:
         plan, local_rank = _of_rank(plan, args.rank)
         details = {"lines": args.lines, "local_rank": local_rank}
     if plan.slurm_job is not None:
-        # srun starts nothing in a Slurm job that has ended. Only files are left then, which the
-        # hosts share with this machine, so read them here.
+        # srun starts nothing in a Slurm job that has finished. Only files are left by then, which
+        # the hosts share with this machine, so read them here.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(
             plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)
@@ -65,14 +65,14 @@ def manage(args: argparse.Namespace) -> int:
         and plan.slurm_job
         and slurm.state(plan.slurm_job) != "RUNNING"
     ):
-        # The allocation may end together with the launcher, which cuts off the answers.
+        # The allocation may end together with the launcher, which cuts off the hosts' answers.
         print(f"Slurm's job {plan.slurm_job} has ended")
         return 0
     return _print_answers(plan, answers, is_output=command == "logs")
 
 
 def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
-    """Return the plan of a run, with the programs that this command line gives to reach hosts."""
+    """Return a run's plan, with the programs for reaching hosts from this command line."""
     record = runs.load(run_id, "plan")
     if (
         record is None
@@ -85,7 +85,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
-    # Never run a program that a file names.
+    # Never run a program named in a file.
     plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
     if reached_by != plan.flags_to_reach():
         say(
@@ -97,7 +97,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan reduced to the host of a rank, and the local rank; None: all hosts."""
+    """Return the plan reduced to one rank's host, and the local rank; None: all hosts."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:
@@ -112,7 +112,7 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
 def _print_answers(
     plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool
 ) -> int:
-    """Print the answers of the hosts; return 1 if one does not answer or reports a failure."""
+    """Print the hosts' answers; return 1 if a host does not answer or reports a failure."""
     has_failed = False
     for host, answer in zip(plan.hosts, answers, strict=True):
         if isinstance(answer, str):
@@ -122,7 +122,7 @@ def _print_answers(
             has_failed = True
             continue
         has_failed |= answer["failed"]
-        # Output of ranks is printed unchanged; our own text is escaped.
+        # Print the ranks' output unchanged, but escape our own text.
         text = answer["text"] if is_output else line_of(answer["text"])
         print(f"{host.name}: {text}")
     return int(has_failed)
@@ -147,7 +147,7 @@ def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
 
 
 def _restarts(run_id: str) -> list[str]:
-    """Return the restarts of a run, in order (`attempts.with_restarts`)."""
+    """Return a run's restarts, in order (`attempts.with_restarts`)."""
     restarts: list[str] = []
     while runs.load(restart := f"{run_id}-r{len(restarts) + 1}", "plan") is not None:
         restarts.append(restart)
@@ -155,7 +155,7 @@ def _restarts(run_id: str) -> list[str]:
 
 
 def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
-    """Return a description of how a run ended, or `running` if its launcher runs here."""
+    """Return a description of how a run finished, or `running` if its launcher runs here."""
     if launcher is not None:
         return "running"
     result = runs.load(run_id, "result")

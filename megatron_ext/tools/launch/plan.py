@@ -1,4 +1,4 @@
-"""Turns hosts and options into one command for each host, in pure functions.
+"""Turns hosts and options into one command per host, in pure functions.
 
 It derives the world size, data-parallel size, batch size and addresses, so users need not give
 them.
@@ -29,7 +29,7 @@ FORWARDED = (
     "NCCL_", "MCCL_", "NVSHMEM_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_", "NVTE_", "CUDA_",
     "CUBLAS_", "CUDNN_", "MUSA_", "OMP_", "MEGATRON_", "HF_", "PYTHONPATH", "PYTHONWARNINGS",
 )  # fmt: skip
-"""Prefixes of the environment variables that every host gets from the launcher's environment."""
+"""Prefixes of the environment variables that are forwarded from the launcher to every host."""
 _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 # Values of --pipeline-transport that need --node-ips.
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")
@@ -40,14 +40,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag in a command line, or None."""
-    # Parse only this flag. Only Megatron's parser knows all flags, and it runs on other machines.
+    # Parse only this flag, because only Megatron's parser knows all flags, and it runs elsewhere.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
     return value
 
 
-# Sizes that the launcher needs, by the names of Megatron's arguments.
+# Sizes that the launcher needs, under the names of Megatron's arguments.
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size",
@@ -58,7 +58,7 @@ def _sizes_of(flags: Sequence[str]) -> JobSizes:
     settings: dict[str, object] = {}
     for dest in _SIZES:
         text = flag_value(flags, f"--{dest.replace('_', '-')}")
-        # Pass on text that is not a number, for which `JobSizes` raises an error with the flag.
+        # Pass on text that is not a number; `JobSizes` raises an error that names the flag.
         if text:
             settings[dest] = int(text) if text.isascii() and text.isdigit() else text
     try:
@@ -75,7 +75,7 @@ class Parallel:
     pipeline: int
     context: int
     forward: int
-    """Ranks of a stage that run forward passes only, with `--forward-backward-disaggregating`."""
+    """Ranks per stage that run only forward passes, with `--forward-backward-disaggregating`."""
     replica_size: int
     """Number of ranks that hold one replica of the model."""
     smallest_job: int
@@ -111,7 +111,7 @@ class Parallel:
         """Return the number of model replicas on this number of ranks.
 
         Raises:
-            LaunchError: The ranks cannot be divided into replicas.
+            LaunchError: The ranks do not divide evenly into replicas.
         """
         if world_size % self.replica_size:
             raise LaunchError(
@@ -128,7 +128,7 @@ class JobPlan:
 
     run_id: str
     hosts: tuple[Host, ...]
-    """The hosts. Their `slots` are the numbers of processes; None: the host has yet to count its
+    """The hosts. Their `slots` are the process counts; None: the host has yet to count its
     devices."""
     command: tuple[str, ...]
     """The script and its flags, or any command with `per_node`."""
@@ -140,19 +140,19 @@ class JobPlan:
     num_microbatches: int | None = None
     """None: the flags set the batch."""
     reserve: int | None = None
-    """Number of ranks in reserve on the last training host, if the job continues after the loss of
-    a rank; None: it ends."""
+    """Number of reserve ranks on the last training host, if the job continues after losing a rank;
+    None: the job stops."""
     num_reserve_hosts: int = 0
-    """Number of hosts, at the end of the list, that run only ranks in reserve."""
+    """Number of hosts, at the end of the list, that run only reserve ranks."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
     log_root: str | None = None
     grace_s: float = 5.0
-    """Grace period in seconds. After a failure, a job ends within about twice this time, because
-    first the ranks on the same host end, and then those on the other hosts."""
+    """Grace period in seconds. After a failure, a job stops within about twice this time, because
+    the ranks on the same host are stopped first, and then the ranks on other hosts."""
     silence_s: float = 60.0
-    """Seconds without a message after which launcher and agent consider each other lost."""
+    """Seconds without messages before launcher and agent consider each other lost."""
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
@@ -170,32 +170,32 @@ class JobPlan:
 
     @property
     def num_started(self) -> int:
-        """Number of ranks, including those in reserve."""
+        """Number of ranks, including reserve ranks."""
         return self.first_rank(len(self.hosts))
 
     @property
     def num_in_reserve(self) -> int:
-        """Number of ranks in reserve, on all hosts."""
+        """Number of reserve ranks on all hosts."""
         return self.num_started - self.world_size
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags from the environment, and then those of the command, which take precedence."""
+        """The flags from the environment, then the command's flags, which take precedence."""
         return (*requested_flags(self.env), *self.command[1:])
 
     def first_rank(self, index: int) -> int:
-        """Return the global rank of a host's first process."""
+        """Return the global rank for a host's first process."""
         return sum(self._num_ranks_by_host()[:index])
 
     def _num_ranks_by_host(self) -> list[int]:
-        """Return the number of processes on each host, including those in reserve."""
+        """Return the number of processes on each host, including reserve ranks."""
         counts = [host.slots or 0 for host in self.hosts]
-        # nvidia-resiliency-ext expects the ranks in reserve after all training ranks.
+        # nvidia-resiliency-ext expects the reserve ranks after all training ranks.
         counts[len(self.training_hosts) - 1] += self.reserve or 0
         return counts
 
     def check(self) -> None:
-        """Reject hosts that have different numbers of processes or cannot reach each other.
+        """Reject hosts with different numbers of processes, or that cannot reach each other.
 
         Raises:
             LaunchError: Names the hosts and the remedy.
@@ -219,16 +219,16 @@ class JobPlan:
                 )
 
     def completed(self, devices: Sequence[int] | None = None) -> JobPlan:
-        """Return the plan with all process counts, and the flags that follow from its hosts.
+        """Return the plan with all process counts, and with the flags that follow from the hosts.
 
         These flags are `--global-batch-size` if the user gave the number of micro-batches,
-        `--node-ips` if the script requests a transport that needs addresses, and the flags of
-        restarts within processes. `devices` are the counts that the hosts have reported. None:
-        every host has slots.
+        `--node-ips` if the script requests a transport that needs addresses, and the flags for
+        restarts within processes. `devices` contains the counts reported by the hosts, or is None
+        if every host has slots.
         """
         hosts = []
         counts = devices or [0] * len(self.hosts)
-        # Slots that the user has given take precedence over the number of devices.
+        # Slots given by the user take precedence over the number of devices.
         for host, count in zip(self.hosts, counts, strict=True):
             if not host.slots and not count:
                 raise LaunchError(
@@ -270,9 +270,9 @@ class JobPlan:
         if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
             return []
         if self.reserve is not None:
-            # Rank numbers may move to other hosts, so each keeper gives its ranks their address.
+            # Ranks may be renumbered across hosts, so each keeper gives its ranks their address.
             return []
-        # Give one address per host, or one per rank if hosts have different numbers of ranks.
+        # Give one address per host, or one per rank if the hosts have different numbers of ranks.
         is_even = len({host.slots for host in self.hosts}) == 1
         addresses = []
         for host in self.hosts:
@@ -281,13 +281,13 @@ class JobPlan:
         return ["--node-ips", *addresses]
 
     def _restart_flags(self) -> list[str]:
-        """Return the flags that restarts within processes need and the user has not given."""
+        """Return the flags that in-process restarts need, except those that the user has given."""
         if self.reserve is None:
             return []
         restart_flags = {
             "--inprocess-active-world-size": str(self.world_size),
             "--inprocess-granularity": "rank",
-            # Seconds between two checks. A restart waits for each of them, so they are short.
+            # Seconds between checks. A restart waits for each check, so the intervals are short.
             "--inprocess-monitor-thread-interval": "0.2",
             "--inprocess-monitor-process-interval": "0.2",
             "--inprocess-progress-watchdog-interval": "0.1",
@@ -295,8 +295,8 @@ class JobPlan:
         }
         restart_flags |= self._hang_timeouts()
         if len(self.hosts) > 1:
-            # If a host dies, no process reports the loss of its ranks. The other hosts notice it
-            # only by the missing heartbeats.
+            # If a host dies, no process reports that its ranks are lost. The other hosts notice
+            # only that heartbeats are missing.
             restart_flags |= {
                 "--inprocess-heartbeat-interval": "2",
                 "--inprocess-heartbeat-timeout": "20",
@@ -319,7 +319,7 @@ class JobPlan:
         return flags
 
     def _replication_flags(self) -> dict[str, str]:
-        """Return the flags with which each rank also saves the tensors of ranks on other hosts.
+        """Return the flags that make each rank also save tensors for ranks on other hosts.
 
         Raises:
             LaunchError: Megatron cannot form the groups of ranks that save for each other.
@@ -357,8 +357,8 @@ class JobPlan:
             raise LaunchError(
                 f"--hang-timeout is {text!r}; it must be a number of seconds"
             ) from None
-        # The hard time-out kills the rank, which is lost then. The barrier, where the other ranks
-        # wait for it, must have a longer time-out.
+        # The hard time-out kills the rank, which is then lost. The barrier, where the other ranks
+        # wait for that rank, must have a longer time-out.
         return {
             "--inprocess-soft-timeout": f"{hang_s:g}",
             "--inprocess-hard-timeout": f"{1.5 * hang_s:g}",
@@ -366,7 +366,7 @@ class JobPlan:
         }
 
     def log_folder(self, index: int) -> str:
-        """Return the folder for a host's logs of this run, if all hosts have the same home."""
+        """Return the folder for a host's logs from this run, if all hosts have the same home."""
         host = self.hosts[index]
         root = self.log_root or runs_root()
         # The agent names its folder in the same way (`agent.main`).
@@ -374,7 +374,7 @@ class JobPlan:
         return f"{root}/{self.run_id}/{host.number:03d}-{name}"
 
     def host_of(self, rank: int) -> int:
-        """Return the index of the host on which a global rank runs."""
+        """Return the index of a global rank's host."""
         return next(
             index
             for index in range(len(self.hosts))
@@ -382,7 +382,7 @@ class JobPlan:
         )
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the variables that processes on a host get besides those of the login shell."""
+        """Return variables for processes on a host, in addition to those from the login shell."""
         return {**self.env, **dict(self.hosts[index].env)}
 
     def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
@@ -391,7 +391,8 @@ class JobPlan:
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str(self._num_ranks_by_host()[index]),
-            # The launcher restarts jobs: torchrun could not use spare hosts without agents there.
+            # Restarts are left to the launcher: torchrun cannot use spare hosts without agents
+            # there.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
@@ -399,9 +400,10 @@ class JobPlan:
     def agent_argv(
         self, index: int, hello: Json, port: int, show: Sequence[int]
     ) -> list[str]:
-        """Return the command that the agent of a host starts; `hello` is the agent's answer.
+        """Return the command that a host's agent starts; `hello` is the agent's answer.
 
-        The ranks meet at a port of the first host. `show` lists local ranks whose output is shown.
+        The ranks meet at a port on the first host. `show` lists the local ranks whose output is
+        shown.
         """
         if self.per_node:
             return list(self.command)
@@ -418,8 +420,8 @@ class JobPlan:
             "3",
         ]
         if show:
-            # torchrun writes files for all ranks and forwards the output of these; 3 means both
-            # streams.
+            # torchrun writes files for all ranks and forwards the output of these ranks; 3 means
+            # both streams.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
@@ -435,12 +437,12 @@ class JobPlan:
         return [*keeper, report, grace_s, str(self.num_in_reserve), counts]
 
     def request(self, index: int, op: str = "run") -> Json:
-        """Return the first message to the agent of a host, with its part of this plan."""
+        """Return the first message to a host's agent, with its part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
-            # By the route to any other host, the agent finds the address that it must use.
+            # The route to any other host gives the agent the address that it must use.
             peer = self.hosts[0].address if index else self.hosts[1].address
-        # Send only the script, to check it. The agent gets its whole command when the job starts.
+        # Send only the script to be checked. The agent gets the whole command when the job starts.
         shared = replace(
             self, hosts=(), command=self.command[:1], env=self.environment(index)
         )
@@ -454,7 +456,7 @@ class JobPlan:
 
     def record(self) -> Json:
         """Return the data that `stop`, `status` and `logs` need, as JSON."""
-        # The record is stored on disk, so leave out the variables, whose values may be secrets.
+        # The record is stored on disk, so leave out variables whose values may be secrets.
         hosts = tuple(replace(host, env=()) for host in self.hosts)
         return asdict(replace(self, env={}, hosts=hosts))
 
@@ -472,7 +474,7 @@ class JobPlan:
         return cls(**{**fields, "hosts": hosts, "ssh": tuple(fields["ssh"])})
 
     def flags_to_reach(self) -> list[str]:
-        """Return the flags with which `stop`, `status` and `logs` reach the hosts of this plan."""
+        """Return the flags that `stop`, `status` and `logs` need to reach this plan's hosts."""
         if all(host.local for host in self.hosts) or self.slurm_job is not None:
             return []
         flags = []
@@ -485,7 +487,7 @@ class JobPlan:
     def dry_run(self) -> str:
         """Return the command for each host, which users can run by hand without ssh.
 
-        The command takes the values of possible secrets from the shell that runs it.
+        The command reads possible secrets from the shell in which it runs.
         """
         parts = []
         for index, host in enumerate(self.hosts):
@@ -537,7 +539,8 @@ class JobPlan:
 
 def _assignment(name: str, value: str) -> str:
     """Return the assignment of a variable in bash, without a value that may be a secret."""
-    # Any variable of the user may be a password. A library's variable is one if its name says so.
+    # Any of the user's variables may be a password. A library's variable is one if its name says
+    # so.
     if name.startswith(FORWARDED) and not _SECRET.search(name):
         return f"{name}={_quoted(value)}"
     # ${NAME?} makes bash stop with an error that names the variable if it is not set.
@@ -548,6 +551,6 @@ def _quoted(word: str) -> str:
     """Return a word quoted for bash, with visible escapes for control characters."""
     if word.isprintable():
         return shlex.quote(word)
-    # Escape the bytes: they need not be valid text, and bash accepts them in every locale.
+    # Escape bytes, because they need not be valid text and bash accepts them in every locale.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

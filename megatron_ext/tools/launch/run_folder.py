@@ -1,10 +1,10 @@
-"""The folders of runs, which only their owner can change.
+"""Run folders, which only their owner can change.
 
-A run folder names the hosts of a job and the process of its launcher, so anyone who can write to it
-controls where `stop` connects and which process it ends. The folder may be on a shared disk, where
-other users can write. Therefore this module rejects a folder that belongs to another user or that
-other users can write to, and it follows no links. It opens a folder once, and opens its files
-relative to it, so that the folder it checked is the folder it uses, even after a rename.
+A run folder names the job's hosts and the launcher's process, so anyone who can write to the folder
+controls where `stop` connects and which process it kills. The folder may be on a shared disk, where
+other users can write. Therefore, this module rejects a folder that belongs to another user or that
+other users can write to, and it follows no links. It opens a folder once, and opens files relative
+to it, so that the folder that was checked is also the one that is used, even after a rename.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RunFolder:
-    """An open folder of this user; the end of a `with` block closes it.
+    """An open folder that belongs to this user; leaving a `with` block closes it.
 
     `path` is the folder's name in messages. Methods take the names of files in the folder.
     """
@@ -45,14 +45,14 @@ class RunFolder:
 
         Raises:
             FileNotFoundError: The folder does not exist.
-            OSError: It cannot be opened or created.
+            OSError: The folder cannot be opened or created.
             LaunchError: Another user owns it or can write to it, or it is a link.
         """
         if create:
             root.mkdir(parents=True, exist_ok=True)
         path, descriptor = root, os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         # Open each folder relative to its open parent, so that nobody can replace a part of the
-        # path after its check.
+        # path after the check.
         for name in names:
             parent, path = descriptor, path / name
             try:
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def anchor(self) -> Path:
-        """A path to this folder for this process, which stays valid if the folder is renamed."""
+        """This process's path to the folder, which stays valid if the folder is renamed."""
         return Path(f"/proc/self/fd/{self._descriptor}")
 
     def exists(self, name: str) -> bool:
@@ -87,7 +87,7 @@ class RunFolder:
         """Return the content of a JSON file, which may be of any type; None if it does not exist.
 
         Raises:
-            LaunchError: It cannot be read, or another user could have written it.
+            LaunchError: The file cannot be read, or another user could have written it.
         """
         path = self.path / name
         try:
@@ -110,10 +110,10 @@ class RunFolder:
         """Replace a file with a JSON document that only this user can read.
 
         Raises:
-            OSError: It cannot be written. The old content stays intact.
+            OSError: The file cannot be written. The old content stays intact.
         """
         # Write to another file and rename it, so that readers never see half a document. Its name
-        # is random, so that two writers never share it.
+        # is random, so that two writers never use the same file.
         scratch = f".{name}.{secrets.token_hex(4)}"
         try:
             with self.create(scratch) as file:
@@ -129,15 +129,16 @@ class RunFolder:
     def create(self, name: str) -> BinaryIO:
         """Create or empty a file that only this user can read, and open it for writing.
 
-        The file is unbuffered: with a buffer, a full disk would raise an error only on closing it.
+        The file is unbuffered, because with a buffer, a full disk would raise an error only on
+        closing.
 
         Raises:
-            OSError: It cannot be created, or is a link.
+            OSError: The file cannot be created, or is a link.
         """
-        # O_NOFOLLOW: a link with this name must not redirect the write to another file.
+        # With O_NOFOLLOW, a link with this name cannot redirect the write to another file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, _NEW_FILE_MODE, dir_fd=self._descriptor)
-        return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - of a descriptor
+        return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - opens a descriptor
 
 
 def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
@@ -163,7 +164,7 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
 
 
 def _require_private(status: os.stat_result, path: Path) -> None:
-    """Reject an entry that another user owns or can write to, and anything but files and folders.
+    """Reject entries that another user owns or can write to, and all but files and folders.
 
     Raises:
         LaunchError: Names the entry and the remedy.

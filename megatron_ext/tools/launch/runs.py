@@ -1,13 +1,13 @@
-"""Runs by their id: their files, the messages between launcher and agents, and their processes.
+"""Runs by id: their files, the messages between launcher and agents, and their processes.
 
 Launcher and agent exchange lines, each with a mark and a JSON object. Login scripts and ssh may
 write to the same stream before the agent does, so lines without the mark are kept for error
 messages.
 
 A process is identified by its id *and* its start time, because the system reuses ids. psutil does
-this within one process, and `record` across processes. The processes of a run have the run's id in
-their environment. Killing a process group would not find them, because torchrun makes each rank the
-leader of a group. Searching descendants would not find them either once the agent has died.
+this within one process, and `record` across processes. A run's processes have the run id in their
+environment. They cannot be found by process group, because torchrun makes each rank a group leader,
+nor by searching descendants once the agent has died.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 
 Json = dict[str, Any]
 RANK_MARK = b"\x1e"
-"""Precedes the rank in each line of a rank's output."""
+"""Precedes the rank in each line of output from a rank."""
 STOPPED = "megatron-ext stop"
 """The reason that an agent reports if `megatron-ext stop` stopped its job."""
 _MARK = b"\x1emegatron-ext "
-# Environment variables of every process of a run: its id, and the index of its host.
+# Environment variables in every process of a run: the run id, and the host's index.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"
 
@@ -56,7 +56,7 @@ def decode(line: bytes) -> Json | None:
 
 
 def runs_root() -> Path:
-    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, or one in ~/.local/state."""
+    """Return this host's root folder for runs: `MEGATRON_EXT_RUNS`, or one in ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     named = os.environ.get("MEGATRON_EXT_RUNS") or f"{state}/megatron_ext/runs"
     home = os.path.expanduser(named)  # noqa: PTH111 - Path.expanduser() raises for unknown users
@@ -70,7 +70,7 @@ def new_run_id() -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that the user gave, such as `job` or, for a restart, `job-r1`.
+    """Return a run id given by the user, such as `job` or, for a restart, `job-r1`.
 
     Raises:
         LaunchError: It is not a valid run id.
@@ -86,7 +86,7 @@ def load(run_id: str, name: str) -> Json | None:
     """Return the `plan`, `launcher` or `result` of a run on this machine; None if it has none.
 
     Raises:
-        LaunchError: It cannot be read, or other users could have written it.
+        LaunchError: The file cannot be read, or other users could have written it.
     """
     path = runs_root() / check_run_id(run_id)
     try:
@@ -115,8 +115,8 @@ def record() -> Json:
 
 
 def _start(pid: int) -> str:
-    """Return when a process started: the id of the system's boot, and the clock ticks since it."""
-    # Don't use psutil's create_time(), which changes when somebody sets the clock of the host.
+    """Return when a process started: the boot id, and the clock ticks since boot."""
+    # Don't use psutil's create_time(), which changes when somebody sets the host's clock.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
@@ -125,9 +125,9 @@ def _start(pid: int) -> str:
 
 
 def recorded(entry: Any) -> Process | None:
-    """Return the process of a `record`, or None if it has ended or the record is invalid.
+    """Return the process for a `record`, or None if it has exited or the record is invalid.
 
-    The entry comes from a file, so it may be of any type.
+    The record comes from a file, so it may be of any type.
     """
     try:
         process = Process(int(entry["pid"]))
@@ -139,13 +139,13 @@ def recorded(entry: Any) -> Process | None:
 
 def _is_alive(process: Process) -> bool:
     with suppress(psutil.Error):
-        # A zombie has ended, but its parent has not waited for it.
+        # A zombie has exited, but its parent has not waited for it.
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def marked(run_id: str, node: int) -> set[Process]:
-    """Return the processes of a run on a host."""
+    """Return a run's processes on this host."""
     processes = set()
     for process in psutil.process_iter():
         # The process may have exited already, or belong to another user.
@@ -159,7 +159,7 @@ def marked(run_id: str, node: int) -> set[Process]:
 def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes and return the survivors, such as processes blocked on a device."""
     remaining = set(filter(_is_alive, processes))
-    # Kill all processes before waiting for any: one that still runs could start new ones.
+    # Kill all processes before waiting for any of them, because the rest could start new ones.
     for process in remaining:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)

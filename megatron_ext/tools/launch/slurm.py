@@ -1,8 +1,8 @@
 """Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
 
-Inside an allocation, srun replaces ssh; agents, preflight and supervision do not change. Outside
-an allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is the run
-id, so `status`, `logs` and `stop` accept it, on any machine that shares the folder of runs.
+Inside an allocation, srun replaces ssh; agents, preflight and supervision do not change. Outside an
+allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is also the
+run id, so `status`, `logs` and `stop` accept it on any machine that shares the run folders.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TIMEOUT_S = 60
 
 
 def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
-    """Return the command that runs `remote` once on a host, with all resources of the job."""
+    """Return the command that runs `remote` once on a host, with all of the job's resources."""
     return [
-        # --overlap and --mem=0 let it share resources with other steps of the job; otherwise, it
-        # would wait until they end.
+        # --overlap and --mem=0 let the command share resources with other steps in the job;
+        # otherwise, it would wait for those steps.
         "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
         f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
         "--unbuffered", "--quiet", *remote,
@@ -33,10 +33,10 @@ def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
 
 
 def hosts() -> tuple[Host, ...]:
-    """Return the hosts of the allocation, in Slurm's order, with their addresses.
+    """Return the hosts in the allocation, in Slurm's order, with their addresses.
 
-    A host with one task, which is Slurm's default, gets no `slots`, so it starts one process for
-    each device.
+    A host with one task, which is Slurm's default, gets no `slots`, so it starts one process per
+    device.
     """
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
@@ -86,7 +86,7 @@ def state(job: str) -> str | None:
 def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
     """Return the sbatch command that runs this launch inside an allocation.
 
-    `options` are the user's options for sbatch, `arguments` are the arguments of `megatron-ext`.
+    `options` are the user's options for sbatch, and `arguments` the arguments for `megatron-ext`.
     """
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
@@ -96,9 +96,9 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
 
 
 def without_values(words: Sequence[str]) -> list[str]:
-    """Return the arguments of `launch` without the values of `--env`.
+    """Return the arguments for `launch` without the values of `--env`.
 
-    All users of a cluster can read the command of a batch job. The values reach the job in its
+    All users on a cluster can read a batch job's command. The values reach the job through its
     environment, which sbatch passes on.
     """
     names = list(words)
@@ -111,7 +111,7 @@ def without_values(words: Sequence[str]) -> list[str]:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of Slurm's commands and return its output; `environment` adds variables.
+    """Run a Slurm command and return its output; `environment` adds variables.
 
     Raises:
         LaunchError: The command is missing, failed or timed out.

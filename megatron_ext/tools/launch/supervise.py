@@ -1,4 +1,4 @@
-"""Runs a planned job: starts it on its hosts, watches it, and ends it on all hosts."""
+"""Runs a planned job: starts it on its hosts, watches it, and stops it on all hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ALIVE_S = 2.0
 # How long a host may take to answer a second connection after losing the first one.
 _REPORT_S = 15.0
-# How long to wait for the failures of other hosts after the first: any of them may be the cause.
+# How long to wait for failures on other hosts after the first one: any of them may be the cause.
 _SETTLE_S = 1.5
 
 
@@ -42,9 +42,9 @@ def supervise(
     display: Display,
     show: Sequence[int],
 ) -> Outcome:
-    """Start a job whose agents have answered, and wait until it ends.
+    """Start a job whose agents have answered, and wait until it finishes.
 
-    `plan` contains all process counts, `hellos` holds the answer of each host of the plan, and
+    `plan` contains all process counts, `hellos` contains the answer from each host in the plan, and
     `show` lists the global ranks whose output is shown.
     """
     agents.display = display
@@ -56,13 +56,13 @@ def supervise(
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # A lost connection does not show whether the agent has died, or only ssh. A second
-        # connection shows this, and stops what is left of the job on that host.
+        # A lost connection does not show whether the agent has died or only ssh. A second
+        # connection does, and stops whatever is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
     stopped_by = watch.stopped_by
-    # A signal may have arrived during that check.
+    # A signal may have arrived during this check.
     while not agents.events.empty():
         caught, message = agents.events.get()
         if message == "signal":
@@ -70,12 +70,12 @@ def supervise(
     code, stopped_name = 0, None
     if stopped_by is not None:
         code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
-    # If the user stopped the job before anything failed, later failures result from that.
+    # If the user stopped the job before anything failed, later failures are a consequence.
     if not watch.failures or display.is_stopping:
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
     for index, answer in zip(watch.lost, answers, strict=True):
-        if index not in failures:  # the job continued without it, and was stopped
+        if index not in failures:  # the job continued without the host, and was stopped
             continue
         note = failures[index].note + _what_was_left(answer, hellos[index])
         failures[index] = replace(failures[index], note=note)
@@ -86,9 +86,9 @@ def supervise(
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that stop a job into the event queue of its agents."""
+    """Put signals that stop the job into the agents' event queue."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    # nohup ignores SIGHUP, so that the job outlives the login.
+    # nohup ignores SIGHUP so that the job outlives the login; do not handle the signal then.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         stopping.append(signal.SIGHUP)
     handlers = {}
@@ -104,7 +104,7 @@ def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
 
 
 def _what_was_left(answer: Json | str, hello: Json) -> str:
-    """Describe what a second connection found on a host that lost its first connection."""
+    """Describe what a second connection found on a host whose first connection was lost."""
     if isinstance(answer, str):
         return (
             ", and it cannot be reached to check what is left; its agent stops the job"
@@ -118,7 +118,7 @@ def _what_was_left(answer: Json | str, hello: Json) -> str:
 
 
 class Watch:
-    """A running job: the hosts that still run it, its failures, and what has stopped it."""
+    """A running job: the hosts that still run it, the failures, and what has stopped it."""
 
     def __init__(
         self, agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display
@@ -131,11 +131,11 @@ class Watch:
         )
         self._running = dict(agents.connections)
         self.failures: dict[int, Failure] = {}
-        """Index of a host -> its failure."""
+        """Host index -> failure."""
         self.lost: list[int] = []
         """Hosts whose connection ended before their agent's report."""
         self._survived: dict[int, Failure] = {}
-        """Index of a lost host -> its failure, if the job continues without it."""
+        """Index of a lost host -> failure, if the job continues without the host."""
         self.stopped_by: int | None = None
         """The signal with which the user stopped the job."""
         self._is_stopping = False
@@ -143,10 +143,10 @@ class Watch:
         """When to stop the remaining hosts after a failure, by `time.monotonic()`."""
 
     def run(self) -> None:
-        """Wait until the job has ended on all hosts."""
+        """Wait until the job has finished on all hosts."""
         alive_at = time.monotonic() + _ALIVE_S
         while self._running:
-            # Once stopped, agents end the job by themselves, so `_stop_at` has no effect.
+            # After a stop request, agents stop the job by themselves, so `_stop_at` has no effect.
             until = alive_at if self._is_stopping else min(alive_at, self._stop_at)
             index, message = self._agents.next_event(until)
             now = time.monotonic()
@@ -169,8 +169,8 @@ class Watch:
                         silent, f" was silent for {self._plan.silence_s:g} s"
                     )
             if self.failures and not self._is_stopping:
-                # The first failure to arrive may be the effect of another host's failure, so let
-                # the other reports arrive before stopping.
+                # The first failure to arrive may be the effect of a failure on another host, so
+                # wait for the other reports before stopping.
                 self._stop_at = min(self._stop_at, now + _SETTLE_S)
                 if now >= self._stop_at:
                     self._is_stopping = True
@@ -184,8 +184,8 @@ class Watch:
         """Stop the job for the user, or kill it if it is already stopping."""
         if self.stopped_by is None:
             self.stopped_by = number
-            # Ranks that are being stopped print meaningless errors about each other, so hide them,
-            # unless a failure came first.
+            # Ranks that are being stopped print meaningless errors about each other, so hide these
+            # errors unless a failure came first.
             self._display.is_stopping = not self.failures
         if self._is_stopping:
             say(f"{name}: killing the job")
@@ -197,17 +197,17 @@ class Watch:
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:
-        """Process an agent's report that its part of the job has ended."""
+        """Process an agent's report that its part of the job has finished."""
         del self._running[index]
         noted = message.get("cause")
         ending = None if noted is None else cause.from_json(noted)
         # A host that was stopped because of another failure did not fail, unless its cause shows
-        # that it failed by itself but ended later.
+        # that it failed on its own but exited later.
         is_effect = message["stopped"] and (self._is_stopping or self.failures)
         is_cause = bool(self.failures) and ending is not None and ending.is_sure
         if message["code"] != 0 and (is_cause or not is_effect):
             self.failures[index] = self._failure_of(index, message, ending)
-            # A host that was lost before may be the cause.
+            # A host that was lost earlier may be the cause.
             self.failures |= self._survived
 
     def _failure_of(self, index: int, message: Json, ending: Cause | None) -> Failure:
@@ -216,7 +216,7 @@ class Watch:
             host=self._plan.hosts[index].name,
             what=message["what"],
             code=message["code"],
-            # The clocks of hosts differ, so convert times to the launcher's clock.
+            # The clocks on the hosts differ, so convert times to the launcher's clock.
             at=message["time"] - ahead_s,
             tail=message["tail"],
             log=message.get("log"),
@@ -240,7 +240,7 @@ class Watch:
             tail=connection.noise()[-5:],
             note=note,
         )
-        # The keeper of the first host hosts the stores and counts the losses, and ends the job if
+        # The keeper on the first host hosts the stores and counts the losses, and stops the job if
         # too many ranks are lost with this host (`keeper.py`).
         may_continue = self._plan.reserve is not None and 0 in self._running
         if may_continue and not self._is_stopping:
