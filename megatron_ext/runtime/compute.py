@@ -1,8 +1,8 @@
 """Computes one action at a time, using Megatron's forward and backward steps.
 
-Upstream's schedules call `forward_step` and `backward_step` in a loop, and the iteration determines
-the data. Here data, random numbers, losses and saved activations are keyed by stage and
-micro-batch, so actions can run in any order.
+Upstream's schedules call `forward_step` and `backward_step` in a loop, and the loop iteration
+determines the data. Here, data, random numbers, losses and saved activations are keyed by stage and
+micro-batch, so that actions can run in any order.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class MicrobatchData:
-    """The items of one chunk's data iterator for one step. Micro-batch i always gets item i.
+    """The items from one chunk's data iterator in one step. Micro-batch i always gets item i.
 
     The iterator is None on ranks that read no data. On stages that run the twin's micro-batches,
-    `exchange` swaps an item with the twin.
+    `exchange` swaps items with the twin.
     """
 
     iterator: Iterator[Any] | None
@@ -61,12 +61,14 @@ class MicrobatchData:
         """Return an iterator that yields a micro-batch's only item; None without data.
 
         Raises:
-            ScheduleError: Data without `__next__` would have to be read out of order or swapped.
+            ScheduleError: The data would have to be read out of order or swapped, but has no
+                `__next__`.
         """
         if self.iterator is None:
             return None
-        # Megatron's forward steps call `next` on the iterator. Without this view, the order of the
-        # calls, which differs between stages, would decide which tokens a micro-batch gets.
+        # Megatron's forward steps call `next` on the iterator. Without this view, the order of
+        # these calls, which differs between stages, would determine which tokens a micro-batch
+        # gets.
         if hasattr(self.iterator, "__next__"):
             return map(self.take, repeat(microbatch))
         if microbatch != self._fetched or self.exchange is not None:
@@ -79,7 +81,7 @@ class MicrobatchData:
         return self.iterator
 
     def take(self, microbatch: int) -> Any:
-        """Return a micro-batch's item, once only; keep earlier items for their micro-batches.
+        """Return a micro-batch's item, but only once; keep earlier items for their micro-batches.
 
         Raises:
             ScheduleError: The item was already taken.
@@ -96,8 +98,8 @@ class MicrobatchData:
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
-        # On a crossed stage, the data (such as BERT's padding mask) must be that of the twin, like
-        # the activations.
+        # On a crossed stage, the data (such as BERT's padding mask) must come from the twin, just
+        # like the activations.
         if self.exchange is not None:
             item = self.exchange(item)
         for observer in self.observers:
@@ -107,7 +109,7 @@ class MicrobatchData:
 
 def swapped(group: dist.ProcessGroup, item: Any) -> Any:
     """Exchange items with the twin and return its item. Collective over the two twins."""
-    # Both twins run the same actions in the same order, so their calls match.
+    # Both twins run the same actions in the same order, so their collective calls match.
     items: list[Any] = [None, None]
     dist.all_gather_object(items, item, group=group)
     return items[1 - group.rank()]
@@ -115,12 +117,12 @@ def swapped(group: dist.ProcessGroup, item: Any) -> Any:
 
 @contextmanager
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Seed all random generators for one forward, and restore their states afterwards.
+    """Seed all random generators for one forward pass, and restore their states afterwards.
 
     This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
     only on the arguments and on the tensor- and expert-parallel rank. They do not depend on the
-    pipeline rank or the execution order, and a repeated forward draws the same numbers. `iteration`
-    counts from the start of training.
+    pipeline rank or the execution order, and a repeated forward pass draws the same numbers.
+    `iteration` counts from the start of training.
 
     Raises:
         ScheduleError: No seed is set.
@@ -136,11 +138,11 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
             return seeded
         return torch.Generator(place).manual_seed(seed).get_state()
 
-    # Leave out the device index, because a state fits every device of the same type.
+    # Leave out the device index, because a state works on every device of the same type.
     device_type = torch.device(devices.current().torch_device().type)
     # Recomputation needs no handling here: upstream restores torch's states itself. It never
     # restores the states of `random` and `numpy`, not even in its own schedules. Use Megatron's
-    # pair of functions, which covers the generators of each release.
+    # pair of functions, which covers all generators in each release.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
@@ -161,7 +163,7 @@ _UNCHANGED = nullcontext()
 
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
-    """Seed all generators for one forward, if the step trains and draws by micro-batch."""
+    """Seed all generators for one forward pass, if the step trains and draws by micro-batch."""
     if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
         return _UNCHANGED
     return microbatch_rng(active.iteration(), stage, microbatch)
@@ -181,9 +183,9 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
 
 
 def _shard(name: str) -> tuple[int, ...]:
-    """Return the ranks that distinguish a tracker's generator from its copies in the same stage."""
+    """Return the ranks that distinguish a tracker's generator from its copies on the same stage."""
     # As in upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on all
-    # ranks of a stage and on its replicas.
+    # ranks and replicas of a stage.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),
@@ -191,7 +193,8 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
-    # Since 0.20. It must be equal on tensor-parallel ranks, because they mix the same states.
+    # Since 0.20. The generator must be equal on tensor-parallel ranks, because they mix the same
+    # states.
     if name == "mtp-hsm-rng":
         return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
@@ -225,7 +228,7 @@ class Call:
 
 
 class _Stage(NamedTuple):
-    """The part of a call and a table that belongs to one stage."""
+    """The part of a call and its table that concerns one stage."""
 
     model: torch.nn.Module
     data: MicrobatchData
@@ -240,7 +243,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class StageCompute:
-    """Runs the actions of one step on the chunks of this rank."""
+    """Runs one step's actions on this rank's chunks."""
 
     call: Call
     table: Table
@@ -282,7 +285,7 @@ class StageCompute:
             outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
-            # No stage receives the outputs of an R, so free them, as after a send.
+            # No stage receives an R's outputs, so free them, as after a send.
             if not self._stage(stage).is_last:
                 self.release(outputs)
             return []
@@ -341,7 +344,7 @@ class StageCompute:
         num_tokens: torch.Tensor,
         store: list[Any],
     ) -> Tensors:
-        """Keep a forward's results, and return its outputs in a form that `release` can free."""
+        """Keep a forward pass's results; return its outputs in a form that `release` can free."""
         if not self._stage(stage).is_last:
             for tensor, shape in zip(outputs, self.handed_on, strict=False):
                 if (
@@ -355,7 +358,7 @@ class StageCompute:
                         "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
                         "model's configuration)"
                     )
-            # `release` cannot free a view. A model may return one, and a full backward hook on a
+            # `release` cannot free a view. A model may return a view, and a full backward hook on a
             # stage's last module creates one.
             outputs = [_viewless(output) for output in outputs]
         self._forwards[stage] += 1
@@ -369,7 +372,7 @@ class StageCompute:
     def finalize(
         self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None
     ) -> None:
-        """Let Megatron complete the gradients of a training step. Collective over `groups`."""
+        """Let Megatron finalize a training step's gradients. Collective over `groups`."""
         call, total = self.call, None
         if call.forward_only or call.config.finalize_model_grads_func is None:
             return
@@ -384,11 +387,11 @@ class StageCompute:
         )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
-        """Return the inputs and outputs kept for a backward; None once it has taken them."""
+        """Return the inputs and outputs kept for a backward pass; None once it has taken them."""
         return self._live.get((action.stage, action.microbatch))
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs that were sent, because the backward needs only their graph."""
+        """Free the data of outputs that were sent: the backward pass needs only their graph."""
         # This differs from upstream's `deallocate_output_tensor`: all outputs share one scalar,
         # because allocating a new one takes as long as sending the tensor.
         if self.call.config.deallocate_pipeline_outputs:
@@ -406,7 +409,8 @@ class StageCompute:
 
         `gradients` are the gradients of the outputs, `[s, b, h]` each; None on the last stage.
         """
-        # Remove the entry before the backward runs, so that autograd can free memory as it goes.
+        # Remove the entry before the backward pass runs, so that autograd can free memory as it
+        # goes.
         inputs, outputs = self._live.pop((stage, microbatch))
         with self.splits.defer(stage, microbatch) if split else _UNCHANGED:
             sent_back = self._stage(stage).backward_step(inputs, outputs, gradients)
@@ -416,9 +420,10 @@ class StageCompute:
         self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
     ) -> Tensors:
         """Return the gradients for the previous stage, with zeros for an ignored input."""
-        # Zeros are equivalent to a single device, where no gradient would reach the earlier layers.
-        # Megatron's own schedules send nothing. The previous stage then takes the gradient of the
-        # next micro-batch instead, and waits for the last one until the process group times out.
+        # Sending zeros matches training on a single device, where no gradient would reach the
+        # earlier layers. Megatron's own schedules send nothing: the previous stage takes the next
+        # micro-batch's gradient instead, and waits for the last gradient until the process group
+        # times out.
         sent = list(gradients)
         for index, tensor in enumerate(inputs):
             if tensor is not None and sent[index] is None:
@@ -429,10 +434,10 @@ class StageCompute:
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F of one micro-batch and B or I of another, and return the outputs of both.
+        """Run F for one micro-batch and B or I for another, and return both outputs.
 
         Raises:
-            ScheduleError: This class cannot run pairs; only the compute class of pairs can.
+            ScheduleError: This class cannot run pairs; only the compute class for pairs can.
         """
         raise ScheduleError(
             f"{forward} and {backward} are a pair of the table, but the steps of this model run "
@@ -444,7 +449,7 @@ class StageCompute:
         return _UNCHANGED
 
     def ended(self, action: Action) -> None:
-        """Called when an action, or a pair with this backward, has run and sent its results."""
+        """Called after an action, or a pair with this B or I, has run and sent its results."""
 
     def observe(self, observers: Sequence[Observer]) -> None:
         """Report computation that is not part of an action to these observers."""
@@ -453,7 +458,7 @@ class StageCompute:
         """Record that this rank has completed the step."""
 
     def unfinished(self) -> list[str]:
-        """Return the backwards that have not run although their saved tensors are kept."""
+        """Return the backward actions that have not run although their saved tensors are kept."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [
             f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()
@@ -479,9 +484,9 @@ class StageCompute:
     def _around_forward(
         self, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
-        """Return the context of an F: it defers weights, seeds generators and checks lengths."""
-        # Most forwards need none of these, and entering an empty context costs as much as a real
-        # one.
+        """Return an F's context, which defers weight gradients, seeds and checks lengths."""
+        # Most forward passes need none of these, and entering an empty context costs as much as a
+        # real one.
         contexts: list[AbstractContextManager[Any]] = []
         if (stage, microbatch) in self.table.split_backwards:
             postponing = self.splits.postponing(stage)
@@ -510,7 +515,7 @@ class StageCompute:
 def _viewless(output: Any) -> Any:
     """Return a tensor that is not a view; other outputs are unchanged.
 
-    These are None, and trees, whose tensors are released elsewhere.
+    Other outputs are None, or trees whose tensors are released elsewhere.
     """
     if not isinstance(output, torch.Tensor):
         return output
@@ -518,7 +523,7 @@ def _viewless(output: Any) -> Any:
 
 
 def log_ignored_input(stage: int, microbatch: int) -> None:
-    """Log a stage whose backward of a micro-batch produced no gradient for its input."""
+    """Log a stage whose backward pass produced no gradient for its input."""
     _LOG.warning(
         "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
         "before it get zeros, as on a single device (Megatron's own schedules send nothing, "
@@ -530,8 +535,8 @@ def log_ignored_input(stage: int, microbatch: int) -> None:
 
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the placeholder for freed data, usable in inference mode and in training."""
+    """Return the placeholder for freed data, which works in inference mode and in training."""
     # The first caller may be an evaluation in inference mode, and a tensor created there could not
-    # be part of a graph later.
+    # become part of a graph later.
     with torch.inference_mode(mode=False):
         return torch.empty(1, dtype=dtype, device=device)

@@ -83,8 +83,8 @@ def open_transport(
         shapes=shapes_of_all_kinds,
         dtype=dtype,
         bypasses=bypasses,
-        # Number the transport on all ranks, so that names match, although some ranks may not open
-        # the native transport.
+        # Number the transport on all ranks, so that names match even if some ranks do not open the
+        # native transport.
         name=name_transport("pipeline"),
     )
     # Use only settings that are equal on all ranks, because finding direct peers is collective.
@@ -117,14 +117,14 @@ class _Connections:
         return ranks - {dist.get_rank()}
 
     def through_host_memory(self) -> Transport:
-        """Open the transport without direct paths between devices. Collective over the job."""
+        """Open a transport without direct paths between devices. Collective over the job."""
         if self.pipeline.transport == "torch":
             return self._over_torch(self.links)
         host = self._native(self.peers, self.pipeline.transport, for_notes=False)
         return through_host(host, self.device, self.pipeline.timeout_s)
 
     def between_devices(self) -> Transport:
-        """Open direct paths to the peers that have one, and another transport for all other peers.
+        """Open direct paths where they exist, and another transport for all other peers.
 
         Collective over the job.
 
@@ -153,10 +153,10 @@ class _Connections:
     ) -> tuple[NativeTransport | None, Transport | None]:
         """Open torch.distributed for indirect links, and the native core for notes on direct links.
 
-        Each is None if no link needs it. Collective over the job.
+        Each result is None if no link needs that transport. Collective over the job.
         """
         # torch.distributed does not report arrivals, which only a dynamic order needs. With a
-        # static table it can serve the indirect links, without the native core.
+        # static table, torch.distributed can serve the indirect links without the native core.
         indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
         over_torch = self._over_torch(indirect_links)  # collective, so always called
         if not direct_peers:
@@ -168,15 +168,15 @@ class _Connections:
         self, direct_peers: Set[int], reach: Reach
     ) -> tuple[NativeTransport, Transport | None]:
         """Open the native core for all peers, and a transport over it; None if all are direct."""
-        # All ranks must use the same slot size, so use small slots only if no link of the job is
+        # All ranks must use the same slot size, so use small slots only if no link in the job is
         # indirect.
         host = self._native(
             self.peers, self.pipeline.transport, for_notes=reach.is_complete
         )
         if direct_peers and not reach.reasons:
             return host, None
-        # `through_host` registers an exit hook. Exit hooks run in reverse order, so it runs after
-        # that of the direct transport, which is registered later.
+        # `through_host` registers an exit hook. Exit hooks run in reverse order, so this hook runs
+        # after the direct transport's, which is registered later.
         return host, through_host(host, self.device, self.pipeline.timeout_s)
 
     def _direct(
@@ -213,15 +213,15 @@ class _Connections:
     def _native(
         self, peers: Set[int], wire: TransportName, *, for_notes: bool
     ) -> NativeTransport:
-        """Open the native transport to these peers, with slots for whole tensors or only notes."""
+        """Open the native transport to these peers, with slots for tensors or only for notes."""
         assert wire != "torch"
         num_slots = slots_of(self.pipeline, self.bypasses)
         slot_bytes = self._tensor_bytes()
         if for_notes:
             slot_bytes = NOTE_BYTES
             if self.pipeline.dynamic is not None:
-                # With a dynamic order, the sender sends two notes about each tensor: when it has
-                # launched the computation, and when the tensor is ready.
+                # With a dynamic order, the sender sends two notes about each tensor: one when it
+                # has launched the computation, and one when the tensor is ready.
                 num_slots *= 2
         return open_native(
             self.name,
@@ -278,7 +278,7 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     schedule = replace(pipeline.full, bypasses=bypasses)
     slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
     if pipeline.config.slice_tokens is not None:
-        # Enough for twice the messages in flight, in both directions, if the longest micro-batch of
+        # Enough for twice the messages in flight in both directions, if the longest micro-batch in
         # a step has two slices for each rank. With more slices, messages wait at the sender.
         slots = max(slots, 4 * 3 * pipeline.pp)
     return slots
@@ -302,7 +302,7 @@ def open_native(
     `rank` and `num_ranks` count all processes of the job. The processes find each other in `store`
     by the transport's name (`name_transport`), and each of the `peers` must list this rank as a
     peer. `slots` is the number of messages from each peer that this rank has room for. The core
-    carries tensors of `device`, or copies of them.
+    carries tensors on `device`, or copies of them.
 
     Raises:
         TransportError: See `NativeTransport`.
@@ -312,8 +312,8 @@ def open_native(
     ip = None  # shared memory needs no address
     if wire != "shm":
         host = environment.rendezvous_host
-        # A rank in reserve takes the number of a lost one on another host, so that its number does
-        # not tell its host.
+        # A reserve rank takes the number of a lost rank on another host, so the number does not
+        # identify the host.
         ip = environment.host_address or own_address(
             config.node_ips, rank, num_ranks, local_world_size, host
         )
@@ -337,10 +337,10 @@ def open_native(
 def through_host(
     host: NativeTransport, device: torch.device, timeout_s: float
 ) -> Transport:
-    """Return a transport for a device's tensors on top of a host transport, closed at exit.
+    """Return a transport for device tensors on top of a host transport, closed at exit.
 
-    Closing it also closes `host`. `timeout_s` limits how long a step waits for the sends of the
-    previous step.
+    Closing it also closes `host`. `timeout_s` limits how long a step waits for the previous step's
+    sends.
     """
     transport: Transport = host
     backend = devices.current()

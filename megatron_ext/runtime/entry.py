@@ -1,4 +1,4 @@
-"""The replacement for Megatron's schedules: `forward_backward`, with the same keywords.
+"""Replaces Megatron's schedules with `forward_backward`, which accepts the same keywords.
 
 While a schedule is active, the patched `get_forward_backward_func` of
 `megatron.core.pipeline_parallel` returns this function (`patches/schedules.py`). It keeps the
@@ -83,7 +83,7 @@ def forward_backward(
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
     runtime = runtimes.by_group.get(id(groups.pp))
-    # This is the first step of a model.
+    # This is the model's first step.
     if runtime is None or not runtime.checked_chunks.issuperset(chunks):
         _check_models(chunks)
         _refuse_torchs_wrappers(pipeline, chunks)
@@ -99,7 +99,7 @@ def forward_backward(
     if runtime is None:
         runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
         runtimes.by_group[id(groups.pp)] = runtime
-    # If the table depends on the lengths of the data, read the data of the step first.
+    # If the table depends on the lengths in the data, read the step's data first.
     read_ahead = (
         None if forward_only else runtime.read_ahead(iterators, num_microbatches)
     )
@@ -164,7 +164,7 @@ def _shapes(
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Measure a step with the timer that Megatron's own schedules use."""
+    """Time a step with the timer that Megatron's own schedules use."""
     if not config.timers:
         yield
         return
@@ -176,7 +176,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[None]:
-    """Reload offloaded activations in the order of a table, if Megatron offloads any."""
+    """Reload offloaded activations in the table's order, if Megatron offloads any."""
     if not getattr(config, "fine_grained_activation_offloading", False):
         yield
         return
@@ -224,9 +224,9 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
 
 
 def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that models have every attribute that Megatron's steps read; name all missing ones."""
-    # Check before the first step: in the middle of a step, a missing attribute would end this rank
-    # while its peers wait for its tensors.
+    """Check that models have every attribute that Megatron's steps read; name what is missing."""
+    # Check before the first step: in the middle of a step, a missing attribute would crash this
+    # rank while its peers wait for its tensors.
     for chunk in chunks:
         # The attribute may be on the wrappers, DDP and Float16Module, or on the model itself.
         modules = [chunk]

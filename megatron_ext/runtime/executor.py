@@ -1,4 +1,4 @@
-"""Runs the actions of one rank: receive inputs, compute, send results.
+"""Runs one rank's actions: receive inputs, compute, send results.
 
 The executor does not depend on a schedule or a policy: an `Order` yields the next action. If an
 input has not arrived, the executor sleeps in the transport. Tensors between two stages of the same
@@ -35,12 +35,12 @@ _NOTHING = nullcontext()
 
 
 def num_out_of_order(executed: Sequence[Executed]) -> int:
-    """Return how many actions of a step ran before an action that precedes them in the table."""
+    """Return how many actions in a step ran before an action that precedes them in the table."""
     positions = [position for position, _, _ in executed]
     # A fast path: true for every static order.
     if positions == sorted(positions):
         return 0
-    # `head` is the first action of the table that has not run.
+    # `head` is the first action in the table that has not run.
     done = bytearray(len(positions))
     head = num_jumps = 0
     for position in positions:
@@ -53,7 +53,7 @@ def num_out_of_order(executed: Sequence[Executed]) -> int:
 
 
 class ProfilerRanges(Observer):
-    """Names each action (`2F0`, as in the table) in torch's profiles, or in NVTX under nsys.
+    """Labels each action (`2F0`, as in the table) in torch profiles, or in NVTX under nsys.
 
     With nsys, Megatron's `--profile` emits `record_function` ranges as NVTX ranges.
     """
@@ -62,12 +62,12 @@ class ProfilerRanges(Observer):
         self._ranges: list[torch.profiler.record_function] = []
 
     def begin_action(self, action: Action) -> None:
-        """Open the range of an action."""
+        """Open an action's range."""
         self._ranges.append(torch.profiler.record_function(str(action)))
         self._ranges[-1].__enter__()
 
     def end_action(self, position: int, action: Action) -> None:
-        """Close the range of the action."""
+        """Close the action's range."""
         self._ranges.pop().__exit__(None, None, None)
 
 
@@ -101,16 +101,16 @@ class Executor:
     _executed: list[Executed] = field(default_factory=list, init=False)
 
     def run(self) -> None:
-        """Run every action of the table in the order that `order` yields.
+        """Run every action in the table, in the order that `order` yields.
 
         Raises:
-            TransportError: An input timed out, its peer failed, or an action did not end on the
+            TransportError: An input timed out, its peer failed, or an action did not finish on the
                 device in time; the message names the blocked action.
-            MegatronExtError: The order ended before all actions had run.
+            MegatronExtError: The order stopped before all actions had run.
         """
         begin_s = time.perf_counter()
         observers = list(self.observers)
-        # Profilers start and stop between steps. Without a profiler, ranges would only cost time.
+        # Profilers start and stop between steps. Without a profiler, ranges are pure overhead.
         if torch._C._autograd._profiler_enabled():
             observers.append(ProfilerRanges())
         # The device may be idle between two actions, so call only observers that override a method.
@@ -136,7 +136,7 @@ class Executor:
                 self._run(
                     choice, exchanges[forward]._replace(partner=exchanges[backward])
                 )
-        # Flush here, so that this step reports a failed send, and not a later step.
+        # Flush here, so that a failed send is reported by this step, not by a later one.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -150,18 +150,18 @@ class Executor:
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
         for stage, *_ in actions:
-            # Start the gather of parameters before receiving, so that it overlaps the wait for the
-            # inputs.
+            # Start gathering parameters before receiving, so that the gather overlaps the wait for
+            # the inputs.
             if self._remaining[stage] == self.table.actions_by_stage[stage]:
                 self.sync.before(stage)
             self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
         gradients = [] if partner is None else self._inputs(partner)
-        # In a pair, this is the backward. The forward of a pair is never the last action of its
-        # stage, and has no saved tensors.
+        # In a pair, this is the backward action. A pair's forward action is never the last one on
+        # its stage, and has no saved tensors.
         action = actions[-1]
         stage, is_last = action.stage, not self._remaining[action.stage]
-        # This reference keeps a backward's graph alive until the results have been sent (see
+        # This reference keeps a backward action's graph alive until the results have been sent (see
         # below).
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(action) if is_backward else None
@@ -171,7 +171,7 @@ class Executor:
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        # Share one empty context: creating one here would take as long as the bookkeeping.
+        # Share one empty context: creating a new one here would take as long as the bookkeeping.
         with self.sync.around_last(action) if is_last else _NOTHING:
             if partner is None:
                 outputs = self.compute.run(action, inputs)
@@ -193,7 +193,8 @@ class Executor:
             self._deliver(exchange, outputs)
         if partner is not None and partner.outputs:
             self._deliver(partner, sent_back)
-        # Free the graph only after sending: freeing it takes as long as a send, and a peer waits.
+        # Free the graph only after sending: freeing it takes as long as a send, and a peer is
+        # waiting.
         del saved
         for position, ended in zip(positions, actions, strict=True):
             self._executed.append((position, ended, took_s))
@@ -246,7 +247,7 @@ class Executor:
                 continue
             self._handed[message] = tensor
             if message.kind == "F" and tensor is not None:
-                # Detach, so that the backward stops at the stage boundary.
+                # Detach, so that the backward pass stops at the stage boundary.
                 self._handed[message] = tensor.detach()
             self.order.handed(message)
         # `release` replaces the data of these tensors, but the transport and the next stage hold
@@ -255,7 +256,7 @@ class Executor:
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
-        # If an order ended early, gradients would silently be incomplete.
+        # If an order stopped early, gradients would silently be incomplete.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed

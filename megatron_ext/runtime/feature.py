@@ -1,4 +1,4 @@
-"""How features extend a model's steps: the interface between the runtime and `features/`.
+"""The interface through which `features/` extends a model's training steps.
 
 A runtime creates one object of each `Feature` class at its first step, and calls the methods below.
 The base class does nothing; a feature overrides the methods that it needs.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A model at its first step, with its pipeline."""
+    """A model and its pipeline at the first step."""
 
     pipeline: Pipeline
     groups: ProcessGroupCollection
@@ -45,7 +45,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a model, before its first action."""
+    """One training or evaluation step, before its first action."""
 
     table: Table
     call: Call
@@ -72,7 +72,7 @@ class DataOrder(ReportOrder, Protocol):
     """The order in which one training step runs its micro-batches of data."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
-        """Return an iterator over a chunk's micro-batches in this order; None without data."""
+        """Return an iterator over a chunk's micro-batches in this order, or None without data."""
 
 
 class ReadAhead(ReportOrder, Protocol):
@@ -80,27 +80,27 @@ class ReadAhead(ReportOrder, Protocol):
 
     @property
     def iterators(self) -> Sequence[Iterator[Any] | None]:
-        """Chunk -> an iterator over its micro-batches in the order of the table."""
+        """Chunk -> an iterator over its micro-batches in table order."""
 
     @property
     def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch of the table -> first token of each slice, and the number of tokens."""
+        """Micro-batch in the table -> first token of each slice, and the number of tokens."""
 
     @property
     def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
-        """By micro-batch of the table: the bounds of its packed samples; empty without packing."""
+        """Micro-batch in the table -> the bounds of its packed samples; empty without packing."""
 
     @property
     def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch of the table -> number of tokens in each slice; equal on all ranks."""
+        """Micro-batch in the table -> number of tokens in each slice; equal on all ranks."""
 
     @property
     def length_cost(self) -> LengthCost:
-        """Cost of a sample by length."""
+        """Sample length -> cost."""
 
 
 class Feature:
-    """Extends the steps of one model. All ranks call the methods in the same order.
+    """Extends one model's steps. All ranks call the methods in the same order.
 
     The constructor is collective over all ranks of the job.
     """
@@ -145,18 +145,18 @@ class Feature:
         return pipeline
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return the shapes of the tensors that the transport carries, by kind of message."""
+        """Return the shapes of the tensors that the transport carries, by message kind."""
         return shapes
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Accept another model on the same process groups, or other wrappers of the same model.
+        """Accept another model on the same process groups, or other wrappers around the same model.
 
         Raises:
-            ScheduleError: The model has other requirements than the first model.
+            ScheduleError: The model's requirements differ from the first model's.
         """
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return the object that computes a step's actions, and the ends of its messages.
+        """Return the object that computes a step's actions, and the `Ends` of its messages.
 
         None if this feature does not apply to the step.
         """
@@ -173,11 +173,11 @@ class Feature:
         return None
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order in which a training step runs its data; None keeps the data's order."""
+        """Return the order in which a training step runs its data; None keeps it unchanged."""
         return None
 
     def step_failed(self) -> None:
-        """Drop the state that a failed step has left."""
+        """Drop the state that a failed step left behind."""
 
 
 def features() -> list[type[Feature]]:

@@ -1,8 +1,8 @@
 """Adapts Megatron to folded pipelines, whose first and last stage share a rank (V and W).
 
-Megatron assumes that the first and the last stage are on different ranks, and that the world's last
-rank has the loss and logs it. In a folded pipeline, both copies of the word embedding are on one
-rank, and losses must be sent to the rank that logs. With other placements, these functions do
+Megatron assumes that the first and last stages are on different ranks, and that the world's last
+rank computes the loss and logs it. In a folded pipeline, both copies of the word embedding are on
+one rank, and losses must be sent to the rank that logs. With other placements, these functions do
 nothing.
 
 Each rank builds the layers that a `PipelineParallelLayerLayout` assigns to it. Upstream's class
@@ -44,7 +44,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
     Call this after all chunks are built and before an optimizer copies their parameters.
     """
-    # Upstream uses an all-reduce between the ranks of the two copies, which has no effect if both
+    # Upstream uses an all-reduce between the two copies' ranks, which has no effect if both copies
     # are on the same rank.
     tied = _tied_weights(chunks)
     if tied is None:
@@ -184,8 +184,8 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
             step_values[name] = values
     shared = share_losses(step_values, groups)
     if shared:
-        # Upstream averages over the replicas of the rank that computed the values. Now the replicas
-        # of every rank have them, so the rank that logs can average over its own replicas.
+        # Upstream averages over the replicas of the rank that computed the values. Now every rank's
+        # replicas have the values, so the rank that logs can average over its own replicas.
         replicas = (groups or default_groups()).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)
 
@@ -204,11 +204,11 @@ class PlacedLayout(PipelineParallelLayerLayout):
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
                 f"schedule has {placement.num_stages}; separate that many with |"
             )
-        # Keep the plain string in stage order, because upstream stores it in arguments and
-        # checkpoints, which must not depend on the placement.
+        # Keep the plain string in stage order: upstream stores it in arguments and checkpoints,
+        # which must not depend on the placement.
         super().__init__(layout, placement.num_ranks)
-        # Store plain tuples: some hosts copy a configuration by assigning to every attribute that
-        # is reachable from it, which raises an error on a frozen `Placement`.
+        # Store plain tuples: some hosts copy a configuration by assigning to every attribute
+        # reachable from it, which fails on a frozen `Placement`.
         self.stages_of = placement.stages_of
         self.stages = stages
         self.layout = [
@@ -229,9 +229,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return the number of layers of a type in all stages before a chunk.
+        """Return how many layers of a type precede a chunk in all earlier stages.
 
-        `vp_stage` is the number of the chunk, on this rank or on `pp_rank`.
+        `vp_stage` is the chunk's number on this rank or on `pp_rank`.
         """
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()

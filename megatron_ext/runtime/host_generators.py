@@ -1,4 +1,4 @@
-"""Seeds the global generators of Python and NumPy for the duration of one forward.
+"""Seeds Python's and NumPy's global generators for the duration of one forward pass.
 
 Megatron draws only from torch's generators, but users' models and loss functions also use `random`
 and `numpy.random`.
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# A spare generator for all forwards. Swapping NumPy's generator takes less than 1 us; saving and
-# restoring its state takes 60 us.
+# A spare generator for all forward passes. Swapping NumPy's generator takes less than 1 us; saving
+# and restoring its state takes 60 us.
 _SPARE = np.random.MT19937()
 
 

@@ -1,4 +1,4 @@
-"""Reads and checks the lengths of a micro-batch's sequences, and estimates their cost."""
+"""Reads and checks the sequence lengths in a micro-batch, and estimates their cost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def refusing_long_sequences(
     *,
     num_earlier: int = 0,
 ) -> Iterator[None]:
-    """Check the number of tokens that a first stage reads in this context; upstream does not.
+    """Check how many tokens a first stage reads within this context; upstream does not check.
 
-    The tokens may be a slice, after `num_earlier` tokens of the sequence.
+    The tokens may be a slice that follows `num_earlier` tokens of the sequence.
 
     Raises:
-        ScheduleError: A sequence has more tokens than the model has positions, or none.
+        ScheduleError: A sequence is empty, or has more tokens than the model has positions.
     """
     # Otherwise, a sequence that is too long raises an index error in the embedding (on a GPU, a
     # device-side assertion), or no error at all with rotary embeddings.
@@ -68,7 +68,7 @@ def refusing_long_sequences(
 
 
 class ItemSize(NamedTuple):
-    """Size of a micro-batch, which determines its cost."""
+    """A micro-batch's size, which determines its cost."""
 
     tokens: int
     """Number of tokens, including padding."""
@@ -79,11 +79,11 @@ class ItemSize(NamedTuple):
 def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the bounds of a micro-batch's packed samples, `[n]` or `[b, n]`; None without packing.
 
-    If there are bounds with padding, this returns them, like Megatron's script.
+    Padded bounds take precedence if there are any, as in Megatron's script.
     """
     # With Megatron's packing scheduler, middle stages read only the bounds. Use the padded bounds,
-    # which result in the same size as on stages with tokens; with different sizes, stages would
-    # choose different orders.
+    # which give the same size as on stages with tokens; with different sizes, stages would choose
+    # different orders.
     bounds: torch.Tensor | None = item.get("cu_seqlens_padded")
     if bounds is None:
         bounds = item.get("cu_seqlens")
@@ -93,7 +93,7 @@ def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
 def packed_bounds_in(item: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the bounds of a micro-batch's packed samples in one row; empty if they are unknown.
 
-    With padding between samples, the forward step decides which bounds the model gets.
+    If there is padding between samples, the forward step decides which bounds the model gets.
     """
     bounds = [
         item[name]
@@ -127,10 +127,10 @@ def item_size(item: Any) -> ItemSize | None:
 
 
 def sample_lengths(item: Any) -> list[int]:
-    """Return the number of tokens of each sample, along the sequence of a micro-batch.
+    """Return the number of tokens in each sample, along a micro-batch's sequence.
 
     The micro-batch must have a size (`item_size`). Without packing, its rows are treated as one
-    sample. Tokens behind the last packed sample are treated as another sample.
+    sample. Tokens after the last packed sample are treated as another sample.
     """
     tokens, bounds = item.get("tokens"), packed_bounds_of(item)
     if bounds is None:
@@ -143,7 +143,7 @@ def sample_lengths(item: Any) -> list[int]:
 
 
 def cost_of_model(config: Any) -> LengthCost:
-    """Return the cost of a sample by its length, for a model with this `TransformerConfig`."""
+    """Return a function from sample length to cost, for a model with this `TransformerConfig`."""
     num_experts, ffn_width = 1, config.ffn_hidden_size
     if config.num_moe_experts:
         num_experts = config.moe_router_topk

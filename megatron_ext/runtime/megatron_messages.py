@@ -1,4 +1,4 @@
-"""Carries the tensors of Megatron's own schedules over a megatron_ext transport.
+"""Carries tensors for Megatron's own schedules over a megatron_ext transport.
 
 Megatron's 1F1B and interleaved schedules run unmodified; only their P2P communication is replaced,
 at `P2PCommunicator._communicate`.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Request:
-    """A request with Megatron's interface. The request of a send is complete from the start."""
+    """A request with Megatron's interface. A send's request is complete from the start."""
 
     arrive: Callable[[], None] | None = None
 
@@ -47,7 +47,7 @@ class _Request:
 # gets the name of the n-th message in our table of the same schedule, which is equal on sender and
 # receiver.
 class StockPipeline:
-    """The messages of Megatron's own schedule on one pipeline, in the order of its table.
+    """The messages of Megatron's own schedule on one pipeline, in table order.
 
     `call` contains the keywords of the first step. The constructor is collective over the job.
     """
@@ -80,7 +80,7 @@ class StockPipeline:
         return self._tables[num_microbatches]
 
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
-        """Begin a step; an evaluation runs its forwards in the same order as training."""
+        """Begin a step; an evaluation runs its forward passes in the same order as training."""
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
@@ -133,7 +133,7 @@ class StockPipeline:
         recv_next: bool,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None]:
-        """Exchange the tensors of a step, in place of `P2PCommunicator._communicate`.
+        """Exchange a step's tensors, in place of `P2PCommunicator._communicate`.
 
         Activations go to the next pipeline rank and gradients to the previous one, `[s, b, h]`
         each. Without `wait_on_reqs`, received tensors are empty until their request's `wait()`
@@ -177,7 +177,7 @@ class StockPipeline:
 def _by_kind(
     transfers: Iterable[Transfer], kinds: Iterable[MessageKind]
 ) -> dict[MessageKind, deque[Transfer]]:
-    """Return a queue of transfers for each kind, in the order of the table."""
+    """Return a queue of transfers for each kind, in table order."""
     queues: dict[MessageKind, deque[Transfer]] = {kind: deque() for kind in kinds}
     for transfer in transfers:
         if transfer.message.kind in queues:
@@ -187,7 +187,7 @@ def _by_kind(
 
 @dataclass
 class StockPipelines:
-    """Megatron's own schedules of a configuration, whose messages our transport carries."""
+    """Runs Megatron's own schedules; our transport carries their messages."""
 
     by_group: dict[int, StockPipeline] = field(default_factory=dict)
     """Id of the pipeline group -> pipeline, which holds the group, so the id stays unique."""

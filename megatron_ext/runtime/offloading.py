@@ -1,8 +1,8 @@
-"""Reloads offloaded activations in the order in which a table runs its backwards.
+"""Reloads offloaded activations in the order in which a table runs its backward passes.
 
-Megatron's fine-grained offloading moves saved tensors to the host after each forward, from the
-first step on, and later prefetches the tensors of the next backward. It derives the order of
-backwards from the number of virtual stages, but a table may have a different order.
+From the first step on, Megatron's fine-grained offloading moves saved tensors to the host after
+each forward pass, and later prefetches the tensors for the next backward pass. Megatron derives the
+order of backward passes from the number of virtual stages, but a table may have a different order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 class Offloading:
-    """Keeps the order in which activations are reloaded in the current step."""
+    """Holds the order in which activations are reloaded in the current step."""
 
     def __init__(self) -> None:
-        # Indices of forwards, in the order of their backwards; empty in evaluations.
+        # Indices of forward passes, in the order of their backward passes; empty in evaluations.
         self._order: tuple[int, ...] = ()
-        # The order that Megatron has recorded in its first step.
+        # The order that Megatron recorded in its first step.
         self._learned: tuple[int, ...] = ()
-        # Number of forwards in this step so far.
+        # Number of forward passes in this step so far.
         self._begun = 0
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Take the order from a rank's actions; if it has changed, Megatron records it again."""
+        """Derive the order from a rank's actions; if it has changed, Megatron records it again."""
         numbers: dict[tuple[int, int], int] = {}
         order = []
         for action in row:
@@ -47,14 +47,14 @@ class Offloading:
             self._learned = self._order
 
     def begin_forward(self, call: Any, kwargs: dict[str, Any]) -> None:
-        """Let Megatron prepare for one forward's saved tensors, and reorder its records."""
+        """Let Megatron prepare for one forward pass's saved tensors, and reorder its records."""
         if not self._order:
             return
         # With one virtual stage, Megatron does not derive an order.
         call(**{**kwargs, "vp_size": 1, "vp_stage": 0})
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
-        # During the first step, Megatron has only records of the forwards so far.
+        # During the first step, Megatron only has records of the forward passes so far.
         by_backward = [chunks[number] for number in self._order if number < len(chunks)]
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]
@@ -62,7 +62,7 @@ class Offloading:
 
     @staticmethod
     def end_step() -> None:
-        """Restart with the first forward and the first backward."""
+        """Restart with the first forward pass and the first backward pass."""
         _interface().reset()
 
 

@@ -3,7 +3,7 @@
 The order comes from the rank's table, from a policy, or from the decisions of a leader.
 
 The executor iterates over positions in the table. When it requests the next position, it has
-launched the previous action. If the host computes, that action has ended by then; a device may
+launched the previous action. If the host computes, that action is complete by then; a device may
 still be running it.
 """
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 # Following a leader cannot deadlock. Ranks with the same leader run the same order, so treat them
 # as one rank. A leader runs only actions whose inputs have arrived, so the leader of the previous
-# stage has run the action that produced them. The followers of that leader run this action too, so
-# their peers in this stage receive their inputs.
+# stage has run the action that produced them. That leader's followers run this action too, so their
+# peers in this stage receive their inputs.
 def agree(
     *groups: dist.ProcessGroup, others: Iterable[int] = ()
 ) -> tuple[int, list[int]]:
     """Return this rank's leader, and its followers if it leads. Collective over the job.
 
     An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
-    twins that read data for each other. Ranks that share such groups, directly or through other
-    ranks, follow the same leader, which sends its choices as messages.
+    twins that read data for each other. Ranks that share such groups, directly or via other ranks,
+    follow the same leader, which sends its choices as messages.
 
     Args:
-        groups: Groups with collectives inside actions, in addition to the expert groups.
+        groups: Groups that run collectives inside actions, in addition to the expert groups.
         others: Additional global ranks that must run the same order.
     """
     experts = (
@@ -61,7 +61,8 @@ def agree(
     for group in (*groups, *experts):
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))
-    # Gather over the whole job, because a third rank may link two ranks without a common group.
+    # Gather over the whole job, because two ranks without a common group may be linked through a
+    # third rank.
     peers_by_rank: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(peers_by_rank, peers)
     leader_of = leaders(peers_by_rank)
@@ -99,16 +100,16 @@ pair."""
 
 @dataclass
 class Order:
-    """The order in which a rank runs its actions in a step. This class uses the table's order."""
+    """The order in which a rank runs a step's actions. This class uses the table's order."""
 
     table: Table
 
     def expected(self) -> list[Expected]:
-        """Return the messages that the order itself receives, in addition to those of actions."""
+        """Return the messages that the order itself receives, besides the actions' messages."""
         return []
 
     def __iter__(self) -> Iterator[Choice]:
-        """Yield choices; the caller runs each choice before it requests the next one."""
+        """Yield choices; the caller runs each choice before requesting the next one."""
         return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
@@ -155,7 +156,7 @@ class PolicyOrder(Order):
         progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                # The table of a policy contains no bypasses, so add them as required inputs.
+                # A policy's table contains no bypasses, so add them as required inputs.
                 if transfer.message.kind in ("P", "G"):
                     progress.require(exchange.action, transfer.message)
         if ahead is not None:
@@ -163,7 +164,7 @@ class PolicyOrder(Order):
             wires = self.transport.stats().wires.values()
             progress.hears_launches = all(wire == "ipc" for wire in wires)
             # An evaluation may still be running on the device. Its actions are not in this table,
-            # so wait for their end.
+            # so wait until they are complete.
             ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
@@ -175,7 +176,8 @@ class PolicyOrder(Order):
                 ]
                 for decision in self._decisions(positions):
                     for follower in self.followers:
-                        # On the CPU, so that reading the decision does not wait for a device.
+                        # Keep it on the CPU, so that reading the decision does not wait for a
+                        # device.
                         choice = torch.tensor([decision], dtype=torch.int32)
                         self.transport.isend(choice, follower, Message("D", 0, number))
                     number += 1
@@ -193,7 +195,7 @@ class PolicyOrder(Order):
                 # it in the same stream.
                 for index in indices:
                     progress.finished(index)
-            # Nothing depends on the end of the last action, so leave one action running.
+            # Nothing depends on the completion of the last action, so leave one action running.
             while len(self._running) > 1:
                 self._wait()
         finally:
@@ -204,7 +206,7 @@ class PolicyOrder(Order):
         """Return the decisions to send to followers for an action or a pair."""
         if len(positions) == 1:
             return positions
-        # An offset marks the forward of a pair. The backward follows as the next decision.
+        # An offset marks a pair's forward action. Its backward action follows as the next decision.
         forward, backward = positions
         return forward + len(self.policy.progress.row), backward
 
@@ -216,15 +218,15 @@ class PolicyOrder(Order):
         self._idle_s = time.perf_counter()
         self._sleep(0.0)
         # If the policy looks ahead, choose while the last action still runs on the device, so that
-        # the device is not idle during the launch. Otherwise choose after that action has ended.
+        # the device is not idle during the launch. Otherwise choose once that action is complete.
         while len(self._running) >= AHEAD:
             self._wait()
         self.policy.progress.began()
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # Convert the wait to seconds at the pace of this step. Until an action has ended, there
-            # is no pace, so don't wait.
+            # Convert the wait to seconds at the pace of this step. Until an action has completed,
+            # there is no pace, so don't wait.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0
@@ -237,16 +239,16 @@ class PolicyOrder(Order):
                 self._wait()
 
     def _wait(self) -> None:
-        """Sleep until a message arrives or an action ends."""
+        """Sleep until a message arrives or an action completes."""
         deadline_s = time.perf_counter() + self.timeout_s
         while not self._sleep(deadline_s - time.perf_counter()):
-            # With a device, `_sleep` may return early: the wake-up may be for an end that is
-            # already noted.
+            # With a device, `_sleep` may return early: the wake-up may be for a completion that was
+            # already recorded.
             if self.run_ahead is None or time.perf_counter() >= deadline_s:
                 raise TransportTimeout(self._missing())
 
     def _sleep(self, timeout_s: float) -> bool:
-        """Sleep for at most `timeout_s`; return whether a message arrived or an action ended."""
+        """Sleep up to `timeout_s`; return whether a message arrived or an action completed."""
         messages = self.transport.poll(max(0.0, timeout_s))
         self._note(messages)
         ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
@@ -256,7 +258,7 @@ class PolicyOrder(Order):
         return bool(messages or ended_s)
 
     def _ended(self, indices: Sequence[int], took_s: float) -> None:
-        """Add the time and cost of an action or pair that has ended."""
+        """Add the time and cost of a completed action or pair."""
         self._ran_s += took_s
         if self._durations:
             self._ran_units += sum(self._durations[index] for index in indices)
@@ -265,7 +267,7 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            # For the policy, all tensors of a hand-over are one message, except for bypasses.
+            # For the policy, all tensors in a hand-over form one message, except for bypasses.
             message = part._replace(header=False)
             if part.kind not in ("P", "G"):
                 message = message._replace(part=0)
@@ -279,7 +281,7 @@ class PolicyOrder(Order):
                 progress.launched(message)
 
     def _is_whole(self, message: Message) -> bool:
-        """Count a tensor, or launch notice, of a message; return whether it was the last one."""
+        """Count a message's tensor or launch notice; return whether it was the last one."""
         number = self.num_parts[message.kind]
         if number > 1:
             self._arrived[message] += 1
@@ -321,7 +323,7 @@ class LedOrder(Order):
     timeout_s: float
 
     def expected(self) -> list[Expected]:
-        """Return one decision message for each action: int32, shape `(1,)`."""
+        """Return a decision message for each action: int32, shape `(1,)`."""
         return [
             Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
             for number in range(len(self.table.exchanges))
@@ -333,8 +335,7 @@ class LedOrder(Order):
         Raises:
             TransportError: A decision timed out, or the leader failed.
         """
-        # The micro-batch field contains the number of the decision, because decisions may arrive
-        # early.
+        # The micro-batch field contains the decision's number, because decisions may arrive early.
         count = len(self.table.exchanges)
         forward = None
         for number in range(count):
@@ -354,9 +355,9 @@ class LedOrder(Order):
 # -- how far the host runs ahead -------------------------------------------------------------------
 
 
-# A host that launched a whole step at once would need memory for every message of the step, because
-# a tensor that a copy stream uses is freed only once the device has reached the copy. So each
-# action ends with an event, and the host launches the next action only while few are unfinished.
+# A host that launched a whole step at once would need memory for every message in the step, because
+# a tensor used by a copy stream is freed only once the device has reached the copy. So each action
+# ends with an event, and the host launches the next action only while few are unfinished.
 class RunAhead:
     """Counts and times the actions that a device has finished. Call it from one thread only."""
 
@@ -364,18 +365,18 @@ class RunAhead:
         self, backend: Device, device: torch.device, *, timeout_s: float
     ) -> None:
         self._backend, self._device, self._timeout_s = backend, device, timeout_s
-        # Start of the action that is being launched.
+        # The start of the action being launched.
         self._began: torch.Event | None = None
         # Unfinished actions, oldest first, each with a future for its duration on the device, in
         # seconds.
         self._unfinished: deque[tuple[object, Future[float]]] = deque()
         self._ended_s: list[float] = []
         self._wake: Callable[[], None] | None = None
-        # For each action: events at its start and end, the future for its duration, and the
-        # function to call at its end. None ends the thread.
+        # For each action: its start and end events, the future for its duration, and the function
+        # to call at its end. None stops the thread.
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # A thread waits for the events, because waits for a device have no time-out. It is a
-        # daemon, so that a device that hangs does not keep the process from exiting.
+        # A thread waits for the events, because waits for a device have no time-out. The thread is
+        # a daemon, so that a hanging device does not keep the process from exiting.
         self._thread = threading.Thread(
             target=self._watch, name="megatron-ext ends", daemon=True
         )
@@ -384,13 +385,13 @@ class RunAhead:
     def listen(self, wake: Callable[[], None] | None) -> None:
         """Keep durations for `ended_s`, and call `wake` from another thread when an action ends.
 
-        A failed action calls it too. None stops both.
+        A failed action calls `wake` too. None stops both.
         """
         self._wake = wake
         self._ended_s.clear()
 
     def ended_s(self) -> list[float]:
-        """Return the duration of each action that has ended since the last call, oldest first.
+        """Return the duration of each action completed since the last call, oldest first.
 
         Raises:
             MegatronExtError: The device failed.
@@ -419,10 +420,11 @@ class RunAhead:
         """Sleep until at most this many recorded actions are unfinished.
 
         Raises:
-            TransportTimeout: An action did not end in time; the device may wait for a peer.
+            TransportTimeout: An action did not finish in time; the device may be waiting for a
+                peer.
             MegatronExtError: The device failed.
         """
-        # This cannot deadlock: it waits only for earlier work of this rank, and the rest of the
+        # This cannot deadlock: it waits only for this rank's earlier work, and the rest of the
         # table runs after that work anyway (`schedules/search/queues.py` proves that the order
         # completes).
         begin_s = time.perf_counter()
@@ -440,7 +442,7 @@ class RunAhead:
             self._note_end()
 
     def close(self) -> None:
-        """Stop the thread once the device has reached the events of all actions."""
+        """Stop the thread once the device has reached every action's events."""
         self._launched.put(None)
 
     def _note_end(self) -> None:
@@ -458,8 +460,8 @@ class RunAhead:
         while (launched := self._launched.get()) is not None:
             begin, end, took_s, wake = launched
             try:
-                # A new thread uses the first device by default. Bind inside the loop, so that an
-                # action reports a failure.
+                # A new thread uses the first device by default. Bind inside the loop, so that a
+                # failure is reported by an action.
                 self._backend.bind(self._device.index)
                 end.synchronize()
                 took_s.set_result(
@@ -467,7 +469,7 @@ class RunAhead:
                 )
             except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 took_s.set_exception(error)
-            # Don't wake after the step has ended: the transport may already be closed.
+            # Don't wake after the step is over: the transport may already be closed.
             if wake is self._wake and wake is not None:
                 # If the transport has failed, the step reports the error.
                 with suppress(MegatronExtError):

@@ -1,4 +1,4 @@
-"""A rank's table, and its communication in a step: peers, message names and shapes."""
+"""A rank's table, and its communication during a step: peers, message names and shapes."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class Table:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """The actions of this rank with their transfers, in table order."""
+        """This rank's actions with their transfers, in table order."""
         if self.window is None:
             return self.order.exchanges(self.rank)
         return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property
     def begins(self) -> Sequence[int]:
-        """Position of each exchange in the row; for a pair, the position of its first action."""
+        """Each exchange's position in the row; for a pair, the position of its first action."""
         return self.schedule.begins(self.rank)
 
     @cached_property
     def positions(self) -> Mapping[Action, int]:
-        """Action of this rank -> its index in table order."""
+        """Action on this rank -> its index in table order."""
         return {
             action: index for index, action in enumerate(self.schedule.rows[self.rank])
         }
@@ -74,7 +74,7 @@ class Table:
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives, in sending order for each source."""
+        """The messages that this rank receives, in each source's sending order."""
         arrivals = []
         for rank in range(self.schedule.placement.num_ranks):
             for exchange in exchanges(self.schedule, rank, self.window):
@@ -87,7 +87,7 @@ class Table:
 
     @cached_property
     def order(self) -> MessageOrder:
-        """The order of messages, which is the same on all ranks."""
+        """The message order, which is the same on all ranks."""
         return MessageOrder(self.schedule)
 
     @cached_property
@@ -97,8 +97,8 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) of the backwards with a W. A stage may have others without a W."""
-        # `SlicedCompute` numbers slices through the whole step, as if they were micro-batches.
+        """(stage, micro-batch) of each backward pass that has a W; not all of them do."""
+        # `SlicedCompute` numbers all slices in a step consecutively, as if they were micro-batches.
         count = self.schedule.num_slices
         return frozenset(
             (a.stage, a.microbatch * count + a.slice)
@@ -108,7 +108,7 @@ class Table:
 
     @cached_property
     def max_live(self) -> int:
-        """Peak number of this rank's forwards with a pending backward; 1 without backwards."""
+        """Peak number of forward passes with a pending backward pass; 1 without backward passes."""
         return int(most_alive(self.schedule.rows[self.rank], stash_ratio=0.0))
 
 
@@ -122,14 +122,14 @@ def make_table(
 ) -> Table:
     """Generate and validate the table of a pipeline rank for a number of micro-batches.
 
-    Without `backward` the table has only forwards, for evaluations.
+    Without `backward`, the table has only forward passes, for evaluations.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
-        # Don't take the training table without its backwards: forwards alone have a shorter order,
-        # which is the same for all schedules.
+        # Don't use the training table minus its backward passes: forward passes alone have a
+        # shorter order, which is the same for all schedules.
         schedule = forward_only(pipeline.placement, num_microbatches)
         schedule = replace(schedule, bypasses=bypasses)
         # Bypasses in flight are bounded only by the number of micro-batches.
@@ -152,14 +152,14 @@ def make_table_by_length(
     *,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
-    """Generate and validate the table of a step whose micro-batches have these slices.
+    """Generate and validate the table for a step whose micro-batches have these slices.
 
-    `slice_tokens` contains the number of tokens of each slice, for each micro-batch.
+    `slice_tokens` contains the number of tokens in each slice, for each micro-batch.
 
     Raises:
         ScheduleError: No order was found.
     """
-    # If all micro-batches of the step are empty, avoid a division by 0.
+    # If all micro-batches in the step are empty, avoid dividing by 0.
     longest = max(map(sum, slice_tokens)) or 1
     slice_sizes = []
     for widths in slice_tokens:
@@ -201,7 +201,7 @@ def check_agreement(
     Raises:
         ScheduleError: Tables differ within a group. Every rank of that group raises this.
     """
-    # Ranks with different tables would wait until the time-out for messages that are never sent.
+    # Ranks with different tables would wait for messages that are never sent, until they time out.
     # Compare 15 hexadecimal digits of the digest, which fit into an int64.
     digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
@@ -254,7 +254,7 @@ def shape_between_stages(
 ) -> tuple[int, int, int]:
     """Return the shape that stages exchange, `[s, b, h]`; n residual streams multiply h by n.
 
-    s is the length on this rank, after division by context and sequence parallelism.
+    s is the length on this rank, after dividing by context and sequence parallelism.
     """
     # Upstream's `get_tensor_shapes` does not support residual streams.
     divisor = groups.cp.size()
@@ -288,7 +288,7 @@ class Peers:
 
 
 class Form(NamedTuple):
-    """Shape and dtype of a tensor to receive."""
+    """The shape and dtype of a tensor to receive."""
 
     shape: tuple[int, ...] | None
     """None if the shape is sent with the tensor."""
@@ -304,7 +304,7 @@ class Form(NamedTuple):
 
 
 class Ends(Protocol):
-    """Resolves the transfers of a table to peers and tensors."""
+    """Resolves a table's transfers to peers and tensors."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the global ranks at the other end of a transfer."""
@@ -315,7 +315,7 @@ class Ends(Protocol):
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The `Ends` of a pipeline with one peer for each transfer."""
+    """The `Ends` for a pipeline with one peer for each transfer."""
 
     peers: Peers
     received: Mapping[str, Sequence[Form]]
@@ -327,13 +327,13 @@ class PipelineEnds:
     def of_shapes(
         cls, peers: Peers, shapes: Shapes, dtype: torch.dtype
     ) -> PipelineEnds:
-        """Return the ends of an ordinary pipeline, with the same dtype for all tensors."""
+        """Return the ends for an ordinary pipeline, with the same dtype for all tensors."""
         forms: dict[str, list[Form]] = {}
         for kind, shapes_of_kind in shapes.items():
             forms[kind] = []
             for part, shape in enumerate(shapes_of_kind):
                 forms[kind].append(Form(shape, dtype, part))
-        # The gradient that comes back (B) has a tensor for each tensor of the activation (F).
+        # The gradient that comes back (B) has one tensor for each tensor in the activation (F).
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
@@ -362,19 +362,19 @@ class Program:
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
-    One of two twins `leads`: it sends before it receives.
+    `leads` is true on one of two twins, which sends before it receives.
     """
     # Look up everything in advance, because the device waits for the host between two actions.
     # Peers and names depend only on the table and the shapes, so all steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     # (transfer, number of transport calls before it is posted), in the shared order.
     turns: list[tuple[Transfer, int]]
-    # The transport of a disaggregated job matches messages by name, so their order is irrelevant.
+    # In a disaggregated job, the transport matches messages by name, so their order is irrelevant.
     if table.schedule.disaggregated:
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         # Tensors that stay on this rank (LOCAL) never reach the transport.
-        # [exchange] -> number of calls of `recv`; number of all calls before the exchange
+        # [exchange] -> number of calls to `recv`; number of all calls before the exchange
         received: list[int] = []
         calls = [0]
         for exchange in resolved:

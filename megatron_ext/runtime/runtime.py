@@ -1,7 +1,7 @@
-"""Keeps the state of models on a set of process groups across steps, and runs their steps.
+"""Keeps state across steps for the models on a set of process groups, and runs their steps.
 
-A `Runtime` is created at a model's first step and closed with the configuration. This module also
-sums and logs training statistics.
+A `Runtime` is created at a model's first step and closed together with the configuration. This
+module also sums and logs training statistics.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAX_TABLES_BY_LENGTH = 4
 
 @dataclass
 class Measured(Observer):
-    """Statistics of a rank over its training steps."""
+    """A rank's statistics over its training steps."""
 
     steps: int = 0
     actions: int = 0
@@ -90,7 +90,7 @@ class Measured(Observer):
     """The table of the step in progress."""
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the table, because the sizes of slices may differ between steps."""
+        """Keep the table, because slice sizes may differ between steps."""
         self._schedule = compute.table.schedule
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
@@ -107,7 +107,7 @@ class Measured(Observer):
         self._schedule = None  # ranks pickle and exchange these statistics
 
     def add(self, other: Measured) -> None:
-        """Add the statistics of another rank or of more steps."""
+        """Add another rank's statistics, or statistics for more steps."""
         self.steps = max(self.steps, other.steps)
         self.actions += other.actions
         self.out_of_order += other.out_of_order
@@ -119,13 +119,13 @@ class Measured(Observer):
 
 
 class Runtime:
-    """The state of models on a set of process groups, kept across steps.
+    """State for the models on a set of process groups, kept across steps.
 
     The constructor is collective over all ranks of the job. `iterators` has one entry for each of
     the model's `chunks` on this rank; `config` is their `TransformerConfig`.
 
     Raises:
-        ScheduleError: Ranks, chunks or a feature of the model do not fit the schedule.
+        ScheduleError: The ranks, chunks or features of the model do not fit the schedule.
         TransportError: The transport is not available.
     """
 
@@ -161,7 +161,7 @@ class Runtime:
         full = replace(pipeline.full, bypasses=self.bypasses)
         links = links_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
-        # Leader and followers in a dynamic order; None if every rank runs the table's order.
+        # Leader and followers in a dynamic order; None if every rank follows the table's order.
         self.agreement: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
             # Twins that read data on crossed stages swap the data inside an action, so they must
@@ -195,15 +195,16 @@ class Runtime:
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # Tokens of slices, [micro_batch][slice] -> table of one of the latest steps by length.
+        # Slice sizes in tokens, [micro_batch][slice] -> table. Holds only the latest steps with
+        # slices by length.
         self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
         # Table -> its latest program, with the ends for which it was built.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables that were checked for layers that overwrite their first gradients.
         self._checked: set[Table] = set()
-        # Whether a training step of this rank has split a backward.
+        # Whether a training step on this rank has split a backward pass.
         self._has_split = False
-        # Whether a stage whose input got no gradient has been logged.
+        # Whether a stage whose input received no gradient has been logged.
         self._has_ignored_input = False
 
     def _mirrored_ranks(self) -> list[int]:
@@ -262,24 +263,24 @@ class Runtime:
             )
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Accept another model on these process groups, or other wrappers of the same model.
+        """Accept another model on these process groups, or other wrappers around the same model.
 
         Raises:
-            ScheduleError: It has different chunks, or different requirements for a feature, than
-                the first model.
+            ScheduleError: Its chunks, or its requirements for a feature, differ from the first
+                model's.
         """
         try:
             self._check_fit(chunks)
             for feature in self.features:
                 feature.admit(chunks)
         except ScheduleError as error:
-            # Other stages may accept the model and start the step, so end their waits.
+            # Other stages may accept the model and start the step, so unblock them.
             self.transport.abort(str(error))
             raise
         self.checked_chunks.update(chunks)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
-        """Return the data of each chunk, which can be read by micro-batch."""
+        """Return each chunk's data, which can be read by micro-batch."""
         data: list[MicrobatchData] = []
         stages = self.placement.stages_of[self.rank]
         for iterator, stage in zip(iterators, stages, strict=True):
@@ -289,7 +290,7 @@ class Runtime:
         return data
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order of the micro-batches in a step; None if it is the order of the data."""
+        """Return the order of the micro-batches in a step; None if it is the data's order."""
         for feature in self.features:
             order = feature.data_order(table, config)
             if order is not None:
@@ -299,11 +300,11 @@ class Runtime:
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Return the data of a training step if its table depends on the data; otherwise None.
+        """Return a training step's data if its table depends on the data; otherwise None.
 
-        In the former case, this is collective over the job, and `Transport.abort` does not end the
-        wait. If a rank fails between two steps, the other ranks wait here until the launcher ends
-        them or the process group's time-out passes.
+        In the former case, this is collective over the job, and `Transport.abort` does not unblock
+        it. If a rank fails between two steps, the other ranks wait here until the launcher
+        terminates them or the process group times out.
         """
         for feature in self.features:
             read_ahead = feature.read_ahead(iterators, num_microbatches)
@@ -314,9 +315,10 @@ class Runtime:
     def table_by_length(
         self, slice_tokens: tuple[tuple[int, ...], ...], length_cost: LengthCost
     ) -> Table:
-        """Return the table of a step whose slices depend on the lengths of its micro-batches.
+        """Return the table for a step whose slices depend on the lengths of its micro-batches.
 
-        If the table is new, this is collective over the pipeline, data- and tensor-parallel groups.
+        If the table is new, this is collective over the pipeline-, data- and tensor-parallel
+        groups.
 
         Raises:
             ScheduleError: No order was found, or the tables differ between ranks.
@@ -343,10 +345,10 @@ class Runtime:
 
     @contextmanager
     def _making_table(self) -> Iterator[None]:
-        """Measure what makes the table of one step's lengths, without garbage collection.
+        """Measure how long it takes to build a table by lengths, with garbage collection disabled.
 
-        Its many small objects would start full collections, each of which searches Megatron's
-        objects for longer than it takes to make the table.
+        The table's many small objects would trigger full collections, each of which takes longer to
+        traverse Megatron's objects than building the table does.
         """
         is_collecting = gc.isenabled()
         gc.disable()
@@ -361,8 +363,8 @@ class Runtime:
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
 
-        If the table is new, this is collective over the pipeline, data- and tensor-parallel groups,
-        which check that all ranks generated the same table.
+        If the table is new, this is collective over the pipeline-, data- and tensor-parallel
+        groups, which check that all ranks generated the same table.
 
         Raises:
             ScheduleError: The schedule cannot run this number, or the tables differ between ranks.
@@ -436,8 +438,8 @@ class Runtime:
             self.splits.clear()
             for feature in self.features:
                 feature.step_failed()
-            # Report the error to peers if the transport can, so that they stop waiting before their
-            # time-outs. The exception of Ctrl-C has no message.
+            # If the transport supports it, report the error to peers, so that they stop waiting
+            # before they time out. The exception for Ctrl-C has no message.
             self.transport.abort(str(error) or type(error).__name__)
             raise
         if trains and not self._has_split:
@@ -451,7 +453,7 @@ class Runtime:
     def _compute(
         self, table: Table, call: Call, shapes: Shapes
     ) -> tuple[StageCompute, PipelineEnds]:
-        """Return the object that computes a step's actions, and the ends of its messages."""
+        """Return the object that computes a step's actions, and the `Ends` of its messages."""
         step = Step(table, call, shapes, self.peers, self.splits)
         for feature in self.features:
             computed = feature.compute(step)
@@ -476,7 +478,7 @@ class Runtime:
         return shapes
 
     def _program(self, table: Table, ends: PipelineEnds) -> Program:
-        """Return the program of a table, rebuilt if its ends have changed."""
+        """Return a table's program, rebuilt if its ends have changed."""
         latest = self._programs.get(table)
         if latest is not None and latest[0] == ends:
             return latest[1]
@@ -496,7 +498,7 @@ class Runtime:
         return f"rank {rank}"
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
-        """Log after this rank's first step with split backwards if W had nothing to compute."""
+        """Log if W had nothing to compute in the first step with split backward passes."""
         # In this case the step is correct, but slower than its table. Either the patch
         # `split_backward.linear` does not fit this Megatron release, or the model has custom
         # layers.
@@ -518,7 +520,7 @@ class Runtime:
             )
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
-        """Return the step's order; evaluations use the table's order, which is the shortest."""
+        """Return the step's order; for evaluations, the table's order is the shortest."""
         timeout_s = self.pipeline.timeout_s
         if self.agreement is None or call.forward_only:
             return Order(table)
@@ -589,7 +591,7 @@ def in_force() -> Runtimes:
 
 
 def totals() -> tuple[Measured, int]:
-    """Return this process's training statistics so far, and the number of bytes it has sent."""
+    """Return this process's training statistics so far, and how many bytes it has sent."""
     together = Measured()
     runtimes = list(in_force())
     for runtime in runtimes:
@@ -598,7 +600,7 @@ def totals() -> tuple[Measured, int]:
 
 
 def log_statistics(*, of_all: bool = True) -> None:
-    """Log training statistics on rank 0, of all ranks (collective) or only of rank 0."""
+    """Log training statistics on rank 0, for all ranks (collective) or only for rank 0."""
     for runtime in in_force():
         by_rank, where = [runtime.measured], " on this rank"
         if of_all:
@@ -616,9 +618,9 @@ def log_statistics(*, of_all: bool = True) -> None:
         jumped = 100 * together.out_of_order / together.actions
         figures = [f"{jumped:.1f} % of actions out of order"]
         # Busy times are measured on the host. On any other device, a launch returns before the
-        # computation has ended.
+        # computation is complete.
         if runtime.device.type == "cpu":
-            # Use the longest wall time: ranks that finish their step early wait for the slowest.
+            # Use the longest wall time: ranks that finish a step early wait for the slowest rank.
             whole_s = len(by_rank) * max(measured.wall_s for measured in by_rank)
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
@@ -631,7 +633,7 @@ def log_statistics(*, of_all: bool = True) -> None:
             )
             table_ms = 1000 * together.tables_s / together.steps
             figures.append(f"{table_ms:.1f} ms a step for its table")
-        # Use WARNING: if logging is not configured, Python hides all lower levels.
+        # Use WARNING, because Python hides all lower levels if logging is not configured.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",
             schedule.label,

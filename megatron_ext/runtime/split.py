@@ -1,11 +1,11 @@
-"""Splits a stage's backward: I computes input gradients, W computes weight gradients.
+"""Splits a stage's backward pass: I computes input gradients, W computes weight gradients.
 
-The backward of a linear layer is two GEMMs: the input gradient, which the previous stage waits for,
-and the weight gradient, which is not needed until the optimizer step. The I of a micro-batch runs
-inside `SplitBackward.defer(stage, microbatch)`; its W is `SplitBackward.run(stage, microbatch)`. In
-between, the two operands of each weight gradient are kept: the layer's input and the gradient of
-its output. The result is bitwise equal to upstream's backward. The idea comes from "Zero Bubble
-Pipeline Parallelism" (Qi et al., 2023).
+The backward pass of a linear layer consists of two GEMMs: the input gradient, which the previous
+stage waits for, and the weight gradient, which is not needed until the optimizer step. A
+micro-batch's I runs inside `SplitBackward.defer(stage, microbatch)`; its W is
+`SplitBackward.run(stage, microbatch)`. In between, both operands of each weight gradient are kept:
+the layer's input and the gradient of its output. The result is bitwise equal to upstream's. The
+idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 
 Gradients of these weights are deferred to W: Column- and RowParallelLinear (`split_linear.py`:
 attention, MLP, sequential experts, the output layer), grouped experts (`split_grouped.py`), and
@@ -15,18 +15,18 @@ embeddings, weights that are tied to an embedding on the same stage, norms, bias
 Autograd is unaware of a gradient that is pending between I and W. So a weight's gradient is
 deferred only if no other code needs it in between:
 
-* Only the executor's backward defers. Any other backward, such as `torch.autograd.grad` in a
-  forward, computes all gradients.
+* Only the executor's backward pass defers. Any other backward pass, such as `torch.autograd.grad`
+  inside a forward pass, computes all gradients.
 * The gradient of a weight with hooks is computed as a whole, in I.
-* If a deferred weight gets a gradient from another use in the same backward, that gradient also
-  waits for W and is added to the product. From the next micro-batch on, the weight's gradient is
-  computed as a whole.
+* If a deferred weight gets a gradient from another use in the same backward pass, that gradient
+  also waits for W and is added to the product. From the next micro-batch on, the weight's gradient
+  is computed as a whole.
 
 Contract with the executor:
 
-* The order of a stage's Ws affects the last bits, and all ranks of a tensor-parallel group must run
-  their Ws in the same order.
-* The memory of a message may be reused after W, not after I.
+* The order of a stage's Ws affects the last bits of the results, and all ranks in a tensor-parallel
+  group must run their Ws in the same order.
+* A message's memory may be reused after W, not after I.
 * Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
 """
 
@@ -81,13 +81,13 @@ class SplitBackward:
     """Keeps a configuration's deferred weight gradients, by stage and micro-batch."""
 
     def __init__(self) -> None:
-        # A plain attribute: autograd runs CUDA backwards in a separate thread, which does not share
-        # thread-locals or context variables with the caller.
+        # A plain attribute: autograd runs CUDA backward passes in a separate thread, which does not
+        # share thread-locals or context variables with the caller.
         self._key: _Key | None = None
-        # Key -> id of a layer's first weight -> gradients. Both stay in the order in which they
-        # were recorded, because it determines the last bits.
+        # Key -> id of a layer's first weight -> gradients. Both stay in recording order, which
+        # determines the last bits of the results.
         self._waiting: dict[_Key, dict[int, list[WeightGradient]]] = {}
-        # Id of a layer's first weight -> stream in which the layer runs its backward.
+        # Id of a layer's first weight -> stream in which the layer runs its backward pass.
         self._streams: dict[int, Any] = {}
         self._prepared: list[_Prepared] = []
         # Stage -> its chunk.
@@ -110,7 +110,7 @@ class SplitBackward:
 
     @property
     def is_deferring(self) -> bool:
-        """Whether the backward now running is the executor's I."""
+        """Whether the backward pass now running is the executor's I."""
         return self._key is not None
 
     @property
@@ -125,7 +125,7 @@ class SplitBackward:
 
     def close(self) -> None:
         """Remove the hooks from the weights, and forget the chunks."""
-        # Python cannot collect a reference cycle through a hook of a weight that autograd holds, so
+        # Python cannot collect a reference cycle through a weight's hook that autograd holds, so
         # the model and its process groups would stay in memory.
         for hook in self._hooks:
             hook.remove()
@@ -141,7 +141,7 @@ class SplitBackward:
 
         Call it before each step; it returns at once for known chunks. Without it, Transformer
         Engine layers that are built to defer their weight gradients would never compute them. If no
-        backward is split, Megatron controls these layers, as with
+        backward pass is split, Megatron controls these layers, as with
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
@@ -153,8 +153,8 @@ class SplitBackward:
         self._chunks[stage] = _Chunk(chunk, postponing, tuple(chunk.parameters()))
         for module in chunk.modules():
             # A stage may tie this weight to the output layer, and multi-token prediction uses both
-            # several times. Autograd must sum the gradients in its own order, in a single backward,
-            # so the weight is marked and not split.
+            # several times. Autograd must sum the gradients in its own order, in a single backward
+            # pass, so the weight is marked and not split.
             if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
                 setattr(module.weight, _EMBEDDING, True)
 
@@ -181,22 +181,22 @@ class SplitBackward:
         self._log()
 
     def defer(self, stage: int, microbatch: int) -> _Deferral:
-        """Return a context for the backward of I, in which layers defer weight gradients to `run`.
+        """Return a context for I's backward pass, in which layers defer weight gradients to `run`.
 
-        The context is for this backward only: a nested backward would miss its weight gradients.
+        Use the context for this backward pass only: a nested one would miss its weight gradients.
         """
         chunk = self._chunks.get(stage)
         layers = chunk.postponing if chunk and chunk.postponing.layers else None
         return _Deferral(self, (stage, microbatch), layers)
 
     def postponing(self, stage: int) -> PostponingLayers | None:
-        """Return the context for the forward of a split backward, or None if none is needed."""
-        # Transformer Engine's layers decide in the forward whether to defer.
+        """Return the forward pass's context if its backward pass will be split; may be None."""
+        # Transformer Engine's layers decide in the forward pass whether to defer.
         chunk = self._chunks.get(stage)
         return chunk.postponing if chunk and chunk.postponing.layers else None
 
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
-        """Return whether a weight's gradient may wait for W; called in a layer's backward in I.
+        """Return whether a weight's gradient may wait for W; called from a layer within I.
 
         If it may not, this accumulates the weight's earlier gradients now, to keep their order.
 
@@ -238,7 +238,7 @@ class SplitBackward:
         return reason
 
     def record(self, gradient: WeightGradient) -> None:
-        """Store a gradient that waits for W; called in a layer's backward in I."""
+        """Store a gradient that waits for W; called in a layer's backward pass in I."""
         assert self._key is not None, "layers record inside `defer` only"
         # The operands may be messages (a received gradient, or an activation that the first layer
         # uses directly), whose memory must stay valid until W.
@@ -251,7 +251,7 @@ class SplitBackward:
 
     @contextmanager
     def reporting(self, progress: Progress) -> Iterator[None]:
-        """Call `progress` before the first and after each weight of a W run in this context."""
+        """Within this context, call `progress` before a W's first weight and after each one."""
         self._progress = progress
         try:
             yield
@@ -264,14 +264,14 @@ class SplitBackward:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
         The gradients go into `main_grad`, or into `grad` without DDP. Operands are freed weight by
-        weight. For a stage without deferred weights this does nothing.
+        weight. This does nothing for a stage without deferred weights.
 
         Args:
             stage: The stage.
             microbatch: The micro-batch.
-            in_current_stream: Whether to compute in the current stream instead of the streams of
-                the layers' backwards, which then do not wait for W. The caller keeps the operands'
-                memory until W has ended.
+            in_current_stream: Whether to compute in the current stream, so that the streams of the
+                layers' backward passes do not wait for W. The caller keeps the operands' memory
+                alive until W is complete.
         """
         waiting = self._waiting.pop((stage, microbatch), {})
         self._compute(waiting, in_current_stream=in_current_stream)
@@ -307,7 +307,7 @@ class SplitBackward:
             remaining.update(map(id, gradients[0].weights))
         # With sequence parallelism, all-gather the inputs again, one gradient ahead of the GEMMs,
         # so that gathers and GEMMs overlap. The gather is collective, so all tensor-parallel ranks
-        # of a stage must compute the same gradients in the same order.
+        # on a stage must compute the same gradients in the same order.
         ahead = deque(
             zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False)
         )
@@ -366,20 +366,20 @@ class SplitBackward:
                 return _HAS_HOOK
         if weight._post_accumulate_grad_hooks:
             return _HAS_HOOK
-        # With Megatron's FSDP, gradients do not have separate memory.
+        # With Megatron's FSDP, gradients have no separate memory.
         if hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"):
             return ""
         return self._shared.get(id(weight))
 
     def _may_wait_for_te(self, weights: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether the weight gradients of a Transformer Engine layer may wait."""
+        """Return whether a Transformer Engine layer's weight gradients may wait."""
         reasons = [self._why_whole(weight) for weight in weights]
         for weight, reason in zip(weights, reasons, strict=True):
             if reason is not None:
                 self._say(weight, reason)
         may_wait = reasons.count(None) == len(reasons)
-        # If a weight was frozen after its forward, autograd drops its gradient, but with fusion the
-        # layer's own backward would add it.
+        # If a weight was frozen after its forward pass, autograd drops its gradient, but with
+        # fusion the layer's own backward pass would still add it.
         may_wait = may_wait and all(weight.requires_grad for weight in weights)
         if not may_wait and self._key is not None:
             self._catch_up(weights[0])
@@ -399,7 +399,7 @@ class SplitBackward:
     def _arrived(
         self, watch: _Watch, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Handle the sum of the gradients that autograd has for a weight, or None.
+        """Handle a weight's gradient as summed by autograd, or None.
 
         Return the gradient that autograd should accumulate instead; None changes nothing.
         """
@@ -433,7 +433,8 @@ class SplitBackward:
 
     def _restore(self) -> None:
         """Undo `_prepare_for_ddp`."""
-        # If the flag stayed set, DDP's hooks would drop the gradients of unsplit backwards.
+        # If the flag stayed set, DDP's hooks would drop gradients in backward passes that are not
+        # split.
         for weight, gradient, has_flag in reversed(self._prepared):
             weight.grad = gradient
             if has_flag:
@@ -467,13 +468,13 @@ class SplitBackward:
     # -- the log -----------------------------------------------------------------------------------
 
     def _say(self, weight: torch.Tensor, reason: str) -> None:
-        """Note once, for the log, why a weight's gradient is not deferred; ignore empty reasons."""
+        """Queue one log entry per weight whose gradient is not deferred; skip empty reasons."""
         if reason and id(weight) not in self._named:
             self._named.add(id(weight))
             self._unlogged.setdefault(reason, []).append(weight)
 
     def _log(self) -> None:
-        """Log the noted weights, on one of the replicas."""
+        """Log the recorded weights on one of the replicas."""
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
@@ -493,7 +494,7 @@ class SplitBackward:
 
 
 class _Chunk(NamedTuple):
-    """The model chunk of a stage."""
+    """A stage's model chunk."""
 
     module: torch.nn.Module
     postponing: PostponingLayers
@@ -559,7 +560,7 @@ class _Deferral:
 
 
 def _is_first_replica() -> bool:
-    """Return whether this rank logs for all tensor- and data-parallel ranks of its stage."""
+    """Return whether this rank logs for all tensor- and data-parallel ranks on its stage."""
     if not parallel_state.model_parallel_is_initialized():
         return True
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _GroupedGradient(WeightGradient):
-    """The weight gradients of all experts, computed by the backward of `product`."""
+    """The weight gradients of all experts, computed by the backward pass of `product`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _GroupedGradient(WeightGradient):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The library's `gmm` on a separate graph, whose backward runs as a whole or in two parts."""
+    """The library's `gmm` on a separate graph; its backward pass runs whole or in two parts."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _GroupedProduct(torch.autograd.Function):
                     grad_output, experts.detach(), batch_sizes, trans_b=not trans_b
                 )
         elif tokens.requires_grad:
-            # Keep the graph, for a backward that retains it.
+            # Keep the graph, for a backward pass that retains it.
             grad_tokens, grad_experts = torch.autograd.grad(
                 product, (tokens, experts), grad_output, retain_graph=True
             )
@@ -106,9 +106,9 @@ def grouped_product(
 
     `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
-    # Builds of grouped_gemm differ, so call nothing but the library's `ops.gmm`. The backward of
-    # `gmm` computes all gradients, except for the gradient of the tokens in I, which is a `gmm`
-    # itself.
+    # Builds of grouped_gemm differ, so call nothing but the library's `ops.gmm`. `gmm`'s own
+    # backward pass computes all gradients, except for the token gradient in I, which is itself a
+    # `gmm`.
     weight = experts._base
     if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

@@ -1,4 +1,4 @@
-"""Column- and RowParallelLinear: runs their backward without the GEMM of the weight gradient.
+"""Runs the backward pass of Column- and RowParallelLinear without the weight-gradient GEMM.
 
 Megatron's autograd function runs unmodified, forward and backward. In the executor's I, it gets a
 context that makes it skip the weight gradient.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
 
 # Positions among the tensor inputs of Megatron's function: input, weight, bias. The results of its
-# backward have the same positions, followed by None for the other inputs.
+# backward pass have the same positions, followed by None for the other inputs.
 _WEIGHT, _BIAS = 1, 2
 
 
@@ -35,16 +35,17 @@ def linear_backward(
     ctx: Any,
     grad_output: torch.Tensor,
 ) -> tuple[Any, ...]:
-    """Run the backward of Megatron's linear layer; defer the weight gradient to W if possible.
+    """Run the backward pass of a Megatron linear layer; defer the weight gradient to W if possible.
 
     Args:
         backward: The backward of `LinearWithGradAccumulationAndAsyncCommunication`.
         splits: Receives the deferred gradient; its `defer` context is active.
         ctx: The function's context.
-        grad_output: Gradient of the output, `[s, b, out]`.
+        grad_output: Output gradient, `[s, b, out]`.
 
     Returns:
-        The gradients of all inputs, like `backward`; None for a weight whose gradient is deferred.
+        The gradients of all inputs, as from `backward`; None for a weight whose gradient is
+        deferred.
     """
     accumulator = ctx.next_functions[_WEIGHT][0]
     # Don't read the saved tensor: hooks on saved tensors return copies, and torch's checkpoint
@@ -55,7 +56,7 @@ def linear_backward(
         and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
         and getattr(ctx, "gtp_remat_size", 1)
         == 1  # since 0.19, the weight itself may be gathered
-        and weight.requires_grad  # if it was frozen after its forward, autograd drops its gradient
+        and weight.requires_grad  # if frozen after the forward pass, autograd drops its gradient
         and will_accumulate(accumulator)
         and splits.may_wait(weight, gathers=ctx.sequence_parallel)
     ):
@@ -68,17 +69,17 @@ def linear_backward(
 
 
 class _ContextWithoutWeight:
-    """A context that makes a layer's backward compute only the input gradient.
+    """A context that makes a layer's backward pass compute only the input gradient.
 
-    If `grad_output_buffer` is a list, upstream's backward appends the output gradient to it and
-    skips the weight gradient. Upstream uses this to defer the weight gradient of the output layer
-    to the end of the step. This object also acts as that list.
+    If `grad_output_buffer` is a list, upstream's backward pass appends the output gradient to it
+    and skips the weight gradient. Upstream uses this to defer the weight gradient of the output
+    layer to the end of the step. This object also acts as that list.
     """
 
     # Otherwise upstream always computes the product.
     gradient_accumulation_fusion = True
     wgrad_deferral_limit = 0  # the list may have any length
-    # Upstream would sum over s and b separately, which changes the last bits.
+    # Upstream would sum over s and b separately, which changes the last bits of the result.
     use_bias = False
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
@@ -102,7 +103,8 @@ class _ContextWithoutWeight:
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the output gradient; upstream calls this instead of computing the product."""
-        # Create the gradient here, where upstream has entered the autocast of the layer's forward.
+        # Create the gradient here, where upstream has entered the autocast context of the layer's
+        # forward pass.
         self.gradient = LinearGradient(
             self._weight, self._input, grad_output, self._ctx
         )
@@ -125,7 +127,8 @@ class LinearGradient(WeightGradient):
         self.is_fused = ctx.gradient_accumulation_fusion
         self.input = input_.detach()  # without its graph
         self.grad_output = grad_output.detach()
-        # The group over which sequence parallelism splits the input; None if the input is whole.
+        # The group over which sequence parallelism splits the input; None if the input is not
+        # split.
         self._gather_group = ctx.tp_group if ctx.sequence_parallel else None
         # The whole input, `[s, b, h]`, and the pending gather that writes it.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None

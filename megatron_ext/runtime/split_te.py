@@ -1,9 +1,9 @@
-"""Transformer Engine's layers, which queue the operands of weight gradients themselves.
+"""Transformer Engine's layers, which queue the operands for weight gradients themselves.
 
-A layer that is built with `delay_wgrad_compute` (`patches/split_backward.py`) queues them, and
-`backward_dw` computes the oldest entry. This module is written against the sources of Transformer
-Engine 2.3 and later. It is tested with fake layers, and on the CPU with the layers of 2.20, but not
-with its kernels, which need a GPU.
+A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues the operands, and
+`backward_dw` computes the oldest entry. This module is based on the sources of Transformer Engine
+2.3 and later. It is tested with fake layers, and on the CPU with the layers of 2.20, but not with
+its kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def overwrites_first(module: torch.nn.Module) -> bool:
 
 
 class PostponingLayers:
-    """The layers of a stage that defer their weight gradients themselves.
+    """The layers on a stage that defer their weight gradients themselves.
 
-    After the constructor, the layers of the stage's chunk defer only inside this object's context,
-    and pass queue entries (layer, operands, product) to `put`. Without `put`, they are unchanged.
+    Once constructed, the layers in the stage's chunk defer only inside this object's context, and
+    pass queue entries (layer, operands, product) to `put`. Without `put`, they are unchanged.
     `may_wait` takes a layer's weights, and is called at each entry of the context.
     """
 
@@ -65,13 +65,13 @@ class PostponingLayers:
                 layer.wgrad_store.enable_delay_wgrad_compute()
 
     def __exit__(self, *_: object) -> None:
-        """Make the layers compute their weight gradients in the backward again."""
+        """Make the layers compute their weight gradients in the backward pass again."""
         for layer in self.layers:
             layer.wgrad_store.disable_delay_wgrad_compute()
 
 
 class TeGradients(WeightGradient):
-    """A layer's queue entries for a micro-batch: one for each use of each of its weights."""
+    """A layer's queue entries for a micro-batch, one for each use of each weight."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -106,8 +106,8 @@ class TeGradients(WeightGradient):
         return totals
 
 
-# Settings of a layer (from --tp-comm-overlap) with which its operands may be in a buffer that the
-# next layer's backward overwrites.
+# Layer settings (from --tp-comm-overlap) with which operands may be in a buffer that the next
+# layer's backward pass overwrites.
 _GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 
@@ -127,8 +127,8 @@ def _into_new_memory(
 ) -> Callable[..., Any]:
     """Make the product of a grouped layer allocate its gradients only when it runs.
 
-    Without gradient accumulation fusion, the layer queues uninitialised memory. It passes the same
-    list to autograd, which would accumulate that memory.
+    Without gradient accumulation fusion, the layer queues uninitialised memory. The layer passes
+    the same list to autograd, which would accumulate that memory.
     """
     empty = partial(
         torch.empty, (len(gradients), *gradients[0].shape),
@@ -156,8 +156,8 @@ def _matrices(layer: Any) -> list[Any]:
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets only the gradients of the layer's weights."""
     # If the layer joins several weights into a copy, `backward_dw` would set the gradient of the
-    # copy. If the weights of the experts are one parameter, autograd would get the gradient before
-    # W has filled it.
+    # copy. If the experts' weights form one parameter, autograd would get the gradient before W has
+    # filled it.
     has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(
         layer, "num_gemms"
     )
@@ -178,8 +178,7 @@ def _can_postpone(layer: Any) -> bool:
 def _computing(layer: Any) -> Iterator[None]:
     """Make `backward_dw` set the gradients of weights but not of biases."""
     # `backward_dw` sets a gradient for every bias whose `grad` is None, as it is after DDP's hooks.
-    # That would fail, because autograd has computed these gradients in I, and the layer does not
-    # have them.
+    # That would fail: autograd has computed these gradients in I, and the layer does not have them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
     for bias in biases:

@@ -1,7 +1,7 @@
-"""Decides when gradient reductions and parameter gathers over data-parallel ranks start.
+"""Decides when to start gradient reductions and parameter gathers over data-parallel ranks.
 
-Megatron's DDP performs both. Reductions start in the order in which the table completes chunks, and
-gathers in the order of stages.
+Megatron's DDP performs both. Reductions start in the order in which the table completes chunks,
+gathers in stage order.
 
 Without `--overlap-grad-reduce`, `finalize_model_grads` starts all reductions instead.
 """
@@ -37,7 +37,7 @@ class Sync:
         """Called directly before a stage's first action runs."""
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context for a stage's last action, which completes the gradients."""
+        """Return the context for a stage's last action, which completes its gradients."""
         return _UNCHANGED
 
     def after(self, stage: int) -> None:
@@ -69,8 +69,8 @@ class TrainingSync(Sync):
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
-        # The chunks in the order of their first use, which is the same in all schedules, and so on
-        # all peers.
+        # The chunks in the order of their first use, which is the same in all schedules and
+        # therefore on all peers.
         self._uses = [
             self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)
         ]
@@ -83,8 +83,8 @@ class TrainingSync(Sync):
         silences = _by_chunk(config.no_sync_func, 1)
         reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
-            # In Megatron's own schedules, enabled hooks count the backwards of the whole step. Here
-            # they would count an I, which has no weight gradients yet.
+            # In Megatron's own schedules, enabled hooks count backward passes over the whole step.
+            # Here they would count an I, which has no weight gradients yet.
             silences = [
                 chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
             ]
@@ -92,7 +92,7 @@ class TrainingSync(Sync):
         # reductions here: they would run twice, because `finalize_model_grads` starts them too.
         self._overlaps = bool(silences and reducing)
         # Contexts that disable DDP's hooks, for each chunk or for all chunks, each with the stack
-        # that it is entered on.
+        # that holds it once entered.
         self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
@@ -110,7 +110,7 @@ class TrainingSync(Sync):
         """At a stage's first use, start gathering the next chunk, or two chunks the first time."""
         if self._gathers is None:
             return
-        # Gather one chunk ahead, so that the gather overlaps the forward of the previous chunk.
+        # Gather one chunk ahead, so that the gather overlaps the previous chunk's forward pass.
         ahead = 2 if self._gathered == 0 else 1
         for number in self._uses[self._gathered : self._gathered + ahead]:
             self._gathers[number](self._chunks[number].parameters())
@@ -138,7 +138,7 @@ class TrainingSync(Sync):
 
     def _hooks_reduce(self, stage: int) -> bool:
         # With hooks, reductions start in the order in which chunks complete. Twins may complete
-        # theirs in different orders, because each waits for micro-batches of the other.
+        # their chunks in different orders, because each twin waits for the other's micro-batches.
         if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
             return False
         # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions from
@@ -172,7 +172,7 @@ class TrainingSync(Sync):
         stack.enter_context(silence())
 
     def after(self, stage: int) -> None:
-        """Mark a stage complete; start all reductions that are due, in the order of the table."""
+        """Mark a stage complete; start all reductions that are due, in table order."""
         self._complete.add(stage)
         # A chunk that completes early waits for its turn, because peers may complete another chunk
         # before it.
@@ -195,7 +195,7 @@ class TrainingSync(Sync):
         # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor start only
         # some buckets.
         if number not in self._buckets:
-            # Use the reverse order of parameters, in which backwards complete them. The actual
+            # Use the reverse parameter order, in which backward passes complete them. The actual
             # order of completion may differ between peers: experts, which have a separate reduction
             # group, may receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
@@ -213,8 +213,8 @@ class TrainingSync(Sync):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
             # At the end of a step, Megatron reduces buckets that no hook has counted so far, unless
-            # they have the handle of a reduction. With several optimizer instances the handle is
-            # None, so mark the bucket as counted.
+            # they have a reduction's handle. With several optimizer instances the handle is None,
+            # so mark the bucket as counted.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
@@ -228,7 +228,7 @@ class _BucketGroup(NamedTuple):
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
-    """Return whether DDP's hooks reduce a chunk's gradients; any DDP but Megatron's always does."""
+    """Return whether DDP's hooks reduce a chunk's gradients; true for any DDP but Megatron's."""
     return bool(
         getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True)
     )

@@ -1,4 +1,4 @@
-"""Weight gradients that wait for W: keeps their operands, and accumulates the products."""
+"""Keeps the operands of weight gradients that wait for W, and accumulates the products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightGradient(ABC):
     """The deferred gradients of a layer's weights; usually there is one weight.
 
     Except with Transformer Engine, the operands stay alive as long as this object, because W may
-    run in another stream than the one that owns their memory
+    run in a different stream than the one that owns their memory
     (`features/pairs/waiting_weights.py`).
     """
 
@@ -67,12 +67,12 @@ class Unchanged:
 
 
 def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
-    """Return whether the running backward will add to a weight's gradient.
+    """Return whether the running backward pass will add to a weight's gradient.
 
     Args:
         accumulator: The weight's AccumulateGrad node.
     """
-    # It does not in `torch.autograd.grad`, nor in `backward(inputs=...)` with other inputs.
+    # The pass does not in `torch.autograd.grad`, nor in `backward(inputs=...)` with other inputs.
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError:  # torch raises inside `torch.autograd.grad` for this weight
@@ -80,15 +80,15 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
 
 
 def accumulates(weight: torch.Tensor) -> bool:
-    """Return whether the running backward will add to the gradient of a weight, which is a leaf."""
-    # Autograd drops the gradient of a weight that was frozen after its forward.
+    """Return whether the running backward pass will add to the gradient of a weight, a leaf."""
+    # Autograd drops the gradient of a weight that was frozen after its forward pass.
     if not weight.requires_grad:
         return False
     return will_accumulate(torch.autograd.graph.get_gradient_edge(weight).node)
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:
-    """Return the current stream, in which the weight's layer runs its backward; None on a CPU."""
+    """Return the current stream, in which the weight's layer runs backward; None on a CPU."""
     if weight.device.type == "cpu":
         return None
     return torch.get_device_module(weight.device).current_stream(weight.device)
@@ -116,14 +116,15 @@ def in_stream(stream: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> None:
-    """Compute the deferred gradients of a layer, accumulate them and drop their operands.
+    """Compute a layer's deferred gradients, accumulate them and drop their operands.
 
     The gradients are added to `main_grad`, or to `grad` without DDP. Before each gradient is
-    computed, `fetch` starts gathering the operands of a later one. `products` is empty afterwards.
+    computed, `fetch` starts gathering the operands for a later one. `products` is empty afterwards.
     """
     weights = products[0].weights
     # Sum unfused gradients first, in the order in which they were recorded, and add the sum once.
-    # Autograd does the same for several uses of a weight in one backward, so the bits are equal.
+    # Autograd does the same if a weight is used several times in one backward pass, so the bits are
+    # equal.
     totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:

@@ -1,4 +1,4 @@
-"""The addresses that processes publish, and the choice of a wire for each pair of ranks."""
+"""Publishes each process's address and chooses a wire for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wire = Literal["auto", "shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Address:
-    """The published address of a process. Anyone may know its name and port, but not its secret."""
+    """The address that a process publishes. Its name and port are public; its secret is not."""
 
     version: str
     byte_order: str
@@ -40,14 +40,14 @@ class Address:
 
     @classmethod
     def new(cls, wire: Wire) -> Address:
-        """Return the address of this process, before it listens for TCP or probes RDMA."""
+        """Return this process's address before it listens for TCP or probes RDMA."""
         return cls(
             version=__version__,
             byte_order=sys.byteorder,
             wire=wire,
             host=socket.gethostname(),
-            # Host names are not unique: machines cloned from one image, and containers, may share
-            # them.
+            # Host names are not unique: containers, and machines cloned from the same image, may
+            # share a host name.
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             network=Path("/proc/self/ns/net").stat().st_ino,
             name=f"megatron_ext-{secrets.token_hex(8)}",
@@ -70,14 +70,14 @@ def choose_wire(
 ) -> tuple[str, str]:
     """Choose the wire between this process (`rank`) and a peer: shm, tcp or rdma, with the reason.
 
-    `address` belongs to this process. Both processes reach the same decision.
+    `address` is this process's own. The peer reaches the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their
             configured wire, version or byte order.
     """
-    # Compare these here, because messages contain neither, and their headers may change in any
-    # release.
+    # Compare versions and byte orders here: messages contain neither, and message headers may
+    # change in any release.
     if (peer_address.version, peer_address.byte_order) != (
         address.version,
         address.byte_order,
@@ -107,8 +107,8 @@ def choose_wire(
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or repair RDMA"
         )
-    # Check both addresses in both processes, so that neither waits for the other, which has raised
-    # an error.
+    # Both processes check both addresses, so that neither one waits for a peer that has already
+    # raised an error.
     if no_memory is not None:
         _require_reachable(rank, address)
         _require_reachable(peer, peer_address)
@@ -116,12 +116,12 @@ def choose_wire(
         return address.wire, "as configured"
     if no_memory is None:
         return "shm", "they are on one host"
-    # RDMA is faster but both processes need it; TCP works between all hosts.
+    # RDMA is faster, but both processes must support it; TCP works between any two hosts.
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
 
 
 def _require_reachable(rank: int, address: Address) -> None:
-    """Raise TransportError for a loopback address, to which the name of a host may resolve."""
+    """Raise TransportError for a loopback address, since a host's own name may resolve to one."""
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
             f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
@@ -139,9 +139,8 @@ def own_address(
     """Return the IP address that other hosts use to reach this host.
 
     Args:
-        node_ips: Addresses or host names (`--node-ips`), one for each node, in the order of ranks,
-            or one for each rank. If empty, the source address of the route to `rendezvous_host` is
-            used.
+        node_ips: Addresses or host names (`--node-ips`), one per node, in rank order, or one per
+            rank. If empty, the source address of the route to `rendezvous_host` is used.
         rank: Global rank of this process.
         world_size: Number of ranks.
         ranks_per_node: Number of ranks on each node; None if all ranks are on one node.
@@ -166,7 +165,7 @@ def own_address(
             f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes "
             f"or for each of the {world_size} ranks"
         )
-    # There is one address for each host, or one for each rank.
+    # The list has one address per host, or one per rank.
     index = rank // local_world_size
     if len(node_ips) == world_size:
         index = rank
@@ -192,7 +191,7 @@ def own_address(
 
 
 def source_address(peer: str) -> str:
-    """Return the source IP address of a connection from this host to a peer.
+    """Return the source IP address that this host uses to connect to a peer.
 
     Raises:
         OSError: The peer's name does not resolve, or there is no route to it.

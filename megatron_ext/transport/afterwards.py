@@ -1,4 +1,4 @@
-"""A thread that runs callbacks after device copies, so that no caller waits for them."""
+"""Runs callbacks after device copies in a thread, so that callers don't wait for the copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Afterwards:
     """A thread that runs callbacks in order, each after its copy, until the first error.
 
-    After an error, it calls `abort` of the transport, which ends the waits of this rank and its
+    After an error, the thread calls the transport's `abort`, which unblocks this rank and its
     peers.
     """
 
@@ -37,10 +37,11 @@ class Afterwards:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of an earlier job, if any.
+        """Raise the error from an earlier job, if any.
 
         Raises:
-            TransportError: A copy or its callback failed. The class is that of the original error.
+            TransportError: A copy or its callback failed. The exception has the same class as the
+                original error.
         """
         if isinstance(self.error, TransportError):
             raise type(self.error)(str(self.error)) from self.error
@@ -75,9 +76,9 @@ class Afterwards:
                 f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
-    # This may run at exit, where a hanging device must not keep the process alive.
+    # This may run at exit, when a device that hangs must not keep the process alive.
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its last job; return False after the time-out."""
+        """Stop the thread after its last job; return False if the time-out expires first."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -1,9 +1,9 @@
 """The interface of all transports, which carry tensors between pipeline stages.
 
 Messages are identified by their purpose (`megatron_ext/message.py`), not by their position in a
-sequence. So a receiver may take messages in any order, and a send does not depend on the order in
-which its peer receives. Transports are independent of schedules: at the start of each step, the
-executor announces the messages that will arrive, and their senders.
+sequence. A receiver may therefore receive messages in any order, and a send does not depend on the
+order in which its peer receives. Transports are independent of schedules: at the start of each
+step, the executor announces the messages that will arrive, and their senders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Expected(NamedTuple):
 
 @dataclass
 class Stats:
-    """Totals of a transport since it was opened."""
+    """Totals since the transport was opened."""
 
     messages: int = 0
     """Number of messages sent."""
@@ -56,10 +56,9 @@ class Transport(Protocol):
 
         Args:
             expected: All messages of the step, in the order in which each source sends them, with
-                ascending `after`. It is for wires that need a message's size, or a buffer for it,
-                in advance.
+                ascending `after`. Some wires need a message's size, or a buffer for it, in advance.
             slots: Maximum number of messages of one kind in flight from one rank to another. With
-                this much room, no send waits, whatever the timing (see
+                this many slots, no send ever blocks, regardless of timing (see
                 `schedules/table/memory.py`).
 
         Raises:
@@ -67,7 +66,7 @@ class Transport(Protocol):
         """
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor of any shape to a global rank. Return before the rank receives it.
+        """Send a tensor of any shape to a global rank, without waiting until it is received.
 
         The transport keeps the tensor's storage alive as long as necessary. The caller must not
         write to the storage again, but may drop the tensor or replace its `data`.
@@ -77,37 +76,37 @@ class Transport(Protocol):
         """
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Wait for a message and return its tensor, in the shape and dtype of the sender.
+        """Wait for a message and return its tensor, with the sender's shape and dtype.
 
         Raises:
-            TransportError: The message did not arrive in time, or the peer is gone; names message
-                and peer.
+            TransportError: The message did not arrive in time, or the peer is gone; the error names
+                the message and the peer.
         """
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived since the last call; sleep until one arrives.
 
         Returns:
-            The messages, without tensors; empty after the time-out or `wake`. `recv` returns their
-            tensors. Some wires first deliver a notice that the sender has launched the computation.
-            `recv` can already return the tensor then; the device waits for it.
+            The messages, without their tensors, which `recv` returns; empty after a time-out or
+            `wake`. Some wires first deliver a notice that the sender has launched the computation.
+            `recv` can return the tensor from then on; the device waits for its contents.
 
         Raises:
-            TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.
+            TransportError: The wire cannot report arrivals before the receive, or a peer is gone.
         """
 
     def wake(self) -> None:
-        """End the current or the next `poll` early. Any thread may call this."""
+        """Make the current or next `poll` return early. Any thread may call this."""
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed, so that their memory is free.
 
         Raises:
-            TransportError: A peer does not accept its messages in time.
+            TransportError: A peer did not accept its messages in time.
         """
 
     def abort(self, reason: str) -> None:
-        """Abort the step: release its resources, and end the waits of the peers if possible."""
+        """Abort the step: release its resources and, if possible, unblock waiting peers."""
 
     def close(self) -> None:
         """Release all resources. May be called more than once."""
@@ -117,11 +116,11 @@ class Transport(Protocol):
 
 
 def find_lost_peer(transport: Transport, timeout_s: float) -> None:
-    """Poll for `timeout_s`, to report the loss of a peer instead of an error that it has caused.
+    """Poll for `timeout_s`, to report a lost peer instead of an error that the loss caused.
 
     Raises:
-        TransportError: A peer is gone; the subclass says how.
+        TransportError: A peer is gone; the subclass of the error says how.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        transport.poll(left_s)  # returns early for messages of other peers
+        transport.poll(left_s)  # returns early for messages from other peers

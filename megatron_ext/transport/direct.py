@@ -1,9 +1,9 @@
 """Device-to-device transfers within one host, which bypass host memory.
 
 A send copies the tensor into a buffer on the sender's device, which the receiver has mapped. The
-host transport carries a short message that identifies the buffer. The receiver's device copies the
-tensor out, and the receiver sends a note that the buffer is free. The devices order these copies
-themselves (`devices/sharing.py`), so no thread waits for a copy.
+host transport carries a short message with the buffer's number. The receiver's device copies the
+tensor out of the buffer, and the receiver sends a note that the buffer is free. The devices order
+these copies themselves (`devices/sharing.py`), so no thread waits for a copy.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 NOTE_BYTES = 1024
 """Size of a host slot, which fits every message and note of this transport, except decisions."""
 
-# Header of a message: buffer number, dtype code, number of dimensions. It is followed by the sizes
-# (int64 each), and at the first use of a buffer by its handle.
+# Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
+# each), and then, when a buffer is first used, its handle.
 _HEAD = struct.Struct("<QHB")
 
 # Header of a release note: buffer number. At a buffer's first use, the reader's handle follows.
@@ -62,13 +62,13 @@ _TAKEN_S = 10.0
 # How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
 
-# How long to wait for the report of a peer's death after a copy from its memory has failed.
+# How long to wait for a report that a peer died, after a copy from its memory has failed.
 _NOTICED_S = 0.5
 
 
 @dataclass
 class _Peer:
-    """The buffers for messages to and from one peer, by number."""
+    """The buffers for messages exchanged with one peer, by number."""
 
     free: dict[int, SharedBuffer] = field(default_factory=dict)
     """Buffers of this rank whose message the peer has received."""
@@ -80,25 +80,26 @@ class _Peer:
 
 
 class DirectTransport:
-    """Carries tensors between devices of one host, and delegates to `indirect` for other peers.
+    """Carries tensors between devices on one host, and delegates to `indirect` for other peers.
 
     Credits and decisions arrive in host memory; all other messages arrive on the device. All calls
     must come from one thread.
 
     Args:
-        host: Carries the buffer numbers and notes, with slots of at least `NOTE_BYTES`; closed with
-            this transport.
-        sharing: The memory sharing of this process's device.
+        host: Carries buffer numbers and notes, and has slots of at least `NOTE_BYTES`; closed
+            together with this transport.
+        sharing: Memory sharing for this process's device.
         rank: Global rank of this process.
         timeout_s: How long a step waits for the copies of the previous step.
-        reports_copies: If true, a message is reported as arrived once its tensor is complete, and
-            its launch is reported before by a notice (`Message.notice`). Otherwise it is reported
-            as arrived once the sender has launched its computation, which suffices for a receiver
-            that follows a table.
-        peers: Global ranks of the peers whose devices this device reaches (`find_reach`), all over
-            shared memory. None means all peers of `host`.
-        indirect: Carries messages of all other peers, and is closed with this transport: either a
-            transport over the same `host`, or a `TorchTransport`. None if there are no other peers.
+        reports_copies: If true, a message is reported as arrived once its tensor is complete, after
+            a notice of the launch (`Message.notice`). Otherwise, a message is reported as arrived
+            once the sender has launched the computation, which suffices for a receiver that follows
+            a table.
+        peers: Global ranks of the peers whose devices this device can reach (`find_reach`), all
+            over shared memory. None means all of `host`'s peers.
+        indirect: Carries messages for all other peers, and is closed together with this transport.
+            Either a transport over the same `host`, or a `TorchTransport`. None if there are no
+            other peers.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class DirectTransport:
         self._timeout_s = timeout_s
         self._indirect = indirect
         # At most one of these two is set. `_over_torch` must also count the calls for direct peers,
-        # because its receives start in an order that all ranks share. `_over_host` starts the steps
-        # of `host`, and closes it.
+        # because all ranks start its receives in a shared order. `_over_host` starts `host`'s
+        # steps, and closes it.
         self._over_torch: TorchTransport | None = None
         self._over_host: Transport | None = None
         if isinstance(indirect, TorchTransport):
             self._over_torch = indirect
         else:
             self._over_host = indirect
-        # A dynamic order depends on which tensors are complete, so this thread sends an additional
-        # empty message once the tensor is in the buffer.
+        # A dynamic order depends on which tensors are complete, so this thread sends another, empty
+        # message once the tensor is in the buffer.
         self._copies = Afterwards("copies", self.abort) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
         # Source and message of received tensors whose empty completion messages have not arrived.
@@ -153,12 +154,12 @@ class DirectTransport:
         For each device tensor, the host receives a buffer number, as bytes (uint8).
         """
         if self._copies is not None:
-            # Send the completion messages of the previous step first, because their tags contain
-            # the number of that step.
+            # Send the previous step's completion messages first, because their tags contain that
+            # step's number.
             self._copies.finish(self._timeout_s)
         if self._indirect is not None:
-            # Begin this before announcing the notes: a transport over the same host starts the
-            # host's step.
+            # Begin this step before announcing the notes: a transport over the same host also
+            # starts the host's step.
             self._indirect.begin(
                 [item for item in expected if item.source not in self._peers], slots
             )
@@ -275,8 +276,8 @@ class DirectTransport:
             self._fail(
                 f"{message} could not be copied from the device of rank {source}", error
             )
-        # The devices order the reuse of the buffer after this copy, so the note need not wait for
-        # the copy. The sender may already be gone.
+        # The devices reuse the buffer only after this copy, so the note need not wait for the copy.
+        # The sender may already be gone.
         with suppress(TransportError):
             # At the first use of a buffer, send the handle by which the peer waits for this copy.
             self._host.note(
@@ -293,7 +294,7 @@ class DirectTransport:
         return (self._indirect or self._host).poll(timeout_s)
 
     def wake(self) -> None:
-        """End the current or the next `poll`."""
+        """Make the current or next `poll` return early."""
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
@@ -323,13 +324,13 @@ class DirectTransport:
             self._indirect.abort(reason)
 
     def close(self) -> None:
-        """Release the memory, then close the transport of the other peers."""
+        """Release the memory, then close the transport for the other peers."""
         self.release()
         if self._indirect is not None:
             self._indirect.close()
 
     def release(self) -> None:
-        """Wait for peers to receive their messages, then free all memory that is not in use.
+        """Wait until peers have received their messages, then free all memory that is not in use.
 
         Call this at exit at the latest.
         """
@@ -340,8 +341,8 @@ class DirectTransport:
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
-            # After an abort, copies may wait for the device of a dead process. The driver frees the
-            # memory at exit.
+            # After an abort, copies may be waiting for a dead process's device. The driver frees
+            # the memory at exit.
             if self._is_aborted:
                 self._final_copies.stop(0.0)
                 return
@@ -359,7 +360,7 @@ class DirectTransport:
                 self._host.close()
 
     def _free_buffers(self) -> None:
-        """Unmap the buffers of all peers, and free those of this rank that no peer maps."""
+        """Unmap all peers' buffers, and free the buffers on this rank that no peer has mapped."""
         for source, peer in self._peers.items():
             for buffer in peer.mapped.values():
                 self._sharing.unmap(buffer)
@@ -368,8 +369,8 @@ class DirectTransport:
                 self._host.note(source, _RELEASE.pack(_FAREWELL))
         self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
         for peer in self._peers.values():
-            # A peer that has not answered may still read its buffers; the driver frees them at
-            # exit.
+            # A peer that has not answered may still be reading its buffers; the driver frees them
+            # at exit.
             if peer.has_unmapped:
                 for buffer in (*peer.free.values(), *peer.lent.values()):
                     self._sharing.free(buffer)
@@ -382,7 +383,7 @@ class DirectTransport:
         indirect = self._indirect.stats()
         num_bytes = direct.bytes + indirect.bytes
         wires = {**indirect.wires, **direct.wires}
-        if self._over_host is not None:  # it has counted the notes and waits of both
+        if self._over_host is not None:  # it counts the notes and waits for both
             return replace(indirect, bytes=num_bytes, wires=wires)
         return Stats(
             messages=direct.messages + indirect.messages,
@@ -392,14 +393,14 @@ class DirectTransport:
         )
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
-        """Lend the smallest fitting buffer, or a new one.
+        """Lend the smallest free buffer that is large enough, or a new one.
 
         Return its number, and the handle if the buffer is new.
         """
         # Never wait for a buffer that the peer's device has yet to read: on a device with one
-        # queue, the push would block messages that the peer's read depends on. So there are as many
-        # buffers as messages were ever in flight at once, which is bounded by the schedule and by
-        # how far hosts run ahead.
+        # queue, the push would block messages that the peer's read depends on. The number of
+        # buffers thus equals the peak number of messages in flight, which is bounded by the
+        # schedule and by how far hosts run ahead.
         longest_too_short = 0
         for number in sorted(peer.free, key=lambda number: peer.free[number].num_bytes):
             buffer = peer.free[number]
@@ -408,16 +409,16 @@ class DirectTransport:
             elif self._sharing.is_read(buffer):
                 peer.lent[number] = peer.free.pop(number)
                 return number, b""
-        # Make it at least half as large again as the largest free buffer: if messages become longer
-        # and longer, there would otherwise be many buffers that are too short for later messages.
-        # No buffer is freed before the end, because freeing device memory blocks the host.
+        # Make the buffer at least 1.5 times as large as the largest free one. Otherwise, steadily
+        # growing messages would leave behind many buffers that are too small for later messages. No
+        # buffer is freed before the end, because freeing device memory blocks the host.
         number = len(peer.free) + len(peer.lent)
         buffer = self._sharing.make(max(num_bytes, 3 * longest_too_short // 2))
         peer.lent[number] = buffer
         return number, buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
-        """Process the release notes of a peer. With a time-out, wait for the first one."""
+        """Process a peer's release notes. With a time-out, wait for the first note."""
         peer = self._peers[source]
         while (note := self._host.noted(source, timeout_s)) is not None:
             (number,) = _RELEASE.unpack_from(note)
@@ -426,13 +427,14 @@ class DirectTransport:
             else:
                 buffer = peer.free[number] = peer.lent.pop(number)
                 handle = note[_RELEASE.size :]
-                # While this transport closes, the peer may have exited, and its handle is invalid.
+                # While this transport is closing, the peer may already have exited, which
+                # invalidates its handle.
                 if handle and not self._is_closed:
                     self._sharing.attach(buffer, handle)
             timeout_s = 0.0
 
     def _await_peers(self, is_done: Callable[[_Peer], bool], timeout_s: float) -> None:
-        """Process notes until every peer is done or gone, or until the time-out."""
+        """Process notes until every peer is done or gone, or the time-out expires."""
         deadline = time.monotonic() + timeout_s
         for source, peer in self._peers.items():
             with suppress(TransportError):
@@ -441,7 +443,7 @@ class DirectTransport:
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
     def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
-        """Raise the cause of a failed copy: the loss of a peer, otherwise the device's error."""
+        """Raise the cause of a failed copy: a lost peer, otherwise the device's error."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
         except PeerAborted as lost:
@@ -483,9 +485,9 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
     """
     me, world_size = dist.get_rank(), dist.get_world_size()
-    # Drivers report problems only when one process maps memory of the other, and both must decide
-    # alike. So each rank offers a small buffer, its peers on the same host map it, and all ranks
-    # exchange the results before any transport is opened.
+    # Drivers report problems only when one process maps another's memory, and both processes must
+    # reach the same decision. So each rank offers a small buffer, the rank's peers on the same host
+    # map it, and all ranks exchange the results before any transport is opened.
     my_address = Address.new("auto")
     sharing: Sharing | None = None
     buffer: SharedBuffer | None = None
@@ -514,11 +516,11 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     reasons_by_rank = [my_reasons] * world_size
     dist.all_gather_object(reasons_by_rank, my_reasons)
     if sharing is not None and buffer is not None:
-        sharing.free(buffer)  # its peers have unmapped it
+        sharing.free(buffer)  # all peers have unmapped it
     reasons = {
         peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
     }
-    # If both ranks have a reason, prefer this rank's, which says more about its own device.
+    # If both ranks have a reason, prefer this rank's reason, which says more about its own device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))
 

@@ -1,4 +1,4 @@
-"""The dtype codes of messages: DLPack's type code times 256, plus the number of bits."""
+"""Dtype codes in messages: DLPack's type code times 256, plus the number of bits."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CAPSULE_CODE_OF = {
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor whose memory contains its values; the same tensor if possible."""
+    """Return a contiguous tensor that stores its actual values; the same tensor if possible."""
     # A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag marks
-    # the changed sign. The flag would not be sent with the bytes.
+    # the changed sign. That flag would not be sent with the bytes.
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
@@ -46,7 +46,7 @@ def tensor_on(message: Message) -> torch.Tensor:
     """Return a CPU tensor that shares a message's memory, with the message's shape and dtype.
 
     Raises:
-        MessageMismatch: The dtype is unknown to this version of torch or of the package.
+        MessageMismatch: This version of torch, or of this package, does not know the dtype.
     """
     dtype = DTYPE_OF.get(message.dtype)
     if dtype is None:

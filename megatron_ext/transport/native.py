@@ -1,8 +1,8 @@
 """Access to the native core, which may not be installed.
 
 An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All other modules
-import the core through this one, so a missing core raises an error with a remedy instead of a bare
-ImportError.
+import the core through this one, so a missing core raises an error that names a remedy, instead of
+a bare ImportError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def require_native() -> ModuleType:
     """Return the native core, `megatron_ext.transport._C` (its interface: `_C.pyi`).
 
     Raises:
-        TransportError: The core is not installed or cannot be loaded; names a remedy.
+        TransportError: The core is not installed or cannot be loaded; the error names a remedy.
     """
     try:
         return importlib.import_module(_MODULE)
@@ -48,22 +48,21 @@ class RdmaProbe(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """Finding and remedy in one line; empty if this host can use RDMA."""
+        """The finding and its remedy in one line; empty if this host can use RDMA."""
         return (
             "" if self.usable else "; ".join(filter(None, [self.finding, self.remedy]))
         )
 
 
 def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
-    """Try everything that an RDMA link needs: libibverbs, port, GID, memory, looped queue pair.
+    """Probe everything that an RDMA link needs: libibverbs, port, GID, memory, loopback.
 
     Args:
-        address: IP address of this host that the port must have (see `--node-ips`). None chooses
-            the best port.
+        address: IP address that the port must have (see `--node-ips`). None selects the best port.
         sysfs: Mount point of sysfs; tests pass another directory.
 
     Raises:
-        TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed. Missing hardware
+        TransportError: The address or a MEGATRON_EXT_IB_* variable is malformed. Missing hardware
             and libraries are findings instead, because `auto` probes every machine, and most have
             no RDMA.
     """

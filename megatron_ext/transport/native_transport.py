@@ -1,9 +1,9 @@
-"""The transport of the native core: carries messages in any order, over the wire of each pair.
+"""The native core's transport: carries messages in any order, over each pair's wire.
 
-Within a host, the sender writes messages into memory of the receiver. A message that fits a slot is
-received without another copy: the tensor uses the memory of the slot, which becomes free with the
-last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same number of slots
-for each peer.
+Within a host, the sender writes messages into the receiver's memory. A message that fits in a slot
+is received without another copy: the tensor uses the slot's memory, which is freed together with
+the last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same number of
+slots for each peer.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
-# Limit of an arena (csrc/core/arena.h). A gpipe table, for example, may need more slots.
+# The arena's limit (csrc/core/arena.h). A gpipe table, for example, may need more slots.
 _MAX_SLOTS = 1024
 
 # How long `poll` sleeps before it checks for peers that have closed.
 _TURN_S = 1.0
 
-# How long a wait spins before it sleeps, on a host with at least one CPU for each rank.
+# How long to spin before sleeping, on a host with at least one CPU per rank.
 _SPIN_S = 20e-6
 
 # The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1), then those
@@ -86,13 +86,13 @@ WAKE = NOTE | 1
 
 
 class Tags(dict[Message, int]):
-    """The 64-bit tags of messages in step 0, cached because all steps have the same messages.
+    """The 64-bit message tags for step 0, cached because all steps have the same messages.
 
-    Looking up a message raises TransportError if one of its fields exceeds its bits.
+    Looking up a message raises TransportError if a field does not fit in its bits.
     """
 
     def __missing__(self, message: Message) -> int:
-        """Compute and store the tag of a message."""
+        """Compute and store a message's tag."""
         tag = _KINDS[message.kind]
         for value, num_bits in (
             (int(message.launched), 1),
@@ -115,7 +115,7 @@ class Tags(dict[Message, int]):
 
 
 class _RdmaPort(NamedTuple):
-    """The RDMA port of this host that a link uses."""
+    """The RDMA port that a link uses on this host."""
 
     ip: str
     """IP address of the port; empty for any port."""
@@ -135,29 +135,29 @@ class NativeTransport:
         rank: Global rank of this process.
         peers: Global ranks of the peers; each must list this rank too. A rank may always send to
             itself.
-        run_id: Distinguishes the jobs of one store, and the transports of a job. It must be equal
-            on all ranks.
-        wire: shm, tcp, rdma, or auto for the best wire that each pair has.
+        run_id: Distinguishes jobs that share a store, and the transports within a job. Must be
+            equal on all ranks.
+        wire: shm, tcp, rdma, or auto, which selects the best wire for each pair.
         slots: Number of messages from each peer that this rank has room for, at least 2. Above
             1024, further messages wait at the sender. Received tensors may occupy half of the
             slots; the other half stays available for new messages.
-        slot_bytes: Size of a slot, ideally the usual size of a message: a longer message is sent in
-            pieces and copied once more.
+        slot_bytes: Slot size, ideally the usual message size: a longer message is sent in pieces,
+            which costs an additional copy.
         connect_timeout_s: How long to wait for the peers.
-        checksums: Whether the bytes of messages have a checksum, which detects faulty memory and
-            networks and costs about as much as a copy. Descriptors always have one.
+        checksums: Whether to checksum message contents. Checksums detect faulty memory and
+            networks, and cost about as much as a copy. Descriptors always have a checksum.
         ip: Address of this host for peers on other hosts. None uses an address that only this host
             reaches.
         silence_s: How long a peer on another host may be silent before it is considered dead.
-        spin_s: How long a wait spins before it sleeps. None means 20 us if this host has a CPU for
-            each of its ranks, otherwise 0.
+        spin_s: How long to spin before sleeping. None means 20 us if this host has a CPU for each
+            of its ranks, otherwise 0.
         rail: Local rank, which selects one of several RDMA devices.
         ranks_per_node: Number of ranks on this host. None counts this rank and the peers that share
             memory with it.
         for_device: Whether a device copies the messages (see `fixed_memory`).
 
     Raises:
-        TransportError: The native core is missing, a peer does not appear or is unreachable over
+        TransportError: The native core is missing, a peer did not appear or cannot be reached over
             the wire, or there is not enough memory.
     """
 
@@ -184,8 +184,8 @@ class NativeTransport:
         self._slots = slots = min(slots, _MAX_SLOTS)
         native = require_native()
         self._native_type: type[NativeMessage] = native.Message
-        # Once tensors of this rank occupy half of a peer's slots, the endpoint copies further
-        # messages, so that tensors that a schedule keeps never block a sender.
+        # Once this rank's tensors occupy half of a peer's slots, the endpoint copies further
+        # messages. Tensors that a schedule keeps therefore never block a sender.
         self._endpoint: Endpoint | None = native.Endpoint(
             rank, slots, slot_bytes, checksums
         )
@@ -197,7 +197,7 @@ class NativeTransport:
         self._warned = False
         self._step = 0
         self._tags = Tags()
-        # (source, tag) -> message that was announced and not received yet.
+        # (source, tag) -> message that was announced but has not been received yet.
         self._expected: dict[tuple[int, int], Expected] = {}
         # (source, tag) of arrivals that `poll` has not returned yet, in order of arrival.
         self._unreported: dict[tuple[int, int], None] = {}
@@ -232,8 +232,8 @@ class NativeTransport:
         finally:
             for connection in connections.values():
                 connection.socket.close()  # the links have duplicated the descriptors
-        # By default, spin only if each rank has a CPU: a spinning rank slows down a rank on the
-        # same CPU.
+        # By default, spin only if each rank has its own CPU: a spinning rank slows down other ranks
+        # on the same CPU.
         if spin_s is None:
             num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
             spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
@@ -252,7 +252,7 @@ class NativeTransport:
         links: dict[int, Link] = {}
         try:
             # Create all links before connecting any of them, because each connection needs the
-            # link of the peer.
+            # peer's link.
             for peer, connection in connections.items():
                 if connection.wire == "shm":
                     links[peer] = native.ShmLink(endpoint, peer, connection.socket)
@@ -278,21 +278,21 @@ class NativeTransport:
                 if isinstance(link, (native.ShmLink, native.RdmaLink)):
                     self._memory += [link.slots, link.peer_slots]
                 endpoint.add(peer, link)
-        # The cause may be a failure of the peer, such as lack of memory.
+        # The cause may be a failure on the peer, such as a lack of memory.
         except TransportError as error:
             raise TransportError(
                 f"rank {self._rank} has no link to rank {peer} on host {self._hosts[peer]}: {error}"
             ) from error
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. Messages from peers that are ahead may have arrived already."""
+        """Start a step. Messages from peers that are ahead may already have arrived."""
         self._usable()
         if self._expected:
             missing = next(iter(self._expected.values()))
             raise TransportError(
                 f"{missing.message} of the previous step was never received"
             )
-        # `slots` is the number for one kind of message, and two kinds may be in flight.
+        # `slots` counts messages of one kind, and two kinds may be in flight.
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
             _log.warning(
@@ -311,7 +311,7 @@ class NativeTransport:
             self._expected[item.source, tags[item.message] | step] = item
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a CPU tensor. Its bytes are copied at once, or as soon as the receiver has room."""
+        """Send a CPU tensor. Its bytes are copied now, or as soon as the receiver has room."""
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             raise TransportError(
@@ -341,13 +341,13 @@ class NativeTransport:
             raise self._unsent(target, message, error) from error
 
     def fixed_memory(self) -> Sequence[tuple[int, int]]:
-        """Return the address and size in bytes of the memory for messages that fit a slot.
+        """Return the address and size in bytes of the memory for messages that fit in a slot.
 
-        A device registers this memory, which includes memory of peers on this host. For messages
-        over TCP, a transport that was opened `for_device` has enough of it for half of the slots.
+        A device registers this memory, which includes peers' memory on this host. For messages over
+        TCP, a transport opened with `for_device` has enough memory for half of the slots.
 
         Raises:
-            TransportError: The transport was not opened for a device.
+            TransportError: The transport was not opened with `for_device`.
         """
         if not self._for_device:
             raise TransportError(
@@ -358,13 +358,12 @@ class NativeTransport:
     def reserve(
         self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
     ) -> NativeMessage | None:
-        """Return a message for a device to write, in memory from which it is sent without a copy.
+        """Return a message that a device can fill, in memory from which it is sent without a copy.
 
         When the message is complete, pass it to `publish`. Otherwise its memory is never reused.
 
         Returns:
-            None if the wire has no such memory, or no free slot is large enough; then `isend` a
-            copy.
+            None if the wire has no such memory or no free slot is large enough; then use `isend`.
 
         Raises:
             TransportError: The peer is gone.
@@ -390,13 +389,13 @@ class NativeTransport:
             raise self._unsent(target, message, error) from error
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Wait for a message and return its CPU tensor, whose memory is not written by anyone else.
+        """Wait for a message and return its CPU tensor, whose memory no other process writes to.
 
         Raises:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
             PeerAborted, PeerClosed, PeerDied: The peer is gone and did not send the message.
             TransportTimeout: The message did not arrive in time.
-            TransportError: The message was not announced, or an arrival is damaged.
+            TransportError: The message was not announced, or a received message is damaged.
         """
         endpoint = self._open or self._usable()
         tag = self._tags[message] | self._step
@@ -412,7 +411,7 @@ class NativeTransport:
             arrived = endpoint.take(
                 source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0)
             )
-        # An arrival is damaged, but not necessarily this message.
+        # Some received message is damaged, but not necessarily this one.
         except TransportError as error:
             raise TransportError(
                 f"{message} cannot be received from rank {source}: {error}"
@@ -439,7 +438,7 @@ class NativeTransport:
         return tensor
 
     def drop(self, source: int, message: Message) -> bool:
-        """If a message has arrived, receive it without its tensor.
+        """If a message has arrived, receive it without returning its tensor.
 
         Return whether it had arrived.
         """
@@ -456,7 +455,7 @@ class NativeTransport:
         begin_s = time.perf_counter()
         while True:
             messages: list[Message] = []
-            # Arrivals that this step does not expect are from a peer that has begun the next step.
+            # Messages that this step does not expect come from a peer that has begun the next step.
             of_next_step: dict[tuple[int, int], None] = {}
             for name in self._unreported:
                 # Look up each message only once: `abort` in another thread may clear `_expected` at
@@ -470,17 +469,17 @@ class NativeTransport:
             if messages:
                 return messages
             remaining_s = max(0.0, begin_s + timeout_s - time.perf_counter())
-            # Sleep for a limited time: the core's wait does not end if only some peers have closed.
+            # Sleep for a limited time: the core keeps waiting if only some peers have closed.
             arrivals = endpoint.arrivals(min(remaining_s, _TURN_S))
             self._unreported.update(dict.fromkeys(arrivals))
             if self._wake_name in self._unreported:
                 del self._unreported[self._wake_name]
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
-                    pass  # any number of calls of `wake` ends only one sleep
+                    pass  # repeated calls to `wake` end only one sleep
                 timeout_s = 0.0  # check once more without sleeping
             if arrivals:
                 continue
-            # Check whether anything can still arrive only in calls that wait.
+            # Only calls that wait check whether anything can still arrive.
             if timeout_s == 0.0:
                 return []
             self._require_peers(begin_s)
@@ -488,14 +487,14 @@ class NativeTransport:
                 return []
 
     def wake(self) -> None:
-        """End the current or the next `poll`; any thread may call this.
+        """Make the current or next `poll` return early; any thread may call this.
 
-        A message to oneself rings the endpoint's bell.
+        A message that the rank sends to itself rings the endpoint's bell.
         """
         self._send(self._rank, WAKE, b"")
 
     def note(self, target: int, content: bytes) -> None:
-        """Send a note to a peer: bytes outside of the schedule, during a step or between steps."""
+        """Send a note to a peer: bytes that are not part of the schedule, at any time."""
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
@@ -534,7 +533,7 @@ class NativeTransport:
             )
 
     def abort(self, reason: str) -> None:
-        """Abort: waits of peers and later calls end with an error at once."""
+        """Abort: waiting peers and later calls fail at once."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
             self._open = None
@@ -542,14 +541,14 @@ class NativeTransport:
             # File names may contain bytes that are not UTF-8, and an error here would hide the
             # original one.
             text = reason.encode(errors="replace").decode()
-            # Forward the reason of a peer unchanged; otherwise each rank on the way would add a
-            # prefix to it.
+            # Forward a peer's reason unchanged; otherwise each rank along the way would add a
+            # prefix.
             if text not in [report.reason for report in self._endpoint.peers()]:
                 text = f"rank {self._rank}: {text}"
             self._endpoint.abort(text)
 
     def close(self) -> None:
-        """Close all links and release all memory, except the memory of tensors in use."""
+        """Close all links and release all memory, except for tensors still in use."""
         atexit.unregister(self.close)  # atexit would keep the transport alive
         if self._endpoint is not None:
             self._endpoint.close()
@@ -604,11 +603,11 @@ class NativeTransport:
         message: Message | None,
         cause: float | TransportError,
     ) -> TransportError:
-        """Return the exception of a failed call.
+        """Return the exception for a failed call.
 
         Any peer that has aborted or died is the cause. A peer that has closed its transport is the
-        cause only if the call depended on it (`peer`). Otherwise `cause` is: the time-out in
-        seconds, or the core's error.
+        cause only if the call depended on it (`peer`). Otherwise the cause is `cause`: the time-out
+        in seconds, or the core's error.
         """
         if message is not None:
             problem = f"{problem} (tag {self._tags[message] | self._step:#x})"
@@ -616,7 +615,7 @@ class NativeTransport:
         def place(report: PeerReport) -> str:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
-        # Put `peer` first: its loss may have caused that of other peers.
+        # Put `peer` first: losing it may have caused the loss of other peers.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":

@@ -16,7 +16,7 @@ WaitsFor = Literal["input", "slot"]
 
 
 class TransportObserver:
-    """Callbacks for one rank's messages, which do nothing. Each begin has a matching end."""
+    """Callbacks for one rank's messages; they do nothing. Each begin has a matching end."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
         """A transport has been opened.
@@ -41,7 +41,7 @@ class TransportObserver:
     ) -> None:
         """The rank has received the message, a tensor of `num_bytes`.
 
-        The transport spent `waited_s` of the time since `begin_receive` waiting.
+        The transport waited for `waited_s` of the time since `begin_receive`.
         """
 
     def begin_wait(self, cause: WaitsFor) -> None:
@@ -66,12 +66,12 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 
 
 class ObservedTransport:
-    """Delegates to another transport and reports to an observer, in the caller's thread."""
+    """Delegates to another transport, and reports to an observer in the caller's thread."""
 
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport
         self._observer = observer
-        # Calls of these methods are not reported.
+        # Calls to these methods are not reported.
         self.wake, self.abort = transport.wake, transport.abort
         self.close, self.stats = transport.close, transport.stats
 
@@ -80,7 +80,7 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
-    # Don't use `finally` here: a call that raises ends the step, and is reported without an end.
+    # Don't use `finally` here: a call that raises aborts the step, and is reported without an end.
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
         self._observer.begin_send(message, target)
@@ -90,7 +90,7 @@ class ObservedTransport:
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
-        # The difference of the transport's totals is the part of the call that is waiting.
+        # The difference in the transport's totals is the time that the call spent waiting.
         before_s = self.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
         waited_s = self.stats().waited_s - before_s
@@ -115,6 +115,6 @@ class ObservedTransport:
         self._observer.end_wait("slot", ())
 
 
-# Observers are told about tensors, but not about the notices of their launches.
+# Observers are told about tensors, but not about launch notices.
 def _tensors(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if not message.launched]

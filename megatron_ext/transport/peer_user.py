@@ -1,8 +1,8 @@
 """Finds the user who owns the process at the other end of a connection.
 
-A secret only proves that a process can read the job's store, and so can any process that reaches
-the store's port. Within one host, the kernel reports the user of a process, which no process can
-forge.
+A secret only proves that a process can read the job's store, which any process that reaches the
+store's port can do. Within one host, the kernel reports which user owns a process, and no process
+can forge that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def user_of_peer(link: socket.socket) -> int | None:
     """Return the user of the process at the other end of a unix socket or TCP connection.
 
     Returns None if the process is on another host, or in another network namespace, such as a
-    container's. A server may check its client at once. A client may check its server only after the
-    first answer: until the server accepts the connection, its end is not open in any process.
+    container's. A server may check its client immediately. A client may check its server only after
+    the first answer: until the server accepts the connection, no process has the server's end open.
     """
     if link.family == socket.AF_UNIX:
         size = struct.calcsize("3i")
@@ -37,7 +37,7 @@ def user_of_peer(link: socket.socket) -> int | None:
         peer_ip, peer_port = link.getpeername()[:2]
     except OSError:  # the peer closed the connection before it read all data
         return NOBODY
-    # If the peer is in this network namespace, the kernel's table contains its end of the
+    # If the peer is in this network namespace, the kernel's table contains the peer's end of the
     # connection. Accept any state: a peer that has half closed the connection can still receive.
     for table, spelled in _SPELLINGS.items():
         ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
@@ -50,15 +50,15 @@ def user_of_peer(link: socket.socket) -> int | None:
 
 
 def _in_ipv4(address: str) -> str:
-    """Return an IPv4 address as in the kernel's table: `0100007F` for 127.0.0.1."""
+    """Return an IPv4 address as it appears in the kernel's table: `0100007F` for 127.0.0.1."""
     ip = ip_address(address.partition("%")[0])
     return _words(ip) if isinstance(ip, IPv4Address) else "not of IPv4"
 
 
 def _in_ipv6(address: str) -> str:
-    """Return an address as in the kernel's table for IPv6.
+    """Return an address as it appears in the kernel's IPv6 table.
 
-    The peer may have opened an IPv6 socket for a connection over IPv4.
+    The peer may have opened an IPv6 socket for an IPv4 connection.
     """
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv4Address):

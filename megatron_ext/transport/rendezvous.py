@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes: exchanges addresses through a store, then connects each pair.
+"""Connects a job's processes: exchanges addresses through a store, then connects each pair.
 
 Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
 publishes both in the store, together with a secret.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _TURN_S = 1.0
-# Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged.
+# Number of attempts to connect to a peer that rejects the hello, which may have been damaged.
 _MAX_CALLS = 3
 # Time-out for notifying a peer that this rank gave up.
 _RING_S = 1.0
-# Prefix of a notice that replaces an address. It contains the reason, and the secrets of the peers
-# that it is for.
+# Prefix of a notice that replaces an address. The notice contains the reason, and the secrets of
+# the peers that should read it.
 _GAVE_UP = b"gave up "
 # Backlog of a listener, in addition to one connection for each peer: this process accepts only
 # after it has connected to its own peers.
@@ -42,8 +42,8 @@ _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
 """How long a connection may take to send its hello message."""
-# Any process on the network can connect, such as a port scanner. This many connections without a
-# hello are kept, in addition to one for each peer.
+# Any process on the network can connect, such as a port scanner. Keep this many connections without
+# a hello, in addition to one for each peer.
 _MAX_STRANGERS = 64
 
 
@@ -58,7 +58,7 @@ class Connection(NamedTuple):
 
 
 class _Visit(NamedTuple):
-    """A connection that has not sent its complete hello message yet."""
+    """A connection that has not yet sent its complete hello message."""
 
     text: bytes
     """The bytes received so far."""
@@ -80,7 +80,7 @@ class _Reception:
         self._rank = rank
         self._listeners = listeners
         self._max_visits = max_visits
-        # Sorted by deadline, because all connections get the same time.
+        # Sorted by deadline, because all connections get the same amount of time.
         self._visits: dict[socket.socket, _Visit] = {}
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -187,12 +187,12 @@ class _Rendezvous:
             )
             connections: dict[int, Connection] = {}
             try:
-                # If a pair has no common wire, the client's call would fail; raise the error on the
-                # server too.
+                # If a pair has no common wire, the client raises an error; raise it on the server
+                # too.
                 for peer in sorted(lower):
                     choose_wire(self._rank, self._my_address, peer, self._address(peer))
                 # Read the answers last, so that no rank waits for higher ranks before it has
-                # answered the lower ones.
+                # answered lower ranks.
                 for peer in higher:
                     connections[peer] = self._call_until_heard(peer)
                 self._answer_all(listeners, lower, connections)
@@ -209,7 +209,7 @@ class _Rendezvous:
             return connections
 
     def _give_up(self, reason: str, connections: Mapping[int, Connection]) -> None:
-        """Publish the reason for all known peers, and wake those that this rank connected to."""
+        """Publish the reason to all known peers, and wake the peers that this rank connected to."""
         secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
         note = {"reason": reason, "to": secrets_of_peers}
         self._store.set(
@@ -218,7 +218,7 @@ class _Rendezvous:
         for peer in connections.keys() - range(self._rank):
             wire = connections[peer].wire
             address = self._peer_addresses[peer]
-            with suppress(OSError, TransportError):  # the peer has ended too
+            with suppress(OSError, TransportError):  # the peer has exited too
                 ring = f"{self._rank} gave up\n"
                 self._connected(wire, peer, address, _RING_S, ring).close()
 
@@ -262,10 +262,10 @@ class _Rendezvous:
                     raise TransportError(
                         f"rank {peer} gave up connecting: {note['reason']}"
                     )
-                # The notice is from an earlier run, so wait for the address of this run.
+                # The notice is from an earlier run, so wait for the address in this run.
                 self._left_s(f"rank {peer} to listen")
                 time.sleep(_RETRY_S)
-        except RuntimeError as error:  # an error of the store, such as a time-out
+        except RuntimeError as error:  # an error from the store, such as a time-out
             raise TransportError(
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
@@ -315,7 +315,7 @@ class _Rendezvous:
         _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, reason)
         return Connection(wire, address.host, link)
 
-    # Include the published secrets of both processes, so that processes of different jobs, or of a
+    # Include the published secrets of both processes, so that processes in different jobs, or in a
     # job and an earlier run with the same run id, never connect to each other.
     def _hello(self, address: Address) -> str:
         return f"{self._rank} {address.secret} {self._my_address.secret}\n"
@@ -350,7 +350,7 @@ class _Rendezvous:
         lower: set[int],
         connections: dict[int, Connection],
     ) -> None:
-        """Wait for the calls of all lower ranks, and add their connections."""
+        """Wait for calls from all lower ranks, and add their connections."""
         with _Reception(
             self._rank, listeners, len(lower) + _MAX_STRANGERS
         ) as reception:
@@ -390,7 +390,8 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
-            # The call may come from a peer that gave up. Then `_address` raises the peer's reason.
+            # The call may come from a peer that gave up. In that case, `_address` raises the peer's
+            # reason.
             for peer in sorted(lower):
                 self._address(peer)
             return
@@ -402,7 +403,7 @@ class _Rendezvous:
 
         Return the connection.
         """
-        # A peer that has received a damaged hello closes the connection; then connect again.
+        # A peer that receives a damaged hello closes the connection; in that case, connect again.
         for attempt in range(1, _MAX_CALLS + 1):
             if self._read_answer(peer, call.socket):
                 return call
@@ -441,17 +442,17 @@ class _Rendezvous:
                     f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
-            # Over TCP, this cannot be checked earlier: until the peer accepts the connection, the
-            # other end is not open in any process.
+            # Over TCP, this cannot be checked earlier: until the peer accepts the connection, no
+            # process has the other end open.
             self._require_same_user(link, f"the process that listens as rank {peer}")
             unless_answered.pop_all()
         return True
 
     def _require_same_user(self, link: socket.socket, process: str) -> None:
-        """Reject a connection to a process of another user. `process` describes it in the error.
+        """Reject a connection to another user's process. `process` describes it in the error.
 
         Raises:
-            TransportError: The process has ended or belongs to another user.
+            TransportError: The process has exited or belongs to another user.
         """
         user = user_of_peer(link)
         if user == NOBODY:
@@ -485,13 +486,14 @@ def connect_peers(
     wire: Wire = "auto",
     ip: str | None = None,
 ) -> dict[int, Connection]:
-    """Connect this process to the peers of its job; return a socket for each peer.
+    """Connect this process to its peers in the job; return a socket for each peer.
 
-    For the arguments, see `NativeTransport`. `timeout_s` limits the time for the connections. The
+    For the arguments, see `NativeTransport`. `timeout_s` limits how long connecting may take. The
     store's own time-out detects a rank that never publishes its address.
 
     Raises:
-        TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.
+        TransportError: A peer did not appear, or the wire is unavailable; the error names the peer
+            and the reason.
     """
     address = Address.new(wire)
     if wire in ("auto", "rdma"):

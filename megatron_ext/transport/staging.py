@@ -2,8 +2,8 @@
 
 A send copies the tensor to pinned host memory, on a separate stream that waits for the computation.
 A thread sleeps until the copy is complete, and then sends it, or publishes the slot that contains
-it. A received tensor is copied to the device from its place in host memory. So the caller never
-waits for the device, and memory is read only after its copy is complete.
+it. A received tensor is copied to the device directly from where it arrived in host memory. The
+caller therefore never waits for the device, and memory is read only after its copy is complete.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class StagedTransport:
     Credits and decisions arrive in host memory; all other messages arrive on the device.
 
     Args:
-        host: Carries the copies. The constructor pins the memory of its messages.
+        host: Carries the copies. The constructor pins its message memory.
         copies: The copier between host and device.
-        timeout_s: How long `begin` waits for the sends of the previous step.
+        timeout_s: How long `begin` waits for the previous step's sends.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
-        # Use two threads: a send may wait for a long computation, which must not delay releases,
-        # because they free the slots of peers.
+        # Use two threads: a send may wait for a long computation, which must not delay releases:
+        # they free peers' slots.
         self._sends = Afterwards("sends", self.abort)
         self._releases = Afterwards("releases", self.abort)
         self._pinned: list[int] = []
@@ -68,7 +68,7 @@ class StagedTransport:
             _log.info("%d MiB of memory for messages are pinned", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Wait for the sends of the previous step, then start a step."""
+        """Wait for the previous step's sends, then start a step."""
         # The tags of these messages contain the number of the previous step.
         self._drain(self._timeout_s)
         self._host.begin(expected, slots)
@@ -106,9 +106,10 @@ class StagedTransport:
             self._raise(error)
         if message.for_host:
             return tensor
-        # The copy reads from a slot or a registered buffer, and the device's stream waits for it.
+        # The copy reads from a slot or a registered buffer, and the device's stream waits for the
+        # copy.
         copy, copied = self._copies.to_device(tensor)
-        # Keep the tensor until the copy has ended. Dropping the reference then frees its slot.
+        # Keep the tensor until the copy is complete. Dropping the reference then frees its slot.
         self._releases.after(copied, lambda: None, tensor)
         return copy
 
@@ -121,7 +122,7 @@ class StagedTransport:
             self._raise(error)
 
     def wake(self) -> None:
-        """End the current or the next `poll`."""
+        """Make the current or next `poll` return early."""
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
@@ -134,14 +135,14 @@ class StagedTransport:
             self._raise(error)
 
     def abort(self, reason: str) -> None:
-        """Abort. Copies that were not sent are dropped once the device has finished them."""
+        """Abort. Copies that have not been sent are dropped once the device has finished them."""
         self._host.abort(reason)
 
     def close(self) -> None:
         """Wait for the running copies and release all resources."""
         atexit.unregister(self.close)  # atexit would keep the transport alive
-        # A device copy cannot be cancelled. So memory that it may still use stays registered until
-        # the process ends, and no slot is reused before its copy has ended.
+        # A device copy cannot be cancelled. So memory that the copy may still use stays registered
+        # until the process exits, and no slot is reused before its copy is complete.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
         if all(have_ended):
             for address in self._pinned:
@@ -169,6 +170,6 @@ class StagedTransport:
         self._releases.check()
 
     def _raise(self, error: TransportError) -> NoReturn:
-        """Raise the error of a copy thread if there is one, otherwise `error`."""
+        """Raise the copy thread's error if there is one, otherwise `error`."""
         self._check()
         raise error

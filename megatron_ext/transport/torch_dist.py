@@ -1,7 +1,7 @@
 """The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
-torch.distributed cannot report an arrival before the receive, so this transport supports only
-static schedules. After a wait has timed out, its group cannot be used again.
+torch.distributed cannot report an arrival before the receive is posted, so this transport supports
+only static schedules. Once a wait has timed out, its group cannot be used again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_DIMS = 7
 # Prefix of the store keys under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
-_STORE_S = 5.0  # maximum time for an answer of the store, whose calls have no time-out
+_STORE_S = 5.0  # maximum wait for the store, whose calls have no time-out
 
 # The message kinds that this wire carries.
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
@@ -76,16 +76,17 @@ class TorchTransport:
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend() == dist.Backend.GLOO
-        # Whether a receive needs the shape in the header before it, so that it blocks the host. If
-        # so, each call starts the due receives at its beginning instead of at the end of the
-        # previous call: by then, the computation between the two calls has been launched.
+        # Whether a receive needs the shape from the preceding header, and therefore blocks the
+        # host. If so, each call starts the receives that are due at its beginning rather than at
+        # the end of the previous call: by then, the computation between the two calls has been
+        # launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         links = set(links)
         # None is the group of all ranks.
         self._groups: dict[Link, dist.ProcessGroup | None] = dict.fromkeys(links)
-        # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
-        # communicator one after the other, so each direction of each link needs a separate group.
+        # gloo matches messages by tag. NCCL and MCCL ignore tags and run a communicator's
+        # operations one after the other, so each direction of each link needs a separate group.
         if not self._matches_tags:
             self._groups.update(groups_of_ranks(links, timeout_s))
             # Use each group once, in the same order on all ranks: the first use of a group creates
@@ -106,12 +107,12 @@ class TorchTransport:
             deque
         )
         self._slots = 1
-        # Largest number of tensors in a message of this rank so far.
+        # Largest number of tensors in any message from this rank so far.
         self._parts = 1
         self._step = 0
-        # Number of `isend` and `recv` calls in this step.
+        # Number of calls to `isend` and `recv` in this step.
         self._calls = 0
-        # An earlier transport of this job may have set this key.
+        # An earlier transport in this job may have set this key.
         _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend()}"
         peers = set[int]().union(*self._groups) - {self._me}
@@ -158,7 +159,7 @@ class TorchTransport:
         self._stats.bytes += tensor.nbytes
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Above a limit, wait for the oldest sends, to bound their memory. The limit allows for two
+        # Above a limit, wait for the oldest sends, to bound memory use. The limit allows for two
         # directions of data flow, all tensors of a message, and their headers.
         limit = 2 * self._slots * self._parts
         if self._shapes_travel:
@@ -236,9 +237,9 @@ class TorchTransport:
 
     def _post_due(self) -> None:
         """Start the receives that are due."""
-        # Start them in the order that all ranks share (`schedules/search/queues.py`), each as soon
-        # as all sends and receives before it have started: NCCL runs the operations of a
-        # communicator one after the other.
+        # Start the receives in the order that all ranks share (`schedules/search/queues.py`), each
+        # as soon as all earlier sends and receives have started: NCCL runs a communicator's
+        # operations one after the other.
         while self._waiting and self._waiting[0].after <= self._calls:
             self._post(self._waiting.popleft())
 
@@ -311,18 +312,19 @@ class TorchTransport:
         message: Message | None,
         timeout_s: float | None,
     ) -> None:
-        """Wait until a message of a peer has arrived or, without a message, until a send completes.
+        """Wait until a peer's message has arrived or, without a message, until a send completes.
 
-        Without a time-out, that of the group applies.
+        Without a time-out, the group's time-out applies.
 
         Raises:
-            TransportError: The operation failed or timed out; names peer and reason.
+            TransportError: The operation failed or timed out; the error names the peer and the
+                reason.
         """
         begin = time.perf_counter()
         try:
             # With NCCL and MCCL, a wait without a time-out blocks the device but not the host; with
-            # a time-out, the host would poll. If a message never arrives, the group's time-out ends
-            # the process.
+            # a time-out, the host would poll. If a message never arrives, the group's time-out
+            # terminates the process.
             if timeout_s is None or not self._matches_tags:
                 timeout_s = self._timeout_s
                 work.wait()
@@ -345,8 +347,8 @@ def groups_of_ranks(
 ) -> dict[_Members, dist.ProcessGroup]:
     """Return a process group for each set of global ranks. Collective over the whole job.
 
-    Each set contains this rank, and all ranks of a set pass the same set. `backend` is a backend of
-    torch.distributed; None means the job's.
+    Each set contains this rank, and all ranks of a set pass the same set. `backend` is a
+    torch.distributed backend; None means the job's backend.
     """
     # Create all groups on all ranks. Otherwise torch names a group by the number of groups that the
     # calling rank is in, which differs between ranks of a pipeline (for example because of
@@ -357,8 +359,7 @@ def groups_of_ranks(
     groups = {}
     timeout = timedelta(seconds=timeout_s)
     for members in sorted(set(chain.from_iterable(sets_by_rank))):
-        # Any, because in torch 2.15 the type of the result includes a value for ranks outside the
-        # group.
+        # Any, because in torch 2.15 the result type includes a value for ranks outside the group.
         group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
         if members in sets_of_rank:
             groups[members] = group
@@ -370,7 +371,7 @@ def _store() -> Any:
 
 
 def _reason(peer: int, error: Exception) -> str:
-    """Return the reason with which a peer has aborted, or the error of torch.distributed."""
+    """Return a peer's reason for aborting, or the error from torch.distributed."""
     key = f"{_ABORTED}/{peer}"
     reason = _in_time(
         lambda: _store().get(key).decode() if _store().check([key]) else None
@@ -380,15 +381,15 @@ def _reason(peer: int, error: Exception) -> str:
 
 
 def _in_time(ask: Callable[[], Any]) -> Any:
-    """Return the store's answer; None if its process has ended or it does not respond in time."""
+    """Return the store's answer; None if its process has exited or does not respond in time."""
     answers = []
 
     def run() -> None:
         with suppress(RuntimeError, ValueError):
             answers.append(ask())
 
-    # Use a thread, because calls of the store have no time-out: they block as long as its process
-    # is stopped.
+    # Use a thread, because calls to the store have no time-out: they block as long as the store's
+    # process is stopped.
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(_STORE_S)
