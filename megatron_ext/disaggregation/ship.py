@@ -2,8 +2,8 @@
 
 With full uniform recomputation, a backward pass needs only the input of each layer. A forward rank
 has all these inputs, so it sends them in one message, and its backward rank skips the stage's
-forward: it builds the graph from the shipped layer outputs, and computes each layer when its
-backward runs, as recomputation always does.
+forward pass: it builds the graph from the shipped layer outputs, and computes each layer when its
+backward pass runs, as recomputation always does.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Replay:
     def instead_of(
         self, function: Callable[..., Any], hidden_states: torch.Tensor
     ) -> Callable[..., Any]:
-        """Return a replacement for a layer's function that runs it only during its backward."""
+        """Return a replacement for a layer's function that defers it to the backward pass."""
         self.num_replayed += 1
         output = next(self._outputs, None)
         if output is None:
@@ -105,8 +105,8 @@ class Replay:
             # Megatron's checkpoint saves the generator states now, and restores them to recompute.
             _set_generators(next(self._generators))
 
-        # Megatron's checkpoint runs this function twice. In the forward, without gradients, it
-        # returns the shipped output. In the backward, with gradients, it computes the layer.
+        # Megatron's checkpoint runs this function twice. In the forward pass, without gradients, it
+        # returns the shipped output. In the backward pass, with gradients, it computes the layer.
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)

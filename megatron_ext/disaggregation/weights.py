@@ -1,7 +1,7 @@
 """Transfers weights and buffers from backward ranks, which train them, to forward ranks.
 
 Before each training step and each evaluation, a backward rank sends the current state of its model:
-its buffers, and its weights in buckets. A forward rank receives them before its first forward.
+its buffers, and its weights in buckets. A forward rank receives them before its first forward pass.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class WeightSender(_Side):
         # because a write to `.data` leaves no trace.
         self._send_buffers()
         self._wire.begin([], 1)
-        # Don't flush: the forwards of this step overlap with these sends.
+        # Don't flush: the forward passes of this step overlap with these sends.
         number = 0
         for flat in self._shared_flats():
             number += 1
@@ -257,8 +257,8 @@ class WeightSender(_Side):
         if not self._job.shares_weights:
             return
         # With the distributed optimizer and --overlap-param-gather, replicas gather weights only in
-        # their next forward. Instead of waiting for that, each replica sends its updated shard to
-        # the forward ranks of all replicas, which join the shards of each bucket.
+        # their next forward pass. Instead of waiting for that, each replica sends its updated shard
+        # to the forward ranks of all replicas, which join the shards of each bucket.
         for _, bucket in _shared_buckets(self._chunks):
             self._check_storage(bucket)
             shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
@@ -272,7 +272,8 @@ class WeightSender(_Side):
                 for chunk in self._chunks
                 if isinstance(chunk, DistributedDataParallel)
             ]
-            # The gather would otherwise run in the replicas' next forward, after this transfer.
+            # The gather would otherwise run in the replicas' next forward pass, after this
+            # transfer.
             for ddp in ddps:
                 if ddp.ddp_config.overlap_param_gather:
                     ddp.start_param_sync(force_sync=True)
@@ -382,10 +383,10 @@ class WeightReceiver(_Side):
             own_buffer = own_buffers.get(form.name)
             if own_buffer is not None:
                 # Replace the data instead of copying into it, because routers change the dtype of a
-                # buffer in their first forward.
+                # buffer in their first forward pass.
                 own_buffer.data = buffer.to(own_buffer.device)
             else:
-                # A module of the backward rank created this buffer during a forward.
+                # A module of the backward rank created this buffer during a forward pass.
                 path, _, name = form.name.rpartition(".")
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end

@@ -71,7 +71,8 @@ class Roles:
     replay: Replay | None = None
     """The replay of shipped activations in progress."""
     sorts_experts: bool = False
-    """Whether the current forward orders the experts of a token like a forward with gradients."""
+    """Whether the current forward pass orders the experts of a token like a forward pass with
+    gradients."""
     runtime: RoleRuntime | None = None
     """State that persists from step to step; None before the first step."""
 

@@ -40,7 +40,8 @@ class RowUse(NamedTuple):
     """Loads of all stages at the moments that no other moment exceeds. For ranks with more than two
     stages, only the two fullest moments are kept."""
     num_pairs: Counter[tuple[int, int]]
-    """(position of the forward's stage, position of the backward's stage) -> number of pairs."""
+    """(position of the forward pass's stage, position of the backward pass's stage) -> number of
+    pairs."""
 
 
 # Live micro-batches and waiting weight gradients of each stage in turn. It is flat because the
@@ -118,12 +119,12 @@ def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
 class CutBound:
     """Bounds the time of a table over all cuts.
 
-    A rank runs its row after the forwards of the stages before its first action, and before the
-    backwards of the stages before its last action. So by a given time it can finish only a limited
-    number of layers, and its memory holds only a limited number. The bound is the time by which the
-    layers of each kind fit on the ranks. For a rank with one or two stages, all divisions of its
-    layers among them are tried. More stages are treated as one stage, with the lowest cost of any
-    of them for each layer.
+    A rank runs its row after the forward passes of the stages before its first action, and before
+    the backward passes of the stages before its last action. So by a given time it can finish only
+    a limited number of layers, and its memory holds only a limited number. The bound is the time by
+    which the layers of each kind fit on the ranks. For a rank with one or two stages, all divisions
+    of its layers among them are tried. More stages are treated as one stage, with the lowest cost
+    of any of them for each layer.
     """
 
     table: Schedule
@@ -223,12 +224,12 @@ class CutBound:
 
     @cached_property
     def _forwards_before_s(self) -> list[float]:
-        """By stage: the seconds of the forwards of all earlier stages."""
+        """By stage: the seconds of the forward passes of all earlier stages."""
         return [0.0, *accumulate(part.forward for part in self.fixed)]
 
     @cached_property
     def _backwards_before_s(self) -> dict[str, list[float]]:
-        """Kind of the last action -> by stage, the seconds of all earlier stages' backwards."""
+        """By kind of the last action and by stage: seconds of backward passes on earlier stages."""
         hidden = [beside(part, self.overlap) for part in self.fixed]
         whole_backwards_s = [part.input + part.weight for part in hidden]
         inputs_s = [part.input for part in hidden]

@@ -1,7 +1,7 @@
 """Corrects the costs of parts of a model by measurements.
 
 A measurement is stored as factors: measured seconds divided by the seconds of the formula, for the
-computation of a forward, an input gradient and a weight gradient. So it also applies to other
+computation of a forward pass, an input gradient and a weight gradient. So it also applies to other
 shardings of a layer and other micro-batches. Communication is always estimated by formula.
 """
 
@@ -69,8 +69,8 @@ def part_of(
     forward_factor, input_factor, weight_factor = factors
     # Scale only the computation. The communication in `part` stays.
     computed = computation(model, kind, sharding, device, mode)
-    # Separate the recomputation, because recomputed forwards need the factor of the forward, not
-    # that of the input gradient.
+    # Separate the recomputation, because recomputed forward passes need the factor of the forward
+    # pass, not that of the input gradient.
     plain = computation(model, kind, sharding, device, frozenset())
     recomputed_s = computed.input - plain.input
     return part._replace(

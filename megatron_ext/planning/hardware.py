@@ -73,7 +73,8 @@ class DeviceKind:
     """Bytes of traffic per input and output element of the experts' activation, if it consists of
     several kernels."""
     scan_bytes: float = 71.9
-    """Bytes of traffic of a Mamba-2 layer's forward per channel, in addition to its products."""
+    """Bytes of traffic of a Mamba-2 layer's forward pass per channel, in addition to its
+    products."""
     launch_s: float = 21.7e-6
     """Time of the host per kernel launch outside of graphs."""
     split_launches: float = 1.71

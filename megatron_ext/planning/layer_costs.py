@@ -82,7 +82,8 @@ _OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
 _CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic per quantized element, including its transposed copy."""
 _PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
-"""Number of kernels in the forward of a product, including those that quantize its operands."""
+"""Number of kernels in the forward pass of a product, including those that quantize its
+operands."""
 
 
 class Part(NamedTuple):
@@ -97,19 +98,20 @@ class Part(NamedTuple):
     """Number of weights on this rank, without those of experts."""
     expert_params: float
     operations: float
-    """Operations of the forward, as Megatron counts them for its TFLOP/s."""
+    """Operations of the forward pass, as Megatron counts them for its TFLOP/s."""
     exchange: float
     """Seconds of forward and input gradient in which experts exchange tokens, which pairs can hide.
     Excludes recomputation."""
     saved: float
-    """Bytes kept from the forward to the backward."""
+    """Bytes kept from the forward pass to the backward pass."""
     waiting: float
-    """Bytes kept from the input gradient to the weight gradient, if a schedule splits backwards."""
+    """Bytes kept from the input gradient to the weight gradient, if a schedule splits backward
+    passes."""
     logits: float
-    """Bytes that the loss keeps until its backward begins, which precedes the backward of any
-    layer."""
+    """Bytes that the loss keeps until its backward pass begins, which precedes the backward pass of
+    any layer."""
     transient: float
-    """Bytes at the worst moment of the backward, in addition to `saved`."""
+    """Bytes at the worst moment of the backward pass, in addition to `saved`."""
     copies: float
     """Bytes of weights that Transformer Engine keeps in the precision of its products, plain and
     transposed, in addition to Megatron's weights."""
@@ -251,8 +253,8 @@ class _Ledger:
         self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
         self.params = self.expert_params = self.operations = 0.0
         self.num_launches = 0.0
-        """Number of kernels in the forward that the host launches outside of graphs. A backward has
-        twice as many."""
+        """Number of kernels in the forward pass that the host launches outside of graphs. A
+        backward pass has twice as many."""
         self.waits_for_counts = False
         """Whether the host waits for the number of tokens of each expert."""
 
@@ -351,7 +353,7 @@ class _Ledger:
             )
 
         self.operations += 2 * rows * weights
-        # The forward reads its input and the weights, and writes its output in bf16.
+        # The forward pass reads its input and the weights, and writes its output in bf16.
         traffic_bytes = (
             all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
         )
@@ -374,7 +376,7 @@ class _Ledger:
         self.weight_s += (
             product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
         )
-        # The forward uses a plain copy, the input gradient a transposed one.
+        # The forward pass uses a plain copy, the input gradient a transposed one.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
         if techniques.fuses_gradients:
@@ -395,7 +397,7 @@ class _Ledger:
         self.launch(module, kernels)
 
     def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
-        """Add bytes kept until the backward, by Transformer Engine's layers and by Megatron's."""
+        """Add bytes kept until the backward pass by Transformer Engine and by Megatron layers."""
         if self.sharding.techniques.is_local:
             self.saved_bytes[module] += local_bytes
         else:
@@ -425,7 +427,7 @@ class _Ledger:
     def delay(self, kernels_s: float, launches_factor: float) -> float:
         """Return the factor by which launches slow down kernels that take `kernels_s`.
 
-        `launches_factor` is the number of launches, divided by that of the forward.
+        `launches_factor` is the number of launches, divided by that of the forward pass.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
         shown_s = hidden_s = 0.0
@@ -466,7 +468,7 @@ class _Ledger:
         saved_bytes = layer_input_bytes
         if mode != FULL:
             saved_bytes = sum(self.saved_bytes.values()) - dropped_bytes
-        # Recomputed data exists again during its backward.
+        # Recomputed data exists again during its backward pass.
         if mode:
             transient_bytes += dropped_bytes
         return Part(
@@ -707,8 +709,8 @@ class _Books:
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
         ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
-        # In bf16, the forward of the norm reads and writes each element. Its backward, like both
-        # passes of the residual, reads two tensors and writes one.
+        # In bf16, the forward pass of the norm reads and writes each element. Its backward, like
+        # both passes of the residual, reads two tensors and writes one.
         ledger.elementwise("layernorm", 4 * elements, 6 * elements)
         ledger.elementwise("base", 6 * elements, 6 * elements)
 
@@ -924,7 +926,7 @@ class _Books:
     def _attention_kernels(
         self, query_width: float, value_width: float, key_value_width: float
     ) -> None:
-        """Add the two products of causal attention's forward and the five of its backward."""
+        """Add causal attention's products: two in the forward pass, five in the backward pass."""
         ledger = self.ledger
         model = self.model
         device = self.device
@@ -992,7 +994,7 @@ class _Books:
         ledger.saved_bytes[input_module] += 2 * num_inputs * elements
         ledger.saved_bytes[module] += ledger.operand_bytes * elements
         # Without the fused kernel, a compiled kernel multiplies by the probabilities of the experts
-        # in fp32, and its backward reads everything twice.
+        # in fp32, and its backward pass reads everything twice.
         bytes_per_element = 2.0
         if module == "moe_act" and not self.sharding.techniques.fuses_experts:
             bytes_per_element = self.device.activation

@@ -103,12 +103,12 @@ class Layout:
 
     @property
     def pairs(self) -> bool:
-        """Whether forwards and backwards of different micro-batches run as pairs."""
+        """Whether forward and backward passes of different micro-batches run as pairs."""
         return runs_pairs(self.job, self.sizes)
 
     @property
     def has_waiting_weights(self) -> bool:
-        """Whether weight gradients wait for idle time; tables with whole backwards have none."""
+        """Whether weight gradients wait for idle time; never in tables with full backwards."""
         if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
             return False
         key = _table_key(self.job, self.sizes, self.schedule, self.chunks)
@@ -393,7 +393,7 @@ class _RankLoad(NamedTuple):
 
     def memory_bytes(self, static_bytes: float, message_bytes: float) -> float:
         """Return the memory at the worst moment."""
-        # Logits are freed before the backwards of layers begin.
+        # Logits are freed before the backward passes of layers begin.
         in_backward_bytes = self.kept_without_logits_bytes + self.part.transient
         activation_bytes = max(self.kept_bytes, in_backward_bytes)
         # One message may arrive while another leaves.
@@ -534,7 +534,7 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
 
     `twins` are the numbers of pipelines to consider, by default one and two.
     """
-    # Between its forwards and its backwards, a micro-batch is alive on all stages.
+    # Between its forward passes and its backward passes, a micro-batch is alive on all stages.
     if _mean_memory_bytes(job, sizes, 1) > _memory_limit_bytes(job):
         return math.inf
     if not twins:
@@ -546,8 +546,9 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     """Return a lower bound on the step over all orders and cuts, for one pipeline or twins.
 
     The busiest rank has at least the mean of the work and at least its share of entire layers. One
-    micro-batch must pass all stages forwards and backwards. The reductions, gathers and updates of
-    some rank take at least as long as those of a mean rank, because they are convex in the weights.
+    micro-batch must run its forward and backward pass on all stages. The reductions, gathers and
+    updates of some rank take at least as long as those of a mean rank, because they are convex in
+    the weights.
     """
     # Assume the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
@@ -561,10 +562,10 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     for kind in model.kinds:
         layers_of_rank = -(-twins * kind.num_layers // pp)
         rank_s = layers_of_rank * kind.beside.work / twins
-        # No backward runs before the first micro-batch has passed all stages, so until then
-        # forwards have no partner. Because layers pair one to one, an equal number of backwards has
-        # no partner either. A rank that does anything else meanwhile, including waiting, loses that
-        # time.
+        # No backward pass runs before the first micro-batch has passed all stages, so until then
+        # forward passes have no partner. Because layers pair one to one, an equal number of
+        # backward passes has no partner either. A rank that does anything else meanwhile, including
+        # waiting, loses that time.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
@@ -708,12 +709,12 @@ def _forecast_of_one_stage(
     live_microbatches = 1.0
     hidden = 0.0
     if runs_pairs(job, sizes):
-        # All except the first forward and the last backward have a partner.
+        # All except the first forward and the last backward pass have a partner.
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
         pipeline_s -= hidden * num_microbatches * model_cost.exchange
         if num_microbatches > 1:
-            # Within a pair, the backward frees its activations layer by layer while the forward
-            # keeps its own.
+            # Within a pair, the backward pass frees its activations layer by layer while the
+            # forward pass keeps its own.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * model_cost.saved
     ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
@@ -758,8 +759,8 @@ def _forecast_of_table(
             if placement.rank_of[stage] == rank:
                 rank_parts += parts
         kept_bytes = _peak_kept_bytes(row, stages)
-        # The loss keeps logits only until its backward begins, so compute the peak with and without
-        # them.
+        # The loss keeps logits only until its backward pass begins, so compute the peak with and
+        # without them.
         kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
         ranks.append(
             _RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes)
@@ -893,7 +894,7 @@ def _around_step_s(
             updated_s += update_bytes / (device.memory_bytes * device.memory)
     if not job.overlaps:
         return updated_s + reduced_s + gathered_s
-    # Reductions overlap with the last backward, and gathers with the first forward.
+    # Reductions overlap with the last backward pass, and gathers with the first forward pass.
     shown_reduced_s = max(0.0, reduced_s - rank.input - rank.weight)
     shown_gathered_s = max(0.0, gathered_s - rank.forward)
     return updated_s + (shown_reduced_s + shown_gathered_s)

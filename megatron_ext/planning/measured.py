@@ -32,7 +32,7 @@ SIZES = (
 _MAX_FILE_BYTES = 1 << 20
 
 StageTimes = tuple[float, float, float]
-"""Seconds of the forward, input gradient and weight gradient of a stage."""
+"""Seconds of the forward pass, input gradient and weight gradient of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class MeasuredCosts:
     latency_s: float
     """Time from the end of an action until another rank has received its output."""
     all_to_all: float = 0.0
-    """Share of forwards and input gradients that is all-to-all between experts."""
+    """Share of forward passes and input gradients that is all-to-all between experts."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run on which durations depend, by the names of Megatron's arguments."""
 

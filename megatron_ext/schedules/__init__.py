@@ -1,12 +1,13 @@
 """Pipeline schedules as data: generated, validated, simulated and drawn.
 
 A `Schedule` holds a list of actions for each rank. `generate` builds one by name, `validate` proves
-it correct, `simulate` computes its time and memory, and `render` and `svg` draw it. The whole
+it correct, `simulate` computes its step time and memory, and `render` and `svg` draw it. The whole
 package imports only the standard library.
 
-Terms: a *rank* is a process of the pipeline. The model is split into *stages*; a rank holds one or
-more, its *chunks*. A step runs every *micro-batch* through all stages, forward and backward. With
-*twins* two mirrored pipelines share all ranks. The *bubble* is the idle time of the busiest rank.
+Terms: a *rank* is a process in the pipeline. The model is split into *stages*, and the stages on a
+rank are its *chunks*. A step runs every *micro-batch* through all stages, forward and backward.
+With *twins*, two mirrored pipelines share all ranks. The *bubble* is the idle time on the busiest
+rank.
 """
 
 from megatron_ext.schedules.generators.catalog import generate, register, registered

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A schedule to compare, with the options that distinguish it from its other variants."""
+    """A schedule to compare, with the options that distinguish its variants."""
 
     name: str
     options: Mapping[str, Any]
-    """Options for its generator, and `chunks` if the generator accepts different numbers of
-    chunks."""
+    """Options for the generator, and `chunks` if the user may choose the number of chunks."""
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -56,19 +55,20 @@ def compare(
     Args:
         name: A registered schedule, `csv:FILE`, or `all`.
         pp: Number of ranks in the pipeline world.
-        num_microbatches: Micro-batches that those ranks run in one step.
+        num_microbatches: Number of micro-batches that these ranks run in one step.
         costs: Durations of actions and latencies of links.
-        chunks: Stages on each rank; with `all`, only for schedules that accept different numbers.
+        chunks: Number of stages on each rank; with `all`, only for schedules that let the user
+        choose it.
         options: Additional options, keyed by schedule name.
-        pairs: Whether forwards and backwards run as pairs.
-        slices: Slices of each micro-batch.
+        pairs: Whether forward and backward passes run as pairs.
+        slices: Number of slices per micro-batch.
 
     Returns:
-        The simulations, shortest first; with `all`, also the reasons why other schedules are left
-        out.
+        The simulations, shortest step first; with `all`, also the reasons why other schedules are
+        left out.
 
     Raises:
-        ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
+        ScheduleError: The schedule (with `all`, every schedule) is impossible for these sizes.
     """
     options = options or {}
     if name != "all":
@@ -95,7 +95,7 @@ def compare(
             "no schedule can run with these sizes:\n" + "\n".join(left_out)
         )
     timelines = [evaluate(schedule, costs) for schedule in schedules]
-    # Among equally fast schedules, the one with less memory comes first.
+    # Among equally fast schedules, the one that needs less memory comes first.
     timelines.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
     return timelines, left_out
 
@@ -111,7 +111,7 @@ def _choices(
             fixed["chunks"] = chunks
         for variant in generator.variants:
             choice = Choice(generator.name, {**variant, **fixed})
-            # Variants that differ only in an option that the user fixed are now identical.
+            # Variants that differed only in an option fixed by the user are now identical.
             if choice not in choices:
                 choices.append(choice)
     return choices
@@ -126,7 +126,7 @@ def possible_tables(
     pairs: bool = False,
     slices: int = 1,
 ) -> tuple[list[Schedule], list[str]]:
-    """Return the tables that the sizes allow, and the distinct reasons why other tables fail."""
+    """Return the tables that these sizes allow, and the distinct reasons why others fail."""
     schedules: list[Schedule] = []
     reasons: list[str] = []
     for choice in choices:
@@ -149,9 +149,9 @@ def possible_tables(
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of a simulation, keyed as in the output of `plan --json`.
+    """Return a simulation's figures, keyed as in the output of `plan --json`.
 
-    Times are in the unit of the costs, activations in Ma (`table/memory.py`).
+    Times are in the same unit as the costs, and activations in Ma (`table/memory.py`).
     """
     schedule = timeline.schedule
     numbers: dict[str, Any] = {
@@ -179,7 +179,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Round a number to remove summation errors, and return an integer if it is whole."""
+    """Round away summation errors, and return an integer if the result is whole."""
     rounded = round(value, 9)
     if rounded == int(rounded):
         return int(rounded)
@@ -187,7 +187,7 @@ def _number(value: float) -> float | int:
 
 
 def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
-    """Return the flags that train with this schedule and these costs."""
+    """Return the flags for training with this schedule and these costs."""
     # A disaggregated job has a forward and a backward rank for each of Megatron's pipeline ranks.
     size = schedule.num_stages if schedule.disaggregated else schedule.pp
     flags = [f"--pipeline-model-parallel-size {size}"]
@@ -205,7 +205,8 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
                 flags.append(f"{generator.flag(key)} {value}")
     if schedule.num_slices > 1:
         flags.append(f"--pipeline-slices {schedule.num_slices}")
-    # The text of costs omits the shares of attention and all-to-all, which only simulations use.
+    # The text form of costs omits the shares of attention and all-to-all, which only simulations
+    # use.
     if str(costs) != str(UNIT):
         flags.append(f"--pipeline-costs {costs}")
     if schedule.pairs:

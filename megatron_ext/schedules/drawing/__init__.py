@@ -1,1 +1,1 @@
-"""Pictures of simulated schedules: characters and SVG."""
+"""Pictures of simulated schedules: as characters and as SVG."""

@@ -1,7 +1,7 @@
-"""The colours of every picture: those of `plot`, of the trace report and of the website.
+"""The colours of all pictures: in `plot`, in the trace report and on the website.
 
 Any two colours are distinguishable with any kind of colour blindness (a test computes how well),
-and each has a matching text colour. Even chunks of a rank use the strong shade, odd chunks the pale
+and each has a matching text colour. A rank's even chunks have the strong shade, odd chunks the pale
 one.
 """
 
@@ -14,10 +14,10 @@ KINDS = {
     "W": ("#8f3c4e", "#e390b4"),
     "R": ("#4f4a1c", "#d0bfa0"),
 }
-"""By kind of action: the colours of even and of odd chunks."""
+"""By kind of action: the colours for even and for odd chunks."""
 
 SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
-"""Spans of a trace other than actions: messages, and the work after the pipeline."""
+"""Spans in a trace other than actions: messages, and the work after the pipeline."""
 
 NAMES = {
     "F": "forward",
@@ -41,7 +41,7 @@ _DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
 
 
 def variables(theme: str) -> str:
-    """Return the colours of a theme, `light` or `dark`, as CSS variables on one line."""
+    """Return a theme's (`light` or `dark`) colours as CSS variables on one line."""
     colours = {**_PAGES[theme], **SPANS}
     for kind, (even, odd) in KINDS.items():
         colours |= {kind: even, f"{kind}-odd": odd}
@@ -49,18 +49,18 @@ def variables(theme: str) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return the text colour for a background: dark or light, whichever has more contrast."""
+    """Return the text colour, dark or light, that has more contrast with a background."""
     return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
 
 
 def contrast(first: str, second: str) -> float:
-    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    """Return the contrast between two colours as defined by WCAG, from 1 to 21."""
     darker, lighter = sorted((_luminance(first), _luminance(second)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
 def _luminance(colour: str) -> float:
-    """Return the relative luminance of a colour as WCAG defines it, from 0 to 1."""
+    """Return a colour's relative luminance as defined by WCAG, from 0 to 1."""
     red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

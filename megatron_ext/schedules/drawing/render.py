@@ -1,11 +1,11 @@
-"""Draws a simulated schedule as a grid of characters, with one line for each rank.
+"""Draws a simulated schedule as a grid of characters, with one line per rank.
 
     0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
 
-Time runs to the right. `F0` is the forward of micro-batch 0, `B0---` takes as long as two forwards,
-and `.` is idle time. Lower case marks the second chunk of a rank; with more than two chunks, cells
-name the stage, as in `5F0`. A schedule with twins is drawn with both directions. The micro-batches
-of the second direction are numbered after those of the first.
+Time runs to the right. `F0` is the forward pass for micro-batch 0, `B0---` takes as long as two
+forward passes, and `.` is idle time. Lower case marks a rank's second chunk; with more than two
+chunks, cells name the stage, as in `5F0`. For a schedule with twins, both directions are drawn.
+Micro-batches in the second direction are numbered after those in the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
 
 def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
-    """Return caption, grid and legend for a terminal of `width` columns."""
+    """Return the caption, grid and legend for a terminal with `width` columns."""
     body = grid(timeline, width)
     legend = _legend(timeline)
     if coloured:
@@ -38,7 +38,7 @@ def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> 
 
 
 def _painted(cell: re.Match[str]) -> str:
-    """Return a cell in the colour of its kind, in the pale shade if the letter is lower case."""
+    """Return a cell in the colour for its kind, in the pale shade if the letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
     if kind.islower():
@@ -47,7 +47,7 @@ def _painted(cell: re.Match[str]) -> str:
 
 
 def caption(timeline: Timeline) -> str:
-    """Return the figures of a simulation in one line."""
+    """Return a simulation's figures on one line."""
     schedule = timeline.schedule
     return (
         f"{schedule.label}: pp {schedule.pp}, m {schedule.total_microbatches}, makespan "
@@ -60,7 +60,7 @@ _MAX_CELLS = 1 << 20
 
 
 def check_drawable(timeline: Timeline) -> None:
-    """Check that the grid of a picture is not too large.
+    """Check that a picture's grid is not too large.
 
     Raises:
         ScheduleError: The picture has too many columns.
@@ -81,7 +81,7 @@ def _legend(timeline: Timeline) -> str:
     for row in timeline.schedule.rows:
         kinds.update(action.kind for action in row)
     if timeline.schedule.ships_activations:
-        # The R of shipped activations takes no time, so it is not drawn.
+        # With shipped activations, R takes no time, so it is not drawn.
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
@@ -104,10 +104,10 @@ def unit_of_time(timeline: Timeline) -> str:
 
 
 def slot_time(timeline: Timeline) -> float:
-    """Return the duration of one column, which is the duration of the shortest action."""
+    """Return the duration of one column, which is that of the shortest action."""
     durations: list[float] = []
     for row in timeline.bars:
-        # The R of shipped activations takes no time.
+        # With shipped activations, R takes no time.
         durations += [end - start for _, start, end in row if end > start]
     return min(durations)
 
@@ -118,7 +118,7 @@ def _num_chunks(schedule: Schedule) -> int:
 
 
 def cell_label(schedule: Schedule, action: Action) -> str:
-    """Return the text of an action's cell."""
+    """Return the text for an action's cell."""
     if _num_chunks(schedule) > 2:
         return str(action)
     text = f"{action.kind}{action.microbatch}"
@@ -128,14 +128,14 @@ def cell_label(schedule: Schedule, action: Action) -> str:
 
 
 def grid(timeline: Timeline, width: int = 100) -> str:
-    """Return the lines of all ranks, broken into blocks of at most `width` columns."""
+    """Return the lines for all ranks, broken into blocks of at most `width` columns."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
     num_columns = len(rows[0])
     cell_width = len(rows[0][0])
     # Break the grid into blocks, because a terminal would wrap each long line separately.
     columns_per_block = num_columns
-    # The separator after the rank takes one column, and the space at the end is stripped.
+    # The separator after the rank takes one column, and the trailing space is stripped.
     if rank_width + num_columns * cell_width > width:
         columns_per_block = max(1, (width - rank_width - 1) // cell_width)
     blocks = []
@@ -159,7 +159,7 @@ class _Bar(NamedTuple):
 
 
 def _cells(timeline: Timeline) -> list[list[str]]:
-    """Return the text of each cell, by rank and column, padded to equal width."""
+    """Return the text in each cell, by rank and column, padded to equal width."""
     schedule = timeline.schedule
     slot = slot_time(timeline)
     check_drawable(timeline)
@@ -169,12 +169,12 @@ def _cells(timeline: Timeline) -> list[list[str]]:
         labels = [cell_label(schedule, action) for action, _, _ in row]
         for label in labels:
             cell_width = max(cell_width, len(label) + 1)
-        # Draw a pair as one bar, at the position of its forward.
+        # Draw a pair as one bar, at the position of its forward pass.
         for index in schedule.pairs_of(table_rank(schedule, rank)):
             _, start, end = row[index]
             labels[index] += f"+{labels[index + 1]}"
             labels[index + 1] = ""
-            # The label of a pair may extend over all of its columns.
+            # A pair's label may extend over all of its columns.
             num_columns = max(1, _column(end - start, slot))
             cell_width = max(
                 cell_width, math.ceil((len(labels[index]) + 1) / num_columns)
@@ -184,16 +184,17 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             if label:
                 bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
         bars_by_rank.append(bars)
-    # The last action may end between two columns, so round the width of the grid like the bars.
+    # The last action may end between two columns, so round the grid's width in the same way as the
+    # bars.
     num_columns = _column(timeline.makespan, slot)
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 
 
 def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
-    """Return the text of each cell of a rank. A label extends across the columns of its bar."""
+    """Return the text in each cell of a rank. Labels extend across their bar's columns."""
     cells = [".".ljust(cell_width)] * num_columns
     for bar in bars:
-        # The last character is a space, which separates the bars.
+        # The last character is a space that separates the bars.
         length = (bar.end - bar.first) * cell_width - 1
         text = bar.label[:length].ljust(length, "-") + " "
         for column in range(bar.first, bar.end):

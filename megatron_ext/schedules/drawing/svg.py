@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
-# Height of the axis below a schedule's lanes: ticks, numbers and the name of the unit.
+# Height of the axis below a schedule's lanes: ticks, numbers and the unit's name.
 _AXIS = 44
 # Width of the longest schedule, unless its labels need more.
 _WIDTH = 1000
 # Width of a digit in pixels, at a font size of 10px. The reader's font is unknown, so this is
-# slightly more than most fonts need.
+# slightly wider than a digit in most fonts.
 _DIGIT = 5.8
 
 _STYLE = f"""\
@@ -44,15 +44,15 @@ def draw(
 ) -> str:
     """Return an SVG with one lane per rank above a time axis.
 
-    Odd chunks are pale, and actions of the second direction have a frame. Several schedules are
-    drawn below each other on the same time scale. The picture grows with the table, so that every
+    Odd chunks are pale, and actions in the second direction have a frame. Several schedules are
+    drawn below each other on the same time scale. The picture grows with the table so that every
     number is legible.
 
     Args:
         timelines: The schedules, from top to bottom.
-        unit: Meaning of 1 on the axis; empty: `unit_of_time`.
-        memory_gib: Memory of each rank, drawn below the schedules; empty: not drawn.
-        limit_gib: Memory limit of a rank, which is the length of its lane.
+        unit: The meaning of 1 on the axis; empty: `unit_of_time`.
+        memory_gib: Memory on each rank, drawn below the schedules; empty: not drawn.
+        limit_gib: Memory limit of a rank, which is the length of its memory lane.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -88,7 +88,7 @@ def draw(
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
-    """Return the pixels per unit of time that make every number legible."""
+    """Return how many pixels per unit of time make every number legible."""
     legible = shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
@@ -96,7 +96,7 @@ def _scale(timelines: Sequence[Timeline]) -> float:
                 if end > start:
                     label = _label(timeline.schedule, action)
                     legible = max(legible, (_DIGIT * len(label) + 4) / (end - start))
-                    # The shortest action needs no more than 30 pixels.
+                    # The shortest action does not need more than 30 pixels.
                     shortest_scale = max(shortest_scale, 30 / (end - start))
     longest = max(timeline.makespan for timeline in timelines)
     # Do not stretch short tables to the full width.
@@ -104,7 +104,7 @@ def _scale(timelines: Sequence[Timeline]) -> float:
 
 
 def _fills(timelines: Sequence[Timeline]) -> str:
-    """Return CSS with the colours of all kinds of action drawn."""
+    """Return CSS with the colours for all kinds of actions drawn."""
     present: set[str] = set()
     for timeline in timelines:
         for row in timeline.schedule.rows:
@@ -140,7 +140,7 @@ def _label(schedule: Schedule, action: Action) -> str:
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
-    """Yield the lane of a rank, with its actions."""
+    """Yield a rank's lane, with its actions."""
     schedule = timeline.schedule
     yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
     length = timeline.makespan * scale
@@ -151,7 +151,8 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
             continue
         x = _LEFT + start * scale
         width = (end - start) * scale
-        # The actions of a pair overlap in time, so draw the forward above the backward.
+        # The two actions in a pair overlap in time, so draw the forward pass above the backward
+        # pass.
         top = y
         height = _BAR
         line = 14
@@ -176,7 +177,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 
 
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
-    """Yield an axis with numbers at round times and the name of its unit."""
+    """Yield an axis with numbers at round times and its unit's name."""
     end = _LEFT + timeline.makespan * scale
     # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))

@@ -1,13 +1,13 @@
 """BitPipe: two mirrored pipelines, each interleaved in a V, on the same ranks.
 
-One pipeline goes down the ranks and back up through 2pp stages, and the other starts at the last
-rank. While one fills, the other works. Ranks r and pp-1-r hold the same four stages, so weights are
-stored twice. The table covers pp/2 ranks in W placement with half of the micro-batches. It runs
-twice, the second time mirrored, and the twins are data-parallel peers. With `routing=twin`,
-activations cross to the twin at the inner folds, as in the paper. With `local` they stay on their
-rank, which saves messages.
+The first pipeline goes down the ranks and back up through 2pp stages, and the second one starts at
+the last rank. While one pipeline fills, the other one works. Ranks r and pp-1-r hold the same four
+stages, so weights are stored twice. The table covers half of the micro-batches on pp/2 ranks in W
+placement. It runs twice, the second time mirrored, and the twins are data-parallel peers. With
+`routing=twin`, activations cross to the twin at the inner folds, as in the paper. With
+`routing=local`, activations stay on their rank, which saves messages.
 
-`order=paper` is the order of the published code. Its bubble grows with every pp micro-batches.
+`order=paper` is the order in the published code. Its bubble grows with every pp micro-batches.
 
 Paper: Wu et al., BitPipe, 2024 (arXiv 2410.19367); code: wuhouming/BitPipe.
 
@@ -19,9 +19,9 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
-`order=zb` splits backwards and searches for an order (greedy.py) that keeps no more activations.
-The search uses the actual costs, because a table optimised for equal times and free links takes
-much longer under other costs.
+`order=zb` splits backward passes and searches (greedy.py) for an order that keeps no more
+activations than `paper`. The search uses the actual costs, because a table optimised for equal
+times and zero latency takes much longer under other costs.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -31,14 +31,15 @@ bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 
 Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 40. No table
 with this placement has a smaller bubble: the middle ranks cannot start earlier. Any even m is
-legal. The bubble is larger if m is below pp or slightly above it, and if costs are unequal; with
-unequal costs and pp >= 16 it also grows slowly with m.
+legal. The bubble is larger if m is below or slightly above pp, or if costs are unequal. With
+unequal costs and pp >= 16, the bubble also grows slowly with m.
 
-Activations: min(pp, m) at most. Each direction sums its gradients in the order of its
-micro-batches; then the twins' gradients are reduced, as between data-parallel ranks. So losses and
-gradients are bit-identical to those of Megatron's pipeline on pp/2 ranks, with one exception: with
+Activations: min(pp, m) at most. Each direction sums its gradients in micro-batch order; then
+gradients are reduced across the twins, as across data-parallel ranks. So losses and gradients are
+bit-identical to those from Megatron's pipeline on pp/2 ranks, with one exception: with
 `routing=twin` and experts spread over the twins, the experts in stages between the inner folds see
-the twins' tokens in the opposite order. Losses then agree to 1e-6 (`routing=local`: bit for bit).
+the twins' tokens in the opposite order. In that case, losses agree to 1e-6 (with `routing=local`,
+bit for bit).
 """
 
 from __future__ import annotations
@@ -75,15 +76,15 @@ def bitpipe(
     order: str,
     routing: placement.Routing,
 ) -> Schedule:
-    """Return the table of one of BitPipe's two mirrored pipelines."""
+    """Return the table for one of BitPipe's two mirrored pipelines."""
     num_ranks = pp // 2
     folded = placement.mirrored(placement.w(num_ranks), routing)
     m = num_microbatches // 2
     if order == "paper":
         rows = _paper_rows(pp, m)
     else:
-        # The cap counts activations of single stages, which are 1/(2pp) of the model: 2pp of them
-        # equal the pp units stated above.
+        # The cap counts the activations of single stages. A stage is 1/(2pp) of the model, so a cap
+        # of 2pp equals the pp units stated above.
         problem = Problem(folded, m, cap=2 * pp, costs=costs)
         variants = [Variant()]
         for limit in range(num_ranks, pp + 1):
@@ -98,7 +99,7 @@ def bitpipe(
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published order of one of the two pipelines."""
     num_ranks = pp // 2
-    # The published order needs whole units of one micro-batch per rank. So round the number of
+    # The published order needs whole units of one micro-batch per rank. Round the number of
     # micro-batches up to whole units, and drop the surplus.
     published = math.ceil(num_microbatches / num_ranks) * num_ranks
     rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
@@ -108,7 +109,7 @@ def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
 
 
 class _Pass(NamedTuple):
-    """The stages of one rank in the order of a forward: both sides of one V, then of the other."""
+    """The stages on one rank, in forward order: both sides of one V, then of the other."""
 
     first_down: int
     first_up: int
@@ -117,7 +118,7 @@ class _Pass(NamedTuple):
 
 
 def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
-    """Return the published order of one rank."""
+    """Return the published order for one rank."""
     num_ranks = pp // 2
     forward = _Pass(rank, pp - 1 - rank, pp + rank, 2 * pp - 1 - rank)
     backward = _Pass(*reversed(forward))
@@ -134,7 +135,7 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
 
 
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
-    """Return the actions of one kind for one unit: one micro-batch per rank of a direction."""
+    """Return the actions of one kind for one unit, which is one micro-batch per rank."""
     # Ranks further down run fewer micro-batches before the first one returns.
     head = unit[: len(unit) - rank]
     tail = unit[len(unit) - rank :]
@@ -163,8 +164,8 @@ def _weave(
     warm_up = 2 * pp - num_pairs
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
-    # Forwards and backwards in turn. This consumes the same two iterators as the slices below, so
-    # each action appears once.
+    # Alternate forward and backward passes. This loop consumes the same two iterators as the slices
+    # below, so each action appears once.
     alternating = chain.from_iterable(
         zip(remaining_forwards, remaining_backwards, strict=False)
     )
@@ -173,8 +174,8 @@ def _weave(
         row += islice(alternating, 2 * num_pairs)
         # The current unit drains.
         row += islice(remaining_backwards, warm_up - num_pairs + 1)
-        # Backwards of this unit alternate with forwards of the next one, which then fills the
-        # pipeline again.
+        # This unit's backward passes alternate with the next unit's forward passes, and the next
+        # unit then refills the pipeline.
         row += islice(alternating, 2 * num_pairs - 2)
         row += islice(remaining_forwards, warm_up - num_pairs + 1)
     row += islice(alternating, 2 * num_pairs)

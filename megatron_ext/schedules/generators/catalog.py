@@ -3,7 +3,8 @@
 A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
 `generators/`, decorated with `@register`; with `free_chunks` the number of chunks is the third
 argument, and with `needs_costs` the costs are the last one. `plan`, `plot` and the tests that cover
-all schedules look it up here; no other registration is needed. See docs/adding-a-schedule.md.
+all schedules look generators up here, so no other registration is needed. See
+docs/adding-a-schedule.md.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 """Schedules that support slices by length, because their tables are fast to generate."""
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
-"""Maximum number of forwards in a table. Such a table takes about ten seconds and 1 GB."""
+"""Maximum number of forward passes in a table. Generating a table of this size takes about ten
+seconds and 1 GB."""
 MAX_SEARCHED_PASSES = 1 << 18
-"""Maximum number of forwards in a table that a search produces."""
+"""Maximum number of forward passes in a table produced by a search."""
 
 Build = Callable[..., Schedule]
 
@@ -42,28 +44,30 @@ class Generator:
     num_chunks: int = 1
     """Default number of stages on each rank."""
     free_chunks: bool = False
-    """Whether the user may choose another number of chunks, at least 2."""
+    """Whether the user may choose the number of chunks, which must be at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
-    """Values of each additional option, the default first."""
+    """The values of each additional option, starting with the default."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) of each variant that a comparison of all schedules shows."""
+    """Options (and `chunks`) for each variant shown when all schedules are compared."""
     twins: int = 1
     """2: two mirrored pipelines share the ranks, and each runs half of the micro-batches."""
     pairs: bool = False
-    """Whether the generated order already alternates for pairs, so that they only need marking."""
+    """Whether forward and backward passes already alternate, so that pairs only need marking."""
     needs_costs: bool = False
-    """Whether the table depends on costs, which are then the generator's last argument."""
+    """Whether the table depends on costs, which the generator then takes as its last argument."""
     listed: bool = True
-    """Whether `--pipeline-schedule` accepts it and comparisons of all schedules show it."""
+    """Whether `--pipeline-schedule` accepts the schedule and comparisons of all schedules show
+    it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
-    """Takes (ranks, micro-batches), and returns whether a search produces the table."""
+    """Takes (ranks, micro-batches) and returns whether a search produces the table."""
     flags: str | None = None
-    """Training flags that select it; `{chunks}` is filled in. None: `--pipeline-schedule NAME`."""
+    """Training flags that select the schedule, with `{chunks}` filled in. None:
+    `--pipeline-schedule NAME`."""
 
     def complete(
         self, chunks: int | None, options: Mapping[str, Option]
     ) -> dict[str, Option]:
-        """Check options and fill in the defaults.
+        """Check the options and fill in defaults.
 
         Raises:
             ScheduleError: An option or a value does not exist.
@@ -94,7 +98,7 @@ class Generator:
         }
 
     def flag(self, key: str) -> str:
-        """Return the flag of an option."""
+        """Return the flag for an option."""
         return f"--{self.name}-{key}"
 
 
@@ -119,7 +123,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
 @cache
 def _load_generators() -> None:
-    # Import at the first look-up, because the generator modules import this module.
+    # Import on first look-up, because the generator modules import this module.
     from megatron_ext.schedules import generators as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -132,7 +136,7 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     `unlisted` also returns generators that `--pipeline-schedule` does not accept.
     """
     _load_generators()
-    # Sort, because plug-ins register in the order of their imports, which differs between programs.
+    # Sort the names, because plug-ins register in import order, which differs between programs.
     generators = {}
     for name, generator in sorted(_GENERATORS.items()):
         if generator.listed or unlisted:
@@ -161,7 +165,7 @@ def get(name: str) -> Generator:
 
 
 def base_table(chunks: int | None) -> str:
-    """Return the name of Megatron's own schedule for a number of stages on each rank."""
+    """Return the name of Megatron's own schedule with this many stages per rank."""
     return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
 
 
@@ -177,16 +181,17 @@ def generate(
 
     Args:
         name: A registered name, or `csv:` and a path.
-        pp: Ranks of the pipeline world. For a file, it must equal the number of rows.
-        num_microbatches: Micro-batches that those ranks run in one step. For a file, it must equal
-            the number in the file.
-        chunks: Stages on each rank, if the schedule accepts different numbers.
-        costs: Durations that generators with `needs_costs` and features optimise for.
+        pp: Number of ranks in the pipeline world. For a file, this must equal the number of rows.
+        num_microbatches: Number of micro-batches that these ranks run in one step. For a file, this
+            must equal the number in the file.
+        chunks: Number of stages on each rank, if the schedule lets the user choose it.
+        costs: Durations for which generators with `needs_costs`, and features, optimise the table.
         options: Options for the generator and for features (`feature_list.TABLES`), such as
             `slices=4` or `pairs=True`.
 
     Raises:
-        ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
+        ScheduleError: No table has these sizes; the message states the rule and suggests sizes that
+        work.
     """
     changes = table_changes(options)
     if name.startswith(CSV_PREFIX):
@@ -221,8 +226,8 @@ def generate(
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # So it sees each action as num_passes / num_microbatches times too long; scale the latency
-        # by the same factor.
+        # To the generator, each action is therefore num_passes / num_microbatches times too long,
+        # so scale the latency by the same factor.
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
@@ -236,8 +241,8 @@ def generate(
     return schedule
 
 
-# Choosing a schedule already searches for its table, which training then needs again. The cache is
-# small because a table may take 100 MB.
+# Choosing a schedule already generates its table, and training then needs the same table. The cache
+# is small, because a table may take 100 MB.
 @lru_cache(maxsize=2)
 def _searched(
     build: Build,
@@ -248,7 +253,7 @@ def _searched(
 
 
 def _loaded(name: str, pp: int | None, num_microbatches: int | None) -> Schedule:
-    """Return the table of a file."""
+    """Return the table in a file."""
     from megatron_ext.schedules.table.table_files import load_csv
 
     return load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
@@ -260,7 +265,7 @@ def _check_size(name: str, number: int) -> None:
 
 
 def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
-    """Check the sizes of two mirrored pipelines; `config/stages.py` checks those of flags.
+    """Check the sizes of two mirrored pipelines; `config/stages.py` checks the flags.
 
     Raises:
         ScheduleError: A size is odd, or there are fewer than four ranks.

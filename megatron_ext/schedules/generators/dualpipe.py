@@ -1,7 +1,8 @@
-"""DualPipe: two pipelines in opposite directions on the same ranks, each with half of the step.
+"""DualPipe: two pipelines in opposite directions on the same ranks, each running half of the step.
 
-Ranks r and pp-1-r hold the same two stages, so weights are stored twice, and the step ends with a
-reduction over these twins. The table is DualPipeV's for pp/2 ranks. It runs twice, once mirrored.
+Ranks r and pp-1-r hold the same two stages, so weights are stored twice, and gradients are reduced
+across these twins at the end of the step. The table is DualPipeV's table for pp/2 ranks. It runs
+twice, the second time mirrored.
 
 Paper: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -12,8 +13,8 @@ dualpipe overlap=False: pp 4, m 8, makespan 25, bubble 1 (4.0 %), peak 5
 3|F4 F5 F6 F0 I0 W0 F1 F7 B1--- F2 B4--- B2--- F3 .  B5--- B3--- I6 W6 I7 W7
 
 Bubble: (pp/2 - 1)Tf for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1 on every rank.
-Needs even pp and even m. Each direction sums its gradients in the order of its
-micro-batches; then the twins' gradients are reduced, as between data-parallel ranks.
+Needs even pp and even m. Each direction sums its gradients in micro-batch order; then gradients are
+reduced across the twins, as across data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron_ext.schedules.table.actions import Schedule
 
 @register("dualpipe", num_chunks=2, pairs=True, twins=2)
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of one of DualPipe's two mirrored pipelines."""
-    # The table covers one of the two pipelines. The twins run the same rows, mirrored.
+    """Return the table for one of DualPipe's two mirrored pipelines."""
+    # The table covers one of the two pipelines. The other pipeline runs the same rows, mirrored.
     num_ranks = pp // 2
     m = num_microbatches // 2
     folded = placement.mirrored(placement.v(num_ranks), "twin")

@@ -1,9 +1,9 @@
 """DualPipeV: DualPipe folded into a V, so that weights are stored once.
 
-Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
-the communication of each with the computation of the other. Backwards are split only while the
-pipeline fills and drains. In this table, a forward and a backward are two actions, each of which
-sends its result when it ends.
+Forward passes on one chunk alternate with backward passes on the other chunk, F B F B, so that an
+executor can overlap the communication of each pass with the computation of the other. Backward
+passes are split only while the pipeline fills and drains. In this table, a forward and a backward
+pass are separate actions, and each of them sends its result as soon as it finishes.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -20,7 +20,7 @@ dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %),
 
 Bubble: (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1/2 on every rank.
 With fewer than 2pp micro-batches, the table for 2pp is generated and the surplus is removed.
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+Gradients are summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
 @register("dualpipe-v", num_chunks=2, pairs=True)
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of DualPipeV."""
+    """Return DualPipeV's table."""
     rows = step_lists(pp, num_microbatches)
     options = {"chunks": 2, "overlap": False}
     return Schedule("dualpipe-v", placement.v(pp), num_microbatches, rows, options)
 
 
 def step_lists(pp: int, num_microbatches: int) -> tuple[Row, ...]:
-    """Return the published steps of all ranks, shortened for fewer than 2pp micro-batches."""
+    """Return the published steps for all ranks, shortened for fewer than 2pp micro-batches."""
     published = max(num_microbatches, 2 * pp)
     rows = tuple(_step_list(rank, pp, published) for rank in range(pp))
     if published == num_microbatches:
@@ -49,22 +49,24 @@ def step_lists(pp: int, num_microbatches: int) -> tuple[Row, ...]:
 
 
 def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the published steps of one rank, which has at least 2pp micro-batches."""
+    """Return the published steps for one rank, which runs at least 2pp micro-batches."""
     below = pp - 1 - rank
     half = (rank + 1) // 2
-    # The number of full backwards depends on the parity of the rank, as in the published code.
+    # The number of full backward passes depends on whether the rank is even or odd, as in the
+    # published code.
     if rank % 2:
         turn = [("B1 B0", half), ("I1 I0", rank + 1 - half)]
     else:
         turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
     phases = (
-        # Steps 1 to 3 of the published code: forwards fill the V, and the first I run early.
+        # Steps 1 to 3 of the published code: forward passes fill the V, and the first I run early.
         ("F0", 2 * below),
         ("F0 F1", rank + 1),
         ("I1 W F1", below),
-        # Step 4, the steady phase: each forward is followed by a backward of the other chunk.
+        # Step 4, the steady phase: each forward pass is followed by a backward pass on the other
+        # chunk.
         ("F0 B1 F1 B0", num_microbatches - 2 * pp + rank + 1),
-        # Steps 5 to 8, the cool-down: from the second half of step 6 on, backwards are split.
+        # Steps 5 to 8, the cool-down: from the second half of step 6 on, backward passes are split.
         ("B1 F1 B0", below),
         *turn,
         ("W I0", below),

@@ -1,16 +1,16 @@
-"""Forward/backward disaggregation: half of the ranks run forwards, the others backwards.
+"""Forward/backward disaggregation: separate ranks for forward and for backward passes.
 
-Forward ranks 0 to p/2-1 hold the p/2 stages and keep no activations. Each sends its output to the
-next forward rank and to the backward rank of the next stage. Backward ranks p/2 to p-1 hold the
-stages in reverse. There R repeats the forward, this time recording an autograd graph, and B runs
-the backward, so only one micro-batch's activations are alive. The last stage's output is not
-needed, so the last forward rank idles.
+Forward ranks 0 to p/2-1 hold the p/2 stages and keep no activations. Each of them sends its output
+to the next forward rank and to the next stage's backward rank. Backward ranks p/2 to p-1 hold the
+stages in reverse. There R repeats the forward pass, this time recording an autograd graph, and B
+runs the backward pass, so only one micro-batch's activations are alive. No rank needs the last
+stage's output, so the last forward rank idles.
 
 With `activations=ship` a forward rank sends the saved input of each layer, and B recomputes each
-layer just before its backward; R takes no time. Then all forward ranks work, and a backward rank
-keeps the activations of one layer instead of a whole stage.
+layer just before its backward pass; R takes no time. Then all forward ranks work, and a backward
+rank keeps the activations of a single layer instead of those of a whole stage.
 
-Idea: the forward/backward disaggregating of MegatronApp.
+Idea: the forward pass/backward disaggregation in MegatronApp.
 
 fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
 0|F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  .  .
@@ -18,9 +18,9 @@ fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
 2|.  R0 B0--- R1 B1--- R2 B2--- R3 B3--- .  .
 3|R0 .  .  .  B0--- R1 B1--- R2 B2--- R3 B3---
 
-Bubble: (pp - 2)(Tf + Tb + Tw), and pp Tf more with `ship`. Activations: 2 (one stage is 2/pp of the
-model). With `ship` this is an upper bound, because layers are recomputed one by one. Gradients are
-summed in the order of the micro-batches, as without a pipeline.
+Bubble: (pp - 2)(Tf + Tb + Tw), plus pp Tf with `ship`. Activations: 2 (one stage is 2/pp of the
+model). With `ship` this is an upper bound, because layers are recomputed one at a time. Gradients
+are summed in the order of the micro-batches, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_ext.schedules.table.actions import Action, Row, Schedule
     flags="--forward-backward-disaggregating",
 )
 def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Schedule:
-    """Return the table of both roles: `pp` ranks, half of them for forwards.
+    """Return the table for both roles: `pp` ranks, half of which run forward passes.
 
     Raises:
         ScheduleError: pp is odd.
@@ -54,7 +54,7 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
     microbatches = range(num_microbatches)
     rows: list[Row] = []
     for stage in stages:
-        # If backward ranks recompute, the output of the last stage is not needed.
+        # If backward ranks recompute, no rank needs the last stage's output.
         works = activations == "ship" or stage < stages[-1]
         rows.append(tuple(Action(stage, "F", m) for m in microbatches if works))
     for stage in reversed(stages):

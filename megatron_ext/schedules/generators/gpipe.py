@@ -1,7 +1,7 @@
-"""GPipe: every forward of the step, then every backward.
+"""GPipe: all forward passes, then all backward passes.
 
-This is the simplest pipeline. It needs the most memory, because all micro-batches are alive when
-the last forward ends.
+This is the simplest pipeline. It needs the most memory, because the activations of all
+micro-batches are alive at the end of the last forward pass.
 
 Paper: Huang et al., GPipe, 2019 (arXiv 1811.06965).
 
@@ -12,7 +12,7 @@ gpipe: pp 4, m 4, makespan 21, bubble 9 (42.9 %), peak 4
 3|.  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
 Bubble: (pp - 1)(Tf + Tb + Tw), the same as for 1F1B. Activations: m on every rank. Gradients are
-summed in the order of the micro-batches, as without a pipeline.
+summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_ext.schedules.table.actions import Action, Schedule
 
 @register("gpipe")
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of GPipe."""
+    """Return GPipe's table."""
     rows = []
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # Backwards run in ascending order, as in 1F1B, so gradients are summed in the same order as
-        # without a pipeline.
+        # Backward passes run in ascending order, as in 1F1B, so gradients are summed in the same
+        # order as without a pipeline.
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

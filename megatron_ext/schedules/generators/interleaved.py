@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: v chunks of the model on each rank, so that the pipeline fills v times as fast.
+"""Interleaved 1F1B: v model chunks on each rank, so that the pipeline fills v times as fast.
 
-Rank r holds the stages r, pp + r, 2pp + r, ... Micro-batches go around in groups of pp. The bubble
-is v times smaller, but v times as many messages are sent and more activations are alive. This is
-Megatron's order without its extra warm-up for overlapped communication.
+Rank r holds the stages r, pp + r, 2pp + r, ... Micro-batches circulate in groups of pp. The bubble
+is v times smaller than 1F1B's, but v times as many messages are sent, and more activations are
+alive. This is Megatron's order, without the extra warm-up for overlapped communication.
 
 Paper: Narayanan et al., Efficient Large-Scale Language Model Training, 2021 (arXiv 2104.04473).
 
@@ -17,7 +17,7 @@ removed from the last one.
 
 Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.
 Activations: min(m, (2(pp - 1) + (v - 1)pp + 1) / v) on rank 0.
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+Gradients are summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_ext.schedules.table.actions import Action, Schedule
     flags="--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank {chunks}",
 )
 def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Return the table of interleaved 1F1B.
+    """Return the interleaved 1F1B table.
 
     Raises:
         ScheduleError: There is only one rank.
@@ -59,7 +59,7 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
 def _row(
     rank: int, pp: int, num_microbatches: int, num_chunks: int
 ) -> tuple[Action, ...]:
-    """Return the order of one rank; the micro-batches are whole groups of pp."""
+    """Return the order for one rank; the number of micro-batches is a multiple of pp."""
     stages = range(rank, pp * num_chunks, pp)
     forwards: list[Action] = []
     backwards: list[Action] = []
@@ -69,8 +69,8 @@ def _row(
             forwards += [Action(stage, "F", i) for i in group]
         for stage in reversed(stages):
             backwards += [Action(stage, "B", i) for i in group]
-    # A round of pp forwards for each chunk except the last, plus two forwards for each rank below.
-    # One of the two runs while the last chunk's first micro-batch travels down, the other while its
-    # gradient comes back.
+    # A round of pp forward passes for each chunk except the last, plus two forward passes for each
+    # rank below. One of these two runs while the last chunk's first micro-batch travels down the
+    # ranks, and the other one while its gradient travels back.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
     return alternate(forwards, backwards, min(warm_up, len(forwards)))

@@ -1,8 +1,8 @@
-"""1F1B: each micro-batch starts its backward as early as possible, which frees its activations.
+"""1F1B: each micro-batch starts its backward pass early, which frees its activations.
 
-Rank r runs pp - 1 - r forwards ahead, then alternates one forward and one backward. The bubble is
-the same as GPipe's, but the depth of the pipeline bounds the activations. This is Megatron's
-schedule without interleaving.
+Rank r runs pp - 1 - r forward passes first, then alternates one forward and one backward pass. The
+bubble is the same as GPipe's, but the number of live activations is bounded by the pipeline depth.
+This is Megatron's schedule without interleaving.
 
 Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (arXiv 2006.09503).
 
@@ -13,7 +13,7 @@ Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (
 3|.  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
 
 Bubble: (pp - 1)(Tf + Tb + Tw). Activations: min(pp - rank, m).
-Gradients are summed in the order of the micro-batches, as without a pipeline.
+Gradients are summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_ext.schedules.table.actions import Action, Schedule
 
 @register("1f1b")
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of 1F1B."""
+    """Return 1F1B's table."""
     rows = []
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # One forward for each rank below: by then, the first gradient is on its way back.
+        # Run one forward pass for each rank below. By then, the first gradient is on its way back.
         warm_up = min(pp - 1 - rank, num_microbatches)
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))

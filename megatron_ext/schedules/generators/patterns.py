@@ -1,4 +1,4 @@
-"""Orders that several generators share."""
+"""Action orders shared by several generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then alternate forwards and backwards until both have run out."""
+    """Return `warm_up` forward passes, then forward and backward passes in turn."""
     row = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += (forward, backward)
@@ -24,11 +24,11 @@ def alternate(
 
 
 def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
-    """Return the rows of a longer table, limited to its first micro-batches.
+    """Return the rows of a longer table, truncated to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank. So
-    if the longer table completes, the shortened table does too. It keeps the order of its actions
-    and needs no more activations.
+    if the longer table completes, the shortened table does too. The shortened table keeps the order
+    of the actions and needs no more activations.
     """
     shorter = []
     for row in rows:
@@ -44,12 +44,12 @@ def expand(
     """Return the row that a list of phases describes.
 
     Args:
-        phases: Steps and their number of repetitions. A step names a kind and a chunk, as in
-            `F0 I1 W1`, and runs the next micro-batch of this kind on that chunk. `W` alone runs the
-            W of the oldest pending I of any chunk.
-        stages: The stage of each chunk.
+        phases: Steps, each with a repeat count. A step names a kind and a chunk, as in `F0 I1 W1`,
+            and runs the next micro-batch of this kind on that chunk. `W` alone runs the W for the
+            oldest pending I on any chunk.
+        stages: The stage number of each chunk.
     """
-    # By counter (`_Step`): how many micro-batches have run so far.
+    # By counter (`_Step`): the number of micro-batches that have run so far.
     counts: Counter[str] = Counter()
     # The pending W of each I that has run, oldest first.
     weights: deque[Action] = deque()
@@ -70,18 +70,18 @@ def expand(
     return tuple(row)
 
 
-# A plain tuple, because `expand` unpacks one for each of millions of actions and a named tuple is
-# slower.
+# This is a plain tuple, because `expand` unpacks one per action, for millions of actions, and named
+# tuples are slower.
 _Step = tuple["Kind", int, str]
-"""(kind, stage, counter). Steps with the same counter take the micro-batches in turn."""
+"""(kind, stage, counter). Steps that share a counter take the micro-batches in turn."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
-    """Parse one step of a phase. None means the oldest pending W."""
+    """Parse one step of a phase. None stands for the oldest pending W."""
     if step == "W":
         return None
     kind = step[0]
     chunk = int(step[1:])
-    # B and I share one counter, because each micro-batch of a chunk runs either B or I.
+    # B and I share one counter, because each micro-batch runs either B or I on a chunk.
     counter = step.replace("I", "B")
     return kind, stages[chunk], counter  # type: ignore[return-value]

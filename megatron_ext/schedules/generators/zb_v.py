@@ -1,10 +1,10 @@
-"""ZB-V: two chunks on each rank, laid out as a V, with split backwards.
+"""ZB-V: two chunks on each rank, laid out as a V, with split backward passes.
 
-The model goes down the ranks and back up, so rank 0 holds the first and the last stage, and the
-turn at the last rank needs no message. Every rank keeps the same activations, and for m >= 2pp each
-rank works without a gap from its first to its last action: the bubble is the skewed start alone.
-With few micro-batches the published order has gaps. In that case a search (greedy.py) runs as well,
-and the shorter of the two tables is used.
+The stages go down the ranks and back up, so rank 0 holds the first and the last stage, and the turn
+at the last rank needs no message. Every rank keeps the same amount of activations. For m >= 2pp,
+each rank works without a gap from its first to its last action, so the only bubble is the skewed
+start. With few micro-batches the published order has gaps. In that case, a search (greedy.py) also
+produces a table, and the shorter of the two is used.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -16,7 +16,7 @@ zb-v chunks=2: pp 4, m 4, makespan 13.5, bubble 1.5 (11.1 %), peak 4
 
 Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m >= pp. No table with this placement has a smaller
 bubble: the last rank cannot start earlier. Activations: min(pp, m) on every rank. Gradients are
-summed in the order of the micro-batches, as without a pipeline.
+summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 def _is_short(pp: int, num_microbatches: int) -> bool:
-    """Return whether the published order has gaps, so that a search may find a shorter one."""
+    """Return whether the published order has gaps, so that a search may find a shorter table."""
     return num_microbatches <= max(2 * pp - 3, pp)
 
 
 @register("zb-v", num_chunks=2, needs_costs=True, searches=_is_short)
 def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
-    """Return the table of ZB-V."""
+    """Return ZB-V's table."""
     if not _is_short(pp, num_microbatches):
         return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
@@ -56,7 +56,7 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     if num_microbatches <= pp:
         return searched
     published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    # With unequal costs or latencies, either one may be shorter.
+    # With unequal costs or latencies, either table may be shorter.
     return min(searched, published, key=lambda table: simulate(table, costs).makespan)
 
 
@@ -65,8 +65,8 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
-    """Return the published order of all ranks."""
-    # The phases need at least 2pp - 1 micro-batches, so shorten that table for fewer micro-batches.
+    """Return the published order for all ranks."""
+    # The phases need at least 2pp - 1 micro-batches. For fewer micro-batches, shorten that table.
     published = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, published) for rank in range(pp))
     if published == num_microbatches:
@@ -75,17 +75,17 @@ def _published_rows(pp: int, num_microbatches: int) -> Rows:
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the published order of one rank, which has at least 2pp - 1 micro-batches."""
+    """Return the published order for one rank, which runs at least 2pp - 1 micro-batches."""
     below = pp - 1 - rank
     phases = (
-        # Warm-up: down the V, then as many forwards as memory allows, then up the V.
+        # Warm-up: down the V, then as many forward passes as fit in memory, then up the V.
         ("F0", 2 * below + 1),
         ("F1 F0", rank),
         ("F1 I1 W1", below + 1),
         # Steady: no rank ever waits.
         ("F0 I0 W0 F1 I1 W1", num_microbatches - 2 * pp + rank + 1),
         ("I0 W0 F1 I1 W1", below),
-        # Cool-down: first the I that other ranks wait for, then the remaining W.
+        # Cool-down: first the I actions that other ranks wait for, then the remaining W actions.
         ("I0 I1", rank),
         ("I0 W0", below + 1),
         ("W1", rank),

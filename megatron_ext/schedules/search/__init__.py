@@ -1,1 +1,1 @@
-"""Simulation of tables, policies of dynamic orders, and searches for better orders."""
+"""Table simulation, policies for dynamic orders, and searches for better orders."""

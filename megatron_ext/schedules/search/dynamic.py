@@ -1,7 +1,7 @@
-"""Simulates a step in dynamic order, event by event.
+"""Simulates a step with a dynamic order, event by event.
 
-This is the counterpart of `simulate.py`, with the same costs. There, the table fixes the order.
-Here, policies choose it as time advances.
+This is the counterpart to `simulate.py`, with the same costs. There, the table fixes the order.
+Here, policies choose the order as time advances.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class _RankEvent(NamedTuple):
 
     time: float
     chooses: bool
-    """Whether the rank chooses an action; otherwise a message arrives."""
+    """Whether the rank chooses an action; if not, a message arrives."""
     rank: int
     arrival: Message | None = None
-    """A tensor (F or B, stage that needs it, micro-batch), or the notice of its launch."""
+    """A tensor (F or B, receiving stage, micro-batch), or the notice of its launch."""
 
 
 def simulate_dynamic(
     schedule: Schedule, policies: Callable[[int], Policy], costs: Costs = UNIT
 ) -> Timeline:
-    """Return the timeline of a step in which each rank's policy chooses the order.
+    """Return the timeline of a step in which each rank's policy chooses its order.
 
     Args:
         schedule: The table with the actions to run.
-        policies: Creates the policy of a rank for one step.
+        policies: Creates a rank's policy for one step.
         costs: Durations of actions and latencies of links.
 
     Returns:
-        The timeline. The rows of its schedule are in the order in which the actions ran.
+        The timeline. The rows of its schedule list the actions in the order in which they ran.
 
     Raises:
-        ScheduleError: The policies stopped before all actions had run.
+        ScheduleError: The policies stopped choosing before all actions had run.
     """
     step = _DynamicStep(
         schedule, [policies(rank) for rank in range(len(schedule.rows))], costs
@@ -59,9 +59,9 @@ def simulate_dynamic(
 class _DynamicStep:
     """One simulated step: the ranks, their policies, and the pending events.
 
-    If launches take time, a device runs behind its host. As in `runtime/ordering.py`, the host
-    chooses the next action while the last one is still running if the policy looks ahead, and
-    otherwise when the last one has ended. The next rank is notified of a launch immediately, as
+    If launches take time, a device runs behind its host. As in `runtime/ordering.py`, if the policy
+    looks ahead, the host chooses the next action while the last one is still running; otherwise, it
+    chooses after the last one has finished. The next rank is notified of a launch immediately, as
     between devices on the same host (`transport/direct.py`).
     """
 
@@ -73,15 +73,15 @@ class _DynamicStep:
         self._policies = policies
         self._clock = Clock(schedule, costs)
         ranks = range(len(schedule.rows))
-        # By rank: the actions so far, in the order in which they ran.
+        # By rank: the actions that have run so far, in order.
         self._rows: list[list[Action]] = [[] for _ in ranks]
         # By rank: the positions in that order at which a pair starts.
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: the positions, in its row of the table, of the action or pair that is running.
+        # By rank: the table positions of the running action or pair.
         self._running: list[Sequence[int]] = [() for _ in ranks]
-        # By rank: the time at which its host may choose again.
+        # By rank: the time from which its host may choose again.
         self._host_free = [0.0 for _ in ranks]
-        # By tensor: its arrival time, past or future.
+        # By tensor: its past or future arrival time.
         self._arrivals: dict[Message, float] = {}
         # Heap of pending events. At first, every rank chooses.
         self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
@@ -89,7 +89,7 @@ class _DynamicStep:
             policy.progress.hears_launches = bool(costs.launch)
 
     def run(self) -> None:
-        """Process all events in the order of their times."""
+        """Process all events in chronological order."""
         while self._events:
             now, chooses, rank, arrival = heapq.heappop(self._events)
             if arrival is not None:
@@ -100,7 +100,7 @@ class _DynamicStep:
             if chooses:
                 self._wake(rank, now)
             else:
-                # Queue a choice behind the arrivals of this time, so that the rank knows about all
+                # Queue a choice after all arrivals at this time, so that the rank knows about all
                 # of them.
                 self._push(now, rank)
 
@@ -125,7 +125,7 @@ class _DynamicStep:
         )
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
-        """Queue the arrival of a message or, without one, a time at which a rank may choose."""
+        """Queue a message's arrival or, without a message, a time at which a rank may choose."""
         heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
 
     def _wake(self, rank: int, now: float) -> None:
@@ -135,11 +135,11 @@ class _DynamicStep:
         device_free = ends[-1] if ends else 0.0
         for position in self._running[rank]:
             policy.progress.finished(position)
-            # The host becomes free when the previous action ends, which is when this action begins.
+            # The host becomes free when the previous action ends, which is when this action starts.
             policy.progress.began()
         self._running[rank] = ()
-        # Wait for the head of the table as long as the policy says, unless its choice is certain
-        # while the device is still busy.
+        # Wait for the head of the table as long as the policy requires, unless the choice is
+        # certain while the device is still busy.
         patient_until = device_free + policy.wait()
         if now < patient_until and not (now < device_free and policy.looks_ahead()):
             self._push(patient_until, rank)
@@ -157,7 +157,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # A missing entry means that the tensor arrived before the rank chose.
+                # If there is no entry, the tensor arrived before the rank chose.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:
@@ -165,14 +165,14 @@ class _DynamicStep:
         self._rows[rank] += actions
         for action in actions:
             self._send(action, rank, launched, end)
-        # If launches take time, the host may launch one action ahead, once the previous action has
-        # ended.
+        # If launches take time, the host may launch one action ahead once the previous action has
+        # finished.
         previous_end = device_free if self._costs.launch else end
         self._host_free[rank] = max(launched, previous_end)
         self._push(self._host_free[rank], rank)
 
     def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
-        """Queue the arrival of an action's results at the ranks that need them."""
+        """Queue the arrival of an action's results on the ranks that need them."""
         targets = []
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
@@ -185,7 +185,7 @@ class _DynamicStep:
             noticed = arrival
             if self._costs.launch:
                 if target_rank == rank:
-                    # On the same rank, any action launched later can use the result.
+                    # Any action launched later on the same rank can use the result.
                     noticed = launched
                 else:
                     self._arrivals[message] = arrival

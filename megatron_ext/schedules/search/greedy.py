@@ -1,12 +1,12 @@
-"""A greedy list scheduler for split backwards under a cap on activations.
+"""A greedy list scheduler for split backward passes with a cap on activations.
 
-The scheduler fills the timeline from the front. An idle rank starts the action with the highest
-priority among those whose inputs have arrived. I precedes F, and F precedes W, so that W fills gaps
-and otherwise runs only when the cap allows nothing else.
+The scheduler fills the timeline from the start. An idle rank starts the highest-priority action
+whose inputs have arrived. I precedes F, and F precedes W, so W fills gaps, and otherwise runs only
+if the cap allows nothing else.
 
-If the cap admits most micro-batches of a step but not all, this order delays the last few until no
+If the cap admits most but not all micro-batches in a step, this order delays the last few until no
 I remains, which leaves a gap at the end. For that case, `Variant.forwards_first` runs F before I.
-If the cap forbids an F, it first runs the W that makes room.
+If the cap forbids an F, that variant first runs the W that makes room.
 """
 
 from __future__ import annotations
@@ -31,59 +31,60 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
-# Maximum number of actions that one search places to compare variants. A search of this size takes
-# about 20 seconds.
+# Maximum number of actions that one search places while it compares variants. A search of this size
+# takes about 20 seconds.
 _MAX_PLACED = 2_000_000
-# Number of micro-batches per rank with which a search compares limits for longer tables.
+# Number of micro-batches per rank in the short table on which a search compares limits for longer
+# tables.
 _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """Return a sort key: backwards, then F from deep stages to shallow ones, then W."""
+    """Return a sort key: backward passes, then F from deep stages to shallow ones, then W."""
     stage, kind, microbatch, slice_index = action
-    # The deepest forward is the closest to its backward, which frees memory.
+    # The deepest forward pass is closest to its backward pass, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
-    # The backwards of slices run in reverse.
+    # Slices run their backward passes in reverse order.
     if kind == "W":
         return 2, stage, microbatch, -slice_index
     return 0, stage, microbatch, -slice_index
 
 
-# Ticks per unit of time. Times are integers, so that sums are exact.
+# Ticks per unit of time. Times are integers so that sums are exact.
 _TICKS = 10**6
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A scheduling problem. All stages take the same time; jitter is ignored."""
+    """A scheduling problem. It assumes equal stages and ignores jitter."""
 
     placement: Placement
     num_microbatches: int
     cap: float
-    """Maximum number of activations (of one stage and micro-batch each) alive on one rank."""
+    """Maximum number of live activations on a rank, each for one stage and micro-batch."""
     costs: Costs
     slices: tuple[float, ...] = (1.0,)
-    """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
+    """The share of a micro-batch in each of its slices (`Schedule.slices`)."""
     backwards: tuple[Kind, ...] = ("I", "W")
-    """The kinds of actions that make up a backward; empty for evaluation."""
+    """The kinds of actions that make up a backward pass; empty for evaluation."""
     slice_sizes: SliceSizes = ()
-    """The sizes of slices by micro-batch, if they differ (`Schedule.slice_sizes`)."""
+    """Slice sizes by micro-batch, if they differ (`Schedule.slice_sizes`)."""
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of all micro-batches."""
+        """Total number of slices in all micro-batches."""
         return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(
             self.slices
         )
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
-        """Return the sizes of the slices of a micro-batch."""
+        """Return the sizes of a micro-batch's slices."""
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
-        """Return the ticks of each kind of action on one stage, by slice of a micro-batch."""
-        # Costs describe 1/pp of the model, and a stage is num_ranks * twins / num_stages of that.
+        """Return the ticks that each kind of action takes on one stage, by slice."""
+        # Costs apply to 1/pp of the model. A stage is num_ranks * twins / num_stages of that share.
         share = (
             self.placement.num_ranks * self.placement.twins / self.placement.num_stages
         )
@@ -103,7 +104,7 @@ class Problem:
 
     @property
     def delays(self) -> list[int]:
-        """Latency in ticks between two adjacent stages, by the lower stage of the two."""
+        """Latency in ticks between adjacent stages, by the lower stage."""
         latency = round(self.costs.latency * _TICKS)
         delays = []
         for hop in self.placement.hops:
@@ -112,13 +113,13 @@ class Problem:
 
     @property
     def bound(self) -> int:
-        """A lower bound on the makespan: the start of the last rank, plus all of its work."""
+        """A lower bound on the makespan: the last rank's start time plus all of its work."""
         num_ranks = self.placement.num_ranks
         # The first micro-batch passes one stage on each rank before the last one.
         forward = self.durations_of(0)["F"][0]
         delays = self.delays[: num_ranks - 1]
         start = forward * (num_ranks - 1) + sum(delays)
-        # Unless micro-batches differ in their slices, they all take the same time.
+        # All micro-batches take the same time, unless their slices differ.
         repeats = 1 if self.slice_sizes else self.num_microbatches
         work = 0
         for microbatch in range(len(self.slice_sizes) or 1):
@@ -135,13 +136,13 @@ class Variant(NamedTuple):
     """Maximum number of slices (or whole micro-batches) between their first F and their last I or
     B; None: unlimited."""
     forwards_first: bool = False
-    """Whether F runs before I. At the cap, W then runs as soon as an F needs the room."""
+    """Whether F runs before I. In that case, W runs at the cap as soon as an F needs the room."""
 
 
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     """Return the shortest table found by the greedy scheduler.
 
-    The first variant that reaches the lower bound ends the search.
+    The search stops at the first variant that reaches the lower bound.
 
     Raises:
         ScheduleError: The cap is too low for any table.
@@ -149,11 +150,11 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
-    # If micro-batches differ, no shorter table represents the long one.
+    # If micro-batches differ, no shorter table can represent the long one.
     if surplus and not problem.slice_sizes:
-        # Compare the variants on a short table, because comparing them on the long one would take
-        # too long. The pipeline reaches its steady state early, so the best limit is the same for
-        # both.
+        # Compare the variants on a short table, because comparing them on the long table would take
+        # too long. The pipeline reaches its steady state early, so the same limit is best for both
+        # tables.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
         best_of_pilot = _best(pilot, variants)
         if best_of_pilot is not None:
@@ -169,11 +170,11 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return the evaluation table: the F of each stage and micro-batch, ascending on each stage.
+    """Return the evaluation table: one F per stage and micro-batch, in ascending order.
 
     The table depends only on the placement, so it exists for any number of micro-batches, even if
-    the training schedule restricts that number. Each rank runs the deepest stage that has an input.
-    So micro-batches in flight finish first, and few activations are alive.
+    the training schedule restricts that number. Each rank runs the deepest stage whose input has
+    arrived, so micro-batches in flight finish first, and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
     return Schedule(
@@ -182,18 +183,20 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def slots_for_forward(schedule: Schedule) -> int:
-    """Return how many slots per edge a forward-only table needs to complete, at least 2.
+    """Return how many slots per edge (at least 2) a forward-only table needs to complete.
 
-    During training, the activations that ranks keep bound the messages in flight. Evaluation keeps
-    none, so senders wait for receivers. As many slots as the simulated run uses are enough to keep
-    any run from deadlocking.
+    During training, the number of activations that ranks keep limits the messages in flight.
+    Evaluation keeps no activations, so senders wait for receivers. With as many slots as the
+    simulated run uses, no run deadlocks.
     """
-    # By stage: the link to the rank that receives its output; None: the output stays on the rank.
+    # By stage: the link to the rank that receives its output, or None if the output stays on the
+    # rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
         link = outputs[0].link if outputs else None
         link_of.append(link)
-    # Sort deep stages first at equal times: they free a slot before an earlier stage fills it.
+    # At equal times, sort deep stages first, because they free a slot before an earlier stage fills
+    # it.
     completions: list[tuple[float, int]] = []
     for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
         for action, end in zip(row, ends, strict=True):
@@ -216,51 +219,52 @@ def slots_for_forward(schedule: Schedule) -> int:
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_slices
-    # The variants differ in their limit on micro-batches in flight. No formula gives the best
-    # limit, so try several. For long tables try fewer, to bound the time of the search.
+    # The variants differ in their limit on micro-batches in flight. There is no formula for the
+    # best limit, so try several limits, and fewer of them for long tables, to bound the search
+    # time.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
-        # No table can be shorter, so stop here.
+        # No table can be shorter, so stop searching.
         if best is not None and best.makespan <= problem.bound:
             break
     return best
 
 
 def spread(first: int, last: int) -> list[int]:
-    """Return the integers from first to last, or about ten of them if there are more."""
+    """Return the integers from first to last, or about ten of them if there are too many."""
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
 Candidate = tuple[Key, Action]
-"""(priority, action); the best candidate is on top of its heap."""
+"""(priority, action). The best candidate is at the top of its heap."""
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action): the earliest start, or the actual start of a chosen action."""
+"""(time, priority, action): the earliest start, or the actual start if the action was chosen."""
 
 
 @dataclass
 class _Rank:
     """The timeline of one rank so far, and its candidates.
 
-    Actions that became ready while the rank was busy wait in heaps, by priority. `future` holds the
-    few actions that become ready after the rank becomes free.
+    Actions that became ready while the rank was busy wait in heaps sorted by priority. `future`
+    holds the few actions that become ready after the rank is free again.
     """
 
     free: int = 0
-    """Tick at which the rank may start another action."""
+    """The tick at which the rank may start another action."""
     live: float = 0
-    """Activations alive on the rank, in activations of one stage and micro-batch."""
+    """Number of live activations on the rank, each for one stage and micro-batch."""
     future: list[Choice] = field(default_factory=list)
     inputs: list[Candidate] = field(default_factory=list)
     """B and I."""
     weights: list[Candidate] = field(default_factory=list)
     forwards: list[Candidate] = field(default_factory=list)
     entries: list[Candidate] = field(default_factory=list)
-    """Forwards of the first stage, which the limit on micro-batches in flight may delay."""
+    """Forward passes on the first stage, which the limit on micro-batches in flight may delay."""
     choice: Choice | None = None
 
     def heap_of(self, action: Action) -> list[Candidate]:
@@ -270,7 +274,7 @@ class _Rank:
         return self.weights if action.kind == "W" else self.inputs
 
     def remove(self, choice: Choice) -> None:
-        """Remove the chosen action, which is in `future` or at the top of its heap."""
+        """Remove the chosen action from `future` or from the top of its heap."""
         if choice in self.future:
             self.future.remove(choice)
         else:
@@ -303,7 +307,7 @@ class _Attempt:
 
     @property
     def makespan(self) -> int:
-        """Ticks until the end of the last action."""
+        """The tick at which the last action ends."""
         return max(rank.free for rank in self._ranks)
 
     def run(self) -> bool:
@@ -320,8 +324,8 @@ class _Attempt:
                 start, number = heappop(self._starts)
                 rank = self._ranks[number]
                 choice = rank.choice
-                # A rank that chose again has left its old entry in the heap. Skip such entries,
-                # which is cheaper than finding and removing them.
+                # If a rank has chosen again, its old entry is still in the heap. Skipping such
+                # entries is cheaper than finding and removing them.
                 if choice is not None and choice[0] == start:
                     break
             action = choice[2]
@@ -347,10 +351,10 @@ class _Attempt:
             self._in_flight -= stage == 0 and kind != "W"
 
     def _follow(self, number: int, action: Action) -> None:
-        """Release the actions that become possible after an action of a rank.
+        """Release the actions that an action on a rank makes possible.
 
-        The rules are those of `Schedule.feeds`. In a greedy run, a rank runs the slices and
-        micro-batches of a stage in order, so the last input of an action to arrive releases it.
+        The rules are the same as in `Schedule.feeds`. In a greedy run, a rank runs a stage's slices
+        and micro-batches in order, so an action is released by the last of its inputs to arrive.
         """
         stage, kind, microbatch, slice_index = action
         if kind == "W":
@@ -363,13 +367,14 @@ class _Attempt:
             receiver = self._release(
                 arrival, Action(target, kind, microbatch, slice_index)
             )
-            # The rank of this action chooses later, in `run`.
+            # This action's own rank chooses later, in `run`.
             if receiver != number and self._may_prefer(receiver, arrival):
                 self._choose(receiver)
         # Slices reach the other stages in order, and their gradients return in reverse.
         if kind == "F":
             is_last_slice = slice_index + 1 == len(self._sizes[microbatch])
-            # The last stage starts the backward of a micro-batch when all of its slices have run.
+            # The last stage starts a micro-batch's backward pass once all of the micro-batch's
+            # slices have run.
             if target is None and is_last_slice and backwards:
                 self._release(now, Action(stage, backwards[0], microbatch, slice_index))
             if stage == 0:
@@ -381,7 +386,7 @@ class _Attempt:
             self._release(now, Action(stage, kind, microbatch, slice_index - 1))
 
     def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
-        """Release the next forward of the first stage, for the next slice or micro-batch."""
+        """Release the first stage's next forward pass, for the next slice or micro-batch."""
         slice_index += 1
         if slice_index == len(self._sizes[microbatch]):
             microbatch += 1
@@ -398,15 +403,15 @@ class _Attempt:
     def _may_prefer(self, number: int, arrival: int) -> bool:
         """Return whether a rank may choose an action that becomes possible at `arrival`."""
         choice = self._ranks[number].choice
-        # A limit may also have held back other actions, which are possible again.
+        # Other actions that a limit held back may be possible again.
         if choice is None or self.variant.limit is not None:
             return True
         return arrival <= choice[0]
 
     def _choose(self, number: int) -> None:
-        """Choose the best action that a rank can start next, and queue its start."""
+        """Choose the best next action for a rank, and queue its start."""
         rank = self._ranks[number]
-        # Move the actions that have become ready into the heaps.
+        # Move actions that have become ready into the heaps.
         still_future = []
         for choice in rank.future:
             if choice[0] <= rank.free:
@@ -422,8 +427,8 @@ class _Attempt:
         if first is not None:
             rank.choice = (rank.free, *first)
         else:
-            # Nothing is ready, so the rank waits for the first action that becomes ready. Compare
-            # heaps by identity, because two empty heaps are equal.
+            # Nothing is ready, so the rank waits until an action becomes ready. Compare heaps by
+            # identity, because two empty heaps are equal.
             allowed = []
             for choice in still_future:
                 heap_of_choice = rank.heap_of(choice[2])
@@ -434,11 +439,12 @@ class _Attempt:
             heappush(self._starts, (rank.choice[0], number))
 
     def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
-        """Return the heaps that the next action of a rank may come from."""
-        # With `forwards_first`, an F that fits hides all other candidates, and at the cap W makes
-        # room.
+        """Return the heaps that may contain a rank's next action."""
+        # With `forwards_first`, an F that fits takes precedence over all other candidates, and at
+        # the cap, W makes room.
         forwards = [rank.forwards]
-        # Only the first stage starts micro-batches, so the limit delays no other forward.
+        # Only the first stage starts micro-batches, so the limit delays forward passes on no other
+        # stage.
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap

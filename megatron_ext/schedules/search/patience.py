@@ -1,13 +1,14 @@
 """Decides how long a rank waits for the head of its table before it runs a later action.
 
-If a rank runs a later action while the head's input is in flight, and the input arrives before that
-action ends, the head is delayed. Tables optimised for quiet links, such as zb-v, have only short
-waits, often of one message latency, so running ahead at once makes them slower. Two strategies
-avoid that loss: fill the waits with W only, or wait as long as the table does. Among the strategies
-that lose nothing, a simulation selects the fastest one for durations that vary a little.
+If a rank runs a later action while the head's input is in flight, and the input arrives before the
+later action ends, the head is delayed. In tables optimised for quiet links, such as zb-v, ranks
+wait only briefly, often for one message latency, so running ahead immediately makes the step
+slower. Two strategies avoid this loss: fill idle time with W only, or wait as long as in the static
+order. Among the strategies without a loss, a simulation selects the fastest one for durations that
+vary a little.
 
-With pairs, a rank whose head lacks only its partner waits for it, but no longer than the pair
-would save.
+With pairs, if only the head's partner is missing, a rank waits for the partner, but no longer than
+the time that the pair would save.
 """
 
 from __future__ import annotations
@@ -37,25 +38,26 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
 
-# Latency of a message on a quiet link, in forwards.
+# Message latency on a quiet link, in units of a forward pass.
 _QUIET_LATENCY = 0.05
-# Delay after the simulated arrival after which a message is late, in forwards.
+# Delay beyond the simulated arrival after which a message counts as late, in units of a forward
+# pass.
 _MARGIN = 0.05
-# Standard deviation of the logarithm of durations.
+# Standard deviation of the logarithm of the durations.
 _JITTER = 0.1
 # Number of random seeds to simulate.
 _DRAWS = 4
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the costs with their latency, but without jitter."""
+    """Return the costs with latency but without jitter."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
 def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
-    """Build each rank's policy once, and copy it for each step."""
-    # Building a policy for 96 actions takes 0.2 ms at the start of each step. A copy takes 0.01 ms.
+    """Return a factory that builds each rank's policy once and copies it for each step."""
+    # Building a policy for 96 actions would add 0.2 ms to each step. Copying it takes 0.01 ms.
     originals = cache(make)
 
     def policy_of_step(rank: int) -> Policy:
@@ -73,33 +75,33 @@ def policies(
     costs: Costs = UNIT,
     stash_ratio: float = 1.0,
 ) -> Callable[[int], Policy]:
-    """Return a factory that creates the policy of a rank for one step.
+    """Return a factory that creates a rank's policy for one step.
 
     Args:
-        name: The kind of policy.
+        name: The policy's name.
         schedule: The table.
-        extra_activations: As for `activation_cap`.
+        extra_activations: See `activation_cap`.
         weights_fill: Whether W may leave its position in the table to fill gaps.
-        costs: The costs for the simulations that select a strategy.
-        stash_ratio: As for `activation_cap`.
+        costs: Costs for the simulations that select a strategy.
+        stash_ratio: See `activation_cap`.
 
     Raises:
         ScheduleError: The table sums gradients in an order that policies cannot keep
-            (`progress.py`), or it runs forwards and backwards on different ranks.
+            (`progress.py`), or runs forward and backward passes on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forwards and backwards on different ranks, which cannot choose "
             "an order; leave --use-dpp out"
         )
-    # `Progress` adds gradients in the order of micro-batches, so the table must do so too.
+    # `Progress` sums gradients in micro-batch order, so the table must do the same.
     if not is_ascending(schedule):
         raise ScheduleError(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
             "which a dynamic order sums gradients; sort them, or leave --use-dpp out"
         )
     if schedule.pairs:
-        # Without all-to-all in the costs, a simulation would see no gain from pairs.
+        # If the costs included no all-to-all, a simulation would show no benefit from pairs.
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     if name != "hint":
@@ -125,30 +127,31 @@ def policies(
 def _best_hint(
     schedule: Schedule, hint: Callable[..., Hint], costs: Costs, *, weights_fill: bool
 ) -> Callable[[int], Policy]:
-    """Return a factory for the fastest strategy that loses nothing on quiet links."""
+    """Return a factory for the fastest strategy that is not slower on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
-    # A table for the lengths of one step lasts only for that step, so compare no strategies for it.
+    # A table built for one step's sample lengths is used only for that step, so comparing
+    # strategies would not pay off.
     if schedule.slice_sizes and weights_fill:
         return at_once
     static = simulate(schedule, calm)
     # A rank waits as long as in the simulated static order, plus a small margin. So it runs ahead
-    # only if a message is late, and otherwise the step takes as long as in the table's order. A
-    # rank's total wait is at most its bubble in the table, plus one margin per action.
+    # only if a message is late; otherwise, the step takes as long as in the static order. In total,
+    # a rank waits at most as long as its bubble in the table, plus one margin per action.
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
-    # A rank that never waits finds few partners.
+    # A rank that never waits finds few partners for pairs.
     if schedule.pairs or schedule.slice_sizes:
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
-    # W may leave its position and run when nothing else can. For some tables (v-half, bitpipe),
-    # that gains more than running ahead loses.
+    # W may leave its position and run if nothing else can. For some tables (v-half, bitpipe), this
+    # saves more time than running ahead costs.
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
-        # The tolerance covers rounding, because durations are summed in another order.
+        # The tolerance covers rounding errors, because durations are summed in a different order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
             1 + 1e-9
         )
@@ -172,7 +175,7 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     row = static.schedule.rows[rank]
     pairs = static.schedule.pairs_of(rank)
     clock = Clock(static.schedule, static.costs)
-    # A pair saves the time that its two actions take alone, minus the time that they take together.
+    # A pair saves the difference between the time of its two actions alone and their time together.
     durations = list(map(clock.time_of, row))
     gains = [0.0] * len(row) if pairs else []
     for index in pairs:
@@ -186,30 +189,30 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     return Patience(waits, durations, gains)
 
 
-# Mean of the random latency of late links, in forwards. It is log-normal with sigma 1.
+# Mean latency on late links, in units of a forward pass. The latency is log-normal with sigma 1.
 _LATE = 0.5
 NOTABLE = 0.005
-"""Relative difference below which two times are considered equal."""
+"""Two times are considered equal if their relative difference is below this."""
 
 
 class Gains(NamedTuple):
-    """Ratio of static to dynamic makespan, by kind of link. Above 1, the dynamic one is shorter."""
+    """Static makespan / dynamic makespan, by kind of link. Above 1, the dynamic order wins."""
 
     quiet: float
     late: float
 
     @property
     def advice(self) -> str:
-        """Which of the two orders to use, in words."""
+        """Which of the two orders to use, as text."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
 
 
 def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
-    """Compare `--use-dpp` with the static order of a table, on quiet links and on late links.
+    """Compare `--use-dpp` with a table's static order, on quiet links and on late links.
 
-    A latency in the costs applies to quiet links only.
+    Latency in the costs applies only to quiet links.
     """
     simulate_hint = _hint_simulator(schedule, costs)
 
@@ -223,7 +226,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Return the timelines with late messages, in the table's order and in dynamic order."""
+    """Return the timelines with late messages, in static and in dynamic order."""
     schedule = timeline.schedule
     costs = _late(timeline.costs, 0)
     static = simulate(schedule, costs)
@@ -237,8 +240,8 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
-    """Return a function that simulates a table under `--use-dpp`, whose policy uses these costs."""
-    # As in training, where a dynamic order splits backwards so that W can fill gaps.
+    """Return a function that simulates a table under `--use-dpp` with a policy for these costs."""
+    # In training too, a dynamic order splits backward passes so that W can fill gaps.
     split = split_backwards(schedule)
     hints = policies(
         "hint",

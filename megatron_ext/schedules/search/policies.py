@@ -1,17 +1,17 @@
 """Dynamic schedules: policies that choose which ready action a rank runs next.
 
-A static table fixes the order in advance, so a late message stalls its rank. A policy instead
-chooses the next action each time the rank is idle, based on the messages that have arrived.
-Policies perform no I/O. The simulator and the executor drive the same object through
-`Progress.arrived`, `choose` and `finished`.
+A static table fixes the order in advance, so a late message stalls its rank. Instead, a policy
+chooses the next action whenever the rank is idle, based on the messages that have arrived. Policies
+perform no I/O. The simulator and the executor drive the same object through `Progress.arrived`,
+`choose` and `finished`.
 
-`hint` follows a static table as long as possible. If the head of the table must wait, it runs the
-first later action that is ready and that keeps the activation curve of the remaining table below a
-cap. All ranks have the same cap. `patience.py` decides how long a rank first waits for the head.
-`breadth-first` and `depth-first` use neither the table's order nor a cap, and serve as baselines.
+`hint` follows a static table as long as possible. If the head of the table must wait, `hint` runs
+the first later action that is ready and keeps the remaining table's activation curve within a cap.
+The cap is the same on all ranks. `patience.py` decides how long a rank first waits for the head.
+`breadth-first` and `depth-first` ignore the table's order, have no cap, and serve as baselines.
 
-The idea of dynamic pipelines comes from MegatronApp's DPP (breadth-first). Using the table as a
-hint that bounds memory is new here; RRFP (arXiv 2605.18750) is similar.
+Dynamic pipelines come from MegatronApp's DPP (breadth-first). Using the table as a hint that bounds
+memory is new here; RRFP (arXiv 2605.18750) is similar.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 POLICIES: tuple[PolicyName, ...] = ("hint", "breadth-first", "depth-first")
-"""The default first."""
+"""The default comes first."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for the head of its table, in the unit of the costs."""
+    """How long a rank waits for the head of its table, in the same unit as the costs."""
 
     waits: Sequence[float]
-    """By position of the head: how long the rank must be idle before it may skip the head."""
+    """By position of the head: how long the rank must be idle before skipping the head."""
     durations: Sequence[float]
-    """By position: the duration of the action under these costs, to calibrate the unit of time."""
+    """By position: the action's duration under these costs, to calibrate the unit of time."""
     gains: Sequence[float] = ()
-    """By position of the head: the time that running it as a pair saves; 0 if it runs alone.
+    """By position of the head: the time saved by running the head in a pair; 0 if it runs alone.
     Empty: no pairs."""
 
 
 class Policy(ABC):
-    """Chooses the actions of one rank, for one step.
+    """Chooses the actions that one rank runs in one step.
 
-    Chosen positions refer to the rank's row in `schedule`.
+    Positions refer to the rank's row in `schedule`.
     """
 
     patience: Patience | None = None
@@ -64,30 +64,30 @@ class Policy(ABC):
         self._runs_pairs = pairs
 
     def for_next_step(self) -> Policy:
-        """Return a copy for another step; call it only before this policy has chosen anything."""
+        """Return a copy for another step. Call this only before the policy makes a choice."""
         policy = copy(self)
         policy.progress = self.progress.for_next_step()
         return policy
 
     def wait(self) -> float:
-        """Return how long to wait before choosing, measured from when the rank became idle."""
+        """Return how long the rank must have been idle before choosing an action."""
         return 0.0
 
     @abstractmethod
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action is still running on the device.
 
-        True only if no message that may arrive meanwhile can change the choice.
+        True only if no message that may arrive in the meantime can change the choice.
         """
 
     @abstractmethod
     def choose(self) -> int | None:
-        """Choose the next action and return its position in the row, or None if none may run."""
+        """Choose the next action and return its position in the row; None if no action may run."""
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the action just chosen and, with pairs, its partner. The forward comes first.
+        """Return the action just chosen and, with pairs, its partner. The forward pass comes first.
 
-        The partner is the first ready action in the other direction.
+        The partner is the first ready action in the opposite direction.
         """
         partners = self._partners(index)
         if partners is None:
@@ -104,18 +104,19 @@ class Policy(ABC):
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
-        # A backward of the same micro-batch needs this forward, so the two cannot run as a pair.
+        # The same micro-batch's backward pass needs this forward pass, so the two cannot run as a
+        # pair.
         if not partners or progress.row[partners[0]].microbatch == action.microbatch:
             return None
         return partners
 
 
 class Curve:
-    """Changes of a count by position, and the maximum of their running sum.
+    """Changes to a count by position, and the maximum of their running sum.
 
-    An action that runs early removes its change, which shifts the curve after it. Both operations
-    take O(log n), because each node of a tree stores the sum of the changes below it and the
-    maximum of their running sum, at least 0.
+    When an action runs early, its change is removed, which shifts the curve after it. Removals and
+    queries take O(log n), because each node of a tree stores the sum of the changes below it and
+    the maximum (at least 0) of their running sum.
     """
 
     def __init__(self, changes: Sequence[float]) -> None:
@@ -148,7 +149,8 @@ class Curve:
         sums[node] = tops[node] = 0
         while node > 1:
             node >>= 1
-            # Update all ancestors. `max` would cost more, and this runs for each chosen action.
+            # Update all ancestors. `max` would be slower, and this loop runs for each chosen
+            # action.
             left = node << 1
             sums[node] = sums[left] + sums[left + 1]
             high = tops[left]
@@ -163,7 +165,7 @@ class Curve:
         sums = self._sum
         tops = self._top
         while node > 1:
-            # On the way up, each left sibling covers the changes before the position.
+            # On the way up, each left sibling covers changes before the position.
             if node & 1:
                 top += sums[node - 1]
                 if tops[node - 1] > top:
@@ -173,14 +175,14 @@ class Curve:
 
 
 class Hint(Policy):
-    """Follows the order of the static table, and runs later actions while the head waits.
+    """Follows the static table's order, but runs later actions while the head waits.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        cap: Maximum number of activations (of one stage each) that the rank may keep; at least the
-            peak of the table on that rank.
-        weights_fill: Whether W may leave its position in the table and run when nothing else can.
+        cap: Maximum number of activations (of one stage each) that the rank may keep. It must be at
+            least the table's peak on that rank.
+        weights_fill: Whether W may leave its position in the table and run if nothing else can.
         patience: See `patience.py`; None: never wait for the head.
         stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
     """
@@ -197,7 +199,7 @@ class Hint(Policy):
     ) -> None:
         self._pairs = schedule.pairs_of(rank)
         super().__init__(schedule, rank, pairs=bool(self._pairs))
-        # I replaces the activations by a weight stash, which may be larger.
+        # I replaces the activations with a weight stash, which may be larger.
         self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
         self._sizes_of = schedule.sizes_of
         self._remaining = Curve([self._change(action) for action in self.progress.row])
@@ -206,14 +208,14 @@ class Hint(Policy):
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
-        # Whether the last chosen action was launched after its input was launched, but before it
-        # existed.
+        # Whether the last chosen action was launched after its input was launched but before that
+        # input existed.
         self._follows = False
 
     def for_next_step(self) -> Hint:
-        """Return a copy for another step; call it only before this policy has chosen anything."""
+        """Return a copy for another step. Call this only before the policy makes a choice."""
         policy = copy(self)
-        # All other fields are numbers or constant during a step, so they can be shared.
+        # All other fields are numbers, or constant during a step, so they can be shared.
         policy.progress = self.progress.for_next_step()
         policy._remaining = self._remaining.for_next_step()
         return policy
@@ -227,7 +229,8 @@ class Hint(Policy):
             return 0.0
         if not self._runs_head():
             return self.patience.waits[self._head]
-        # The head could run alone, but a pair may gain more than waiting for it costs.
+        # The head could run alone, but a pair may save more time than waiting for the partner
+        # costs.
         if not self._lacks_partner():
             return 0.0
         return self.patience.gains[self._head]
@@ -238,8 +241,8 @@ class Hint(Policy):
         if not self.progress.num_left:
             return False
         # A device runs behind its host, so the host may launch an action while the last one is
-        # still running. But an input may arrive before the last action ends, and allow a better
-        # choice. So only two choices are certain: the head, or an action that follows its launched
+        # still running. But an input that arrives before the last action ends may allow a better
+        # choice. So only two choices are certain: the head, and an action that follows its launched
         # input.
         if self._runs_head():
             return not self._lacks_partner()
@@ -250,7 +253,7 @@ class Hint(Policy):
         return not self.progress.expects()
 
     def choose(self) -> int | None:
-        """Choose the first ready and admissible action, or else one that can follow its input."""
+        """Choose the first ready, admissible action, or else one that can follow its input."""
         self._advance()
         heap = self._first()
         self._follows = heap is None
@@ -267,7 +270,7 @@ class Hint(Policy):
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action, and its partner unless it follows its input."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The change of the chosen action has already been taken, so `take` returns 0 for it.
+        # The chosen action's change has already been taken, so `take` returns 0 for it.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 
@@ -276,7 +279,7 @@ class Hint(Policy):
         partners = super()._partners(index)
         if partners is None or not self._is_admissible(partners[0]):
             return None
-        # The forward of a pair allocates its activations before the backward frees any.
+        # In a pair, the forward pass allocates its activations before the backward pass frees any.
         row = self.progress.row
         change = self._change(row[index])
         partner_change = self._change(row[partners[0]])
@@ -306,10 +309,11 @@ class Hint(Policy):
     def _follower(self) -> int | None:
         """Return an admissible action whose missing inputs have all been launched."""
         # Once the sender has launched an action's input, the action can be launched right after it,
-        # which hides its launch time while the pipeline fills and drains. This is safe for the
-        # head. It is safe for another action if the head waits for the same sender, because that
-        # device computes the head's input later anyway. It cannot deadlock: an action follows only
-        # actions launched before it, and each device runs actions in the order of their launches.
+        # which hides its launch time while the pipeline fills and drains. Following is safe for the
+        # head. It is also safe for another action if the head waits for the same sender, because
+        # that device computes the head's input later anyway. It cannot cause a deadlock: an action
+        # follows only actions that were launched before it, and each device runs actions in launch
+        # order.
         index = self.progress.follower(self._head)
         if index is None or not self._is_admissible(index):
             return None
@@ -321,7 +325,7 @@ class Hint(Policy):
             self._head += 1
 
     def _first(self) -> list[int] | None:
-        """Return the heap whose first action should run; None if none is ready and admissible."""
+        """Return the heap whose first action should run; None if no ready action is admissible."""
         progress = self.progress
         best = progress.backwards
         weights = progress.weights
@@ -332,7 +336,7 @@ class Hint(Policy):
         # else can.
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
-        # Forwards come last, because they always need a query of the curve.
+        # Forward passes come last, because they always require a query of the curve.
         if (
             forwards
             and (not best or forwards[0] < best[0])
@@ -342,12 +346,12 @@ class Hint(Policy):
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
-        """Return whether an action may run now without raising the curve above the cap.
+        """Return whether running an action now keeps the curve within the cap.
 
-        The curve does not change beyond the position of the action. So if the first ready forward
-        does not fit, no later forward fits.
+        The curve does not change after the action's position, so if the first ready forward pass
+        does not fit, no later forward pass fits.
         """
-        # The head is always admissible, so every step completes. To see why, consider the first
+        # The head is always admissible, so every step completes. To see this, consider the first
         # unfinished action in a global order that respects data dependencies and the table.
         # Everything before it has run, so it is the head of its rank, and its input exists.
         change = self._change(self.progress.row[index])
@@ -357,26 +361,26 @@ class Hint(Policy):
 
 
 class Greedy(Policy):
-    """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
+    """Alternates forward and backward passes by fixed preference, and runs W if neither can run.
 
-    A rank may keep up to m activations. The order of the table has no effect.
+    A rank may keep up to m activations. The table's order has no effect.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        depth_first: Whether the forward of the deepest chunk comes first, instead of the forward of
-            the first chunk.
+        depth_first: Whether forward passes on the deepest chunk, instead of the first chunk, come
+            first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
 
         def preference(action: Action) -> tuple[int, int, int]:
-            # Backwards traverse the chunks in reverse, so reverse the preference for them.
+            # Backward passes traverse the chunks in reverse, so reverse their preference.
             forward = action.kind == "F"
             depth = action.stage
             if forward == depth_first:
                 depth = -action.stage
-            # Within a micro-batch, the backwards of slices run in reverse.
+            # Within a micro-batch, the backward passes of slices run in reverse.
             slice_turn = action.slice
             if not forward:
                 slice_turn = -action.slice
@@ -390,14 +394,14 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether an action is ready in the direction that did not run last."""
+        """Return whether an action is ready in the direction opposite to the last action."""
         progress = self.progress
         if self._backward_next:
             return bool(progress.backwards)
         return bool(progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the direction that did not run last, if it has a ready action."""
+        """Choose the direction opposite to the last action, if it has a ready action."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -412,18 +416,18 @@ class Greedy(Policy):
 def activation_cap(
     schedule: Schedule, extra_activations: int = 0, stash_ratio: float = 1.0
 ) -> float:
-    """Return the cap of `hint` for all ranks, in activations of one stage each.
+    """Return the cap that `hint` uses on all ranks, in activations of one stage each.
 
     Args:
         schedule: The table.
-        extra_activations: Micro-batches allowed beyond the table's peak, each counted on all stages
-            of a rank.
+        extra_activations: Number of micro-batches allowed beyond the table's peak, each counted on
+            all stages of a rank.
         stash_ratio: Size of a weight stash, in activations.
     """
-    # A separate cap per rank would save nothing useful: devices are equal, so the rank with the
-    # highest peak determines how much memory the job needs. Besides, the last ranks of 1F1B and
-    # interleaved tables keep far fewer activations than the first, so with separate caps they could
-    # never run ahead.
+    # A separate cap per rank would not help: devices are equal, so the rank with the highest peak
+    # determines how much memory the job needs. Besides, the last ranks in 1F1B and interleaved
+    # tables keep far fewer activations than the first ranks, so with separate caps they could never
+    # run ahead.
     slices, sizes = schedule.slices, schedule.slice_sizes
     peak = max(most_alive(row, stash_ratio, slices, sizes) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
@@ -438,11 +442,11 @@ def arena_slots(
     """Return the number of slots for a pair of ranks: twice their peak of messages in flight.
 
     The peak includes both directions. The second half of the slots holds messages that have arrived
-    but have not been consumed. The result is at most the limit of an arena.
+    but have not been consumed. The result does not exceed the arena's limit.
 
-    `extra_activations` is the allowance of a dynamic order; None: the table's order. Each edge gets
+    `extra_activations` is the allowance for a dynamic order; None: the static order. Each edge gets
     slots for the activations that a policy may keep beyond the table's peak. A greedy policy may
-    keep all activations, so it may need more. A message without a slot waits in its sender's
+    keep all activations, so it may need more slots. Messages without a slot wait in the sender's
     memory.
     """
     extra_slots = 0

@@ -1,8 +1,8 @@
 """Tracks which actions may run next on a rank, for every dynamic policy.
 
-An action is *ready* when its inputs exist (`Schedule.needs`) and all actions have run that must
-precede it to keep results bit-identical. On a device, an action can *follow* its inputs once they
-are launched, because the device runs it after them.
+An action is *ready* when its inputs exist (`Schedule.needs`) and all actions that must precede it,
+to keep results bit-identical, have run. On a device, an action can *follow* its inputs once they
+are launched, because the device runs the action after them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Progress:
     """The ready actions of one rank, as positions in its row of the static table.
 
-    Policies choose by kind of action, so there are three heaps: forwards, backwards (B and I), and
-    weights (W).
+    Policies choose by action kind, so there are three heaps: forward passes, backward passes (B and
+    I), and weights (W).
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -36,11 +36,11 @@ class Progress:
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
-        # By position: the number of tensors and actions that the action waits for.
+        # By position: the number of tensors and actions that the action still waits for.
         self._missing = [0] * len(self.row)
-        # By position: how many of these have not been launched either.
+        # By position: the number of these tensors and actions that have not been launched yet.
         self._unlaunched: list[int] = []
-        # Tensors that have been launched but have not arrived yet.
+        # Tensors that have been launched but have not arrived.
         self._launched: set[Message] = set()
         # The tensors in `_launched` that were launched before the last chosen action began.
         self._launched_before: set[Message] = set()
@@ -48,13 +48,14 @@ class Progress:
         """Whether `launched` announces each tensor from another rank before it arrives."""
         # Inputs that had not arrived yet when their action was chosen.
         self._awaited: set[Message] = set()
-        # By position: the actions of this rank that wait for this action.
+        # By position: the actions on this rank that wait for this action.
         self._enables: list[list[int]] = [[] for _ in self.row]
         # By message, activation or gradient: the position of the action that needs it.
         self._takers: dict[Message, int] = {}
-        # By position: the rank that produces the action's input; None if it needs no input.
+        # By position: the rank that produces the action's input, or None if the action needs no
+        # input.
         self._sources: list[int | None] = [None] * len(self.row)
-        # By position: the heap for its kind of action.
+        # By position: the heap for the action's kind.
         self._heap_of = self._heaps()
         self._connect(schedule)
         self._unlaunched = list(self._missing)
@@ -63,7 +64,7 @@ class Progress:
                 heapq.heappush(self._heap_of[index], index)
 
     def for_next_step(self) -> Progress:
-        """Return a copy for another step, which shares all that is constant during a step."""
+        """Return a copy for another step. It shares everything that is constant during a step."""
         progress = copy(self)
         progress.done = bytearray(self.done)
         progress.forwards = list(self.forwards)
@@ -104,15 +105,15 @@ class Progress:
         self._order_forwards(last_stage=schedule.num_stages - 1)
 
     def _order_gradients(self) -> None:
-        """Make the backwards of each stage become ready in the order of the micro-batches.
+        """Make each stage's backward passes become ready in micro-batch order.
 
-        So gradients are summed in the same order whatever arrives first, and the result is
-        bit-identical to that of the static table.
+        Gradients are then summed in the same order whatever arrives first, and the results are
+        bit-identical to those of the static table.
         """
 
         def turn(index: int) -> tuple[int, int]:
             action = self.row[index]
-            # Within a micro-batch, the backwards of slices run in reverse.
+            # Within a micro-batch, slices run their backward passes in reverse order.
             return action.microbatch, -action.slice
 
         # By stage and kind of gradient (I or W): the positions of the actions that add to it, in
@@ -129,16 +130,16 @@ class Progress:
                 self._order(before, after)
 
     def _order_forwards(self, last_stage: int) -> None:
-        """Keep the table's order for each stage's first forward and for all of the last stage's."""
+        """Keep the table's order for each stage's first and for the last stage's forward passes."""
         forwards: dict[int, list[int]] = defaultdict(list)
         for index, action in enumerate(self.row):
             if action.kind == "F":
                 forwards[action.stage].append(index)
-        # Some losses are averaged over replicas by a collective in the last stage's forward, so all
-        # replicas must run these forwards in the same order.
+        # Some losses are averaged over replicas by a collective in the last stage's forward pass,
+        # so all replicas must run the last stage's forward passes in the same order.
         for before, after in pairwise(forwards.get(last_stage, [])):
             self._order(before, after)
-        # Each stage starts with the same forward as in the table, as `check_first_gradients`
+        # Each stage starts with the same forward pass as in the table, as `check_first_gradients`
         # requires.
         for first, *following in forwards.values():
             for after in following:
@@ -164,13 +165,14 @@ class Progress:
     def arrived(self, message: Message) -> None:
         """Record that all parts of a message have arrived.
 
-        A launch notice is recorded by `launched` instead.
+        Launch notices are recorded by `launched` instead.
         """
         if message.launched:
             self.launched(message.tensor)
             return
         if message in self._awaited:
-            # Its action was chosen before the message arrived, and no longer waits for it.
+            # The action that needs this message was chosen before the message arrived, so it no
+            # longer waits for it.
             self._awaited.remove(message)
             return
         index = self._takers[message]
@@ -181,7 +183,7 @@ class Progress:
         self._supply(index)
 
     def finished(self, index: int) -> None:
-        """Record that an action has run, which may make other actions of this rank ready."""
+        """Record that an action has run, which may make other actions on this rank ready."""
         self.done[index] = 1
         self.num_left -= 1
         for after in self._enables[index]:
@@ -189,14 +191,14 @@ class Progress:
             self._supply(after)
 
     def began(self) -> None:
-        """Record that the last chosen action begins, and which tensors are in flight."""
+        """Record the start of the last chosen action, and which tensors are in flight."""
         self._launched_before = set(self._launched)
 
     def expects(self) -> bool:
         """Return whether a tensor may arrive before the last chosen action ends.
 
-        Actions take about equally long on all ranks, so an action launched after this one began
-        ends later.
+        Actions take about equally long on all ranks, so an action that is launched after this one
+        starts also ends after it.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(
             self._launched
@@ -214,11 +216,10 @@ class Progress:
         return not self._missing[index]
 
     def follower(self, head: int) -> int | None:
-        """Return the action whose missing inputs are exactly the launched tensors, or None.
+        """Return the action whose missing inputs are exactly the launched tensors, if any.
 
         An action other than the head qualifies only if its input comes from the same device as the
-        input of the head. Devices run actions in launch order, so the head's input comes later
-        anyway.
+        head's input. Devices run actions in launch order, so the head's input arrives later anyway.
         """
         takers = {self._takers[message] for message in self._launched}
         if len(takers) != 1:

@@ -1,12 +1,13 @@
-"""Orders all messages of a step, and proves that ranks that follow this order never deadlock.
+"""Orders all messages in a step, and proves that ranks that follow this order never deadlock.
 
 NCCL and MCCL match messages by order, not by name: the n-th send on a communicator matches the n-th
-receive. In addition, a device may run everything that its rank has started as one queue. Then an
-early receive blocks the very computation that its sender waits for. CUDA_DEVICE_MAX_CONNECTIONS=1
-forces a single queue, and many streams can cause the same.
+receive. In addition, a device may run everything that its rank has started as a single queue. In
+that case, an early receive blocks the very computation that its sender waits for.
+CUDA_DEVICE_MAX_CONNECTIONS=1 forces a single queue, and using many streams can have the same
+effect.
 
-So all messages of a table are ordered by the time at which a simulated step sends them, and each
-rank places its receives between its sends according to that order.
+So all messages in a table are ordered by their send times in a simulated step, and each rank places
+its receives between its sends according to that order.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class Post(NamedTuple):
-    """The position in a row at which the rank starts a receive."""
+    """The position in its row at which a rank starts a receive."""
 
     transfer: Transfer
     before: int
     """Position of the action before which the receive starts."""
     is_behind_inputs: bool
-    """Whether the receive starts only after the inputs of that action have been received."""
+    """Whether the receive starts only after that action's inputs have been received."""
 
 
 class _Moment(NamedTuple):
@@ -46,12 +47,12 @@ class _Moment(NamedTuple):
 
     time: float
     message: Message
-    """The first message that the action sends. Its bypasses follow immediately."""
+    """The first message that the action sends. Bypasses follow immediately."""
     answers: bool
-    """Whether this message comes second when twins send to each other at the same time. The message
-    of the leading twin comes first."""
+    """Whether this message comes second when twins send to each other at the same time. The leading
+    twin's message comes first."""
     number: int = 0
-    """Index among the messages of the same action."""
+    """Index among the messages that the same action sends."""
 
 
 class _Departure(NamedTuple):
@@ -62,10 +63,10 @@ class _Departure(NamedTuple):
 
 
 class MessageOrder:
-    """The order of all messages of a validated table, as each rank sees it.
+    """The order of all messages in a validated table, as each rank sees it.
 
-    A rank needs only its own actions and those of the ranks that send to it, so everything is
-    derived when it is first needed.
+    A rank needs only its own actions and the actions on ranks that send to it, so everything is
+    derived on first use.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -76,8 +77,8 @@ class MessageOrder:
 
     @cached_property
     def _timeline(self) -> Timeline:
-        # Use unit costs, because costs of a user may differ so widely that times coincide by
-        # rounding.
+        # Use unit costs, because a user's costs may differ so widely that rounding makes times
+        # coincide.
         return simulate(_with_equal_slices(self._schedule))
 
     @cached_property
@@ -95,13 +96,13 @@ class MessageOrder:
         return senders
 
     def exchanges(self, rank: int) -> tuple[Exchange, ...]:
-        """Return the exchanges of a rank, in which a pair counts as one action."""
+        """Return a rank's exchanges, in which a pair counts as one action."""
         if rank not in self._exchanges:
             self._exchanges[rank] = exchanges(self._schedule, rank)
         return self._exchanges[rank]
 
     def _departures_of(self, rank: int) -> list[_Departure]:
-        """Return when the results of each action of a rank leave, which is when it ends."""
+        """Return when each action on a rank ends, which is when its results are sent."""
         if rank in self._departures:
             return self._departures[rank]
         departures = []
@@ -109,7 +110,7 @@ class MessageOrder:
         begins = self._schedule.begins(rank)
         for index, exchange in zip(begins, self.exchanges(rank), strict=True):
             sends = _sends(exchange)
-            # An action that sends nothing sorts before all messages of the same time.
+            # An action that sends nothing sorts before all messages sent at the same time.
             first = sends[0].message if sends else Message("B", -1, -1)
             crosses = any(send.to_twin for send in sends)
             departures.append(_Departure(_Moment(ends[index], first, crosses), sends))
@@ -117,7 +118,7 @@ class MessageOrder:
         return departures
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
-        """Return the receives of a rank, in order.
+        """Return a rank's receives, in order.
 
         `leads` marks the twin that sends before it receives.
         """
@@ -138,7 +139,7 @@ class MessageOrder:
         posts = []
         for moment, transfer in sorted(arrivals):
             # Place the receive after the sends that precede it in the total order, and before the
-            # sends that follow it. So no two ranks wait for each other.
+            # sends that follow it, so that no two ranks wait for each other.
             index = bisect_left(departures, moment)
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
@@ -146,7 +147,7 @@ class MessageOrder:
 
 
 def _with_equal_slices(schedule: Schedule) -> Schedule:
-    """Return a table whose slices all take time, including those of empty micro-batches."""
+    """Return a table in which all slices take time, even those of empty micro-batches."""
     if not schedule.slice_sizes:
         return schedule
     return replace(
@@ -163,7 +164,7 @@ Place = tuple[int, int]
 
 
 class Meeting(NamedTuple):
-    """A message, with the same name at its sender and its receiver."""
+    """A message, with the same name on the sender and the receiver."""
 
     source: Place
     target: Place
@@ -181,9 +182,9 @@ class Meeting(NamedTuple):
 def programs(
     schedule: Schedule, order: MessageOrder | None = None
 ) -> dict[Place, list[Meeting]]:
-    """Return the messages of each rank of both twins, in the order in which it starts them.
+    """Return each rank's messages, for both twins, in the order in which it starts them.
 
-    `order` is the message order of the table; None: compute it.
+    `order` is the table's message order; None: compute it.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
@@ -198,7 +199,7 @@ def programs(
 
 
 def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
-    """Return the messages of one rank, in the order in which it starts them.
+    """Return one rank's messages, in the order in which it starts them.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
@@ -209,7 +210,8 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     posted: set[Message] = set()
     for index, exchange in enumerate(order.exchanges(rank)):
         for behind_inputs in (False, True):
-            # Start the receives before the action first, then those that wait for its inputs.
+            # First start the receives that precede the action, then the receives that wait for its
+            # inputs.
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (
                 index,
                 behind_inputs,
@@ -231,16 +233,16 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
 
 
 def _other_end(twin: int, transfer: Transfer) -> Place:
-    """Return the place of the peer of a transfer."""
+    """Return the place of a transfer's peer."""
     if transfer.to_twin:
         return 1 - twin, transfer.peer
     return twin, transfer.peer
 
 
 def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
-    """Check that a table completes even if each rank runs everything it starts as one queue.
+    """Check that a table completes even if each rank runs everything in a single queue.
 
-    `order` is the message order of the table; None: compute it.
+    `order` is the table's message order; None: compute it.
 
     Raises:
         ScheduleError: The ranks deadlock; the message names the place.
@@ -249,21 +251,22 @@ def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
-    """Check that all ranks finish even if sender and receiver of each message wait for each other.
+    """Check that all ranks finish even if each sender waits for its receiver.
 
     Raises:
         ScheduleError: Some ranks wait forever; the message names what they wait for.
     """
     # Assume the worst case: each rank works strictly in sequence, and a send lasts until it is
-    # received. Then the ranks finish if and only if one order of all messages is consistent with
-    # every rank's sequence. Collectives need no check: their members run the same row and meet at
-    # the same position, so several replicas deadlock only if one replica does.
+    # received. Then the ranks finish if and only if there is an order of all messages that is
+    # consistent with every rank's sequence. Collectives need no check: their members run the same
+    # row and reach the collective at the same position, so several replicas deadlock only if a
+    # single replica does.
     ends: Counter[Meeting] = Counter()
     for program in programs.values():
         ends.update(program)
     # A message without a sender or a receiver waits forever.
     stuck = [meeting for meeting, count in ends.items() if count != 2]
-    # Annotate it, because `TopologicalSorter[Meeting]()` fails on Python 3.10.
+    # Annotate the variable, because `TopologicalSorter[Meeting]()` fails on Python 3.10.
     order: TopologicalSorter[Meeting] = TopologicalSorter()
     for program in programs.values():
         for before, after in pairwise(program):
@@ -271,7 +274,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     try:
         order.prepare()
     except CycleError as error:
-        # `graphlib` repeats the first message of a cycle at its end.
+        # `graphlib` repeats the first message of a cycle at the end.
         stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(

@@ -1,9 +1,9 @@
-"""Simulates a table: the times of its actions, the makespan of the step, and live activations.
+"""Simulates a table: action times, the makespan of the step, and live activations.
 
-Every rank runs its list in order. An action starts as soon as the rank is idle and its inputs have
-arrived; on a device, its host must also have launched it. A full backward sends its input gradient
-at its end, a split backward at the end of I. Activations are alive from the start of F to the end
-of B or W. Times are in the unit of the costs, activations in Ma (memory.py).
+Every rank runs its row in order. An action starts as soon as the rank is idle and its inputs have
+arrived; on a device, the host must also have launched it. A full backward pass sends its input
+gradient when it ends, a split backward pass when I ends. Activations are alive from the start of F
+to the end of B or W. Times are in the same unit as the costs, and activations in Ma (memory.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class _PairExchanges(NamedTuple):
-    """All-to-all time in a rank's pairs, in the unit of the costs."""
+    """All-to-all time in a rank's pairs, in the same unit as the costs."""
 
     total: float
     hidden: float
-    """The part of it that runs behind computation."""
+    """The part of `total` that is hidden by computation."""
 
     @property
     def hidden_share(self) -> float:
-        """The share of the total that runs behind computation; 0 without pairs."""
+        """The share of the total that is hidden by computation; 0 without pairs."""
         if not self.total:
             return 0.0
         return self.hidden / self.total
@@ -40,7 +40,7 @@ class _PairExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. Its rows match the schedule's (with twins, one pipeline's)."""
+    """The result of a simulation. Rows match those of the schedule (one pipeline, with twins)."""
 
     schedule: Schedule
     costs: Costs
@@ -50,15 +50,15 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first start to the last end of the step."""
+        """Time from the start of the first action to the end of the last."""
         return max((row[-1] for row in self.ends if row), default=0.0)
 
     @cached_property
     def ideal(self) -> float:
-        """The work of the busiest rank, which is the makespan without any wait."""
+        """The work on the busiest rank, which is the makespan if no rank ever waits."""
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            # The two actions of a pair span the same time, which must count once.
+            # The two actions in a pair span the same time, which must be counted once.
             counted_twice = [
                 ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
             ]
@@ -68,7 +68,7 @@ class Timeline:
 
     @cached_property
     def _exchanges_of_pairs(self) -> list[_PairExchanges]:
-        """By rank: the all-to-all in its pairs."""
+        """By rank: the all-to-all time in its pairs."""
         clock = Clock(self.schedule, self.costs)
         by_rank = []
         for rank, row in enumerate(self.schedule.rows):
@@ -83,7 +83,7 @@ class Timeline:
 
     @cached_property
     def hidden(self) -> float:
-        """The share of all-to-all hidden by computation, over all ranks; 0 if there is none."""
+        """The share of all-to-all hidden by computation, over all ranks; 0 without all-to-all."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
         exchanges: list[float] = []
         for row in self.schedule.rows:
@@ -95,12 +95,12 @@ class Timeline:
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """By rank: the hidden share of all-to-all in pairs alone, to which long steps converge."""
+        """By rank: the hidden share of all-to-all in pairs only, to which long steps converge."""
         return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank, for both twins: the actions to draw, with their starts and ends."""
+        """By rank, for both twins: the actions to draw, with start and end times."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)
@@ -116,14 +116,14 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Bubble as a fraction of the makespan."""
+        """The bubble as a fraction of the makespan."""
         if not self.makespan:
             return 0.0
         return self.bubble / self.makespan
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
-        """Peak of activations on each rank of both twins, in Ma."""
+        """Peak activations on each rank of both twins, in Ma."""
         peaks = activation_peaks(self.schedule)
         if self.schedule.placement.twins == 1:
             return peaks
@@ -132,19 +132,19 @@ class Timeline:
 
     @property
     def peak_activations(self) -> float:
-        """Peak of activations on any rank, in Ma."""
+        """Peak activations on any rank, in Ma."""
         return max(self.peak_activations_per_rank)
 
     @cached_property
     def keys_and_values(self) -> float:
-        """Peak of keys and values of sliced micro-batches on any rank; 0 without slices."""
+        """Peak keys and values of sliced micro-batches on any rank; 0 without slices."""
         return max(measure(self.schedule).keys_and_values, default=0.0)
 
     @property
     def messages(self) -> int:
-        """Total number of activations and gradients that cross ranks in one step."""
+        """Total number of activations and gradients sent between ranks in one step."""
         if self.schedule.disaggregated:
-            # All messages can be in flight at once, so there is a slot for each of them.
+            # There is a slot for each message, because all of them can be in flight at once.
             return sum(slots_needed(self.schedule).values())
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return (
@@ -166,7 +166,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     launch = costs.launch
     run = clock.run
     is_free = clock.is_free
-    # If launches take time, by rank: the time of its last launch, and the end times of its actions.
+    # By rank, if launches take time: the time of its last launch, and the end times of its actions.
     # Each list starts with AHEAD zeros, so that the first launches do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
@@ -178,12 +178,13 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         # `walk` passes two values for a pair, and one for a single action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
-            # `filter` also drops a time of 0.0, which is harmless because nothing begins earlier.
+            # `filter` also drops times of 0.0, which is harmless because nothing starts earlier.
             arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:
-            # The host launches an action as soon as at most AHEAD - 1 earlier actions still run.
+            # The host launches an action as soon as at most AHEAD - 1 earlier actions are still
+            # running.
             launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
@@ -194,13 +195,13 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
                 _first_arrival(clock, action, end),
                 _first_arrival(clock, partner, end),
             ]
-        # The fast path for tables with millions of actions.
+        # This is the fast path, for tables with millions of actions.
         if is_free:
             return end
         arrivals = clock.arrivals(action, end)
         return arrivals[0] if len(arrivals) == 1 else arrivals
 
-    # `walk` returns no reason why it stopped. This check finds the cycle and shows it in its error.
+    # `walk` does not say why it stopped. This check finds the cycle and shows it in the error.
     if walk(schedule, visit):
         check_for_deadlock(schedule)
         raise AssertionError(f"{schedule.label} stopped, but has an order")
@@ -208,24 +209,24 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
 
 def _first_arrival(clock: Clock, action: Action, end: float) -> float:
-    """Return when the result of an action of a pair arrives at the only rank that needs it."""
+    """Return when the result of a paired action arrives at the only rank that needs it."""
     arrivals = clock.arrivals(action, end)
     return arrivals[0] if arrivals else end
 
 
 def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
-    """Return the table with the shortest step and, among equals, the lowest memory."""
+    """Return the table with the shortest step and, on ties, the lowest memory."""
 
     def time_and_memory(table: Schedule) -> tuple[float, float]:
         timeline = simulate(table, costs)
-        # Equal times may differ by rounding. Round them, so that memory decides.
+        # Equal times may differ by rounding errors. Round them so that memory breaks ties.
         return round(timeline.makespan, 9), timeline.peak_activations
 
     return min(tables, key=time_and_memory)
 
 
 class Clock:
-    """Keeps the start and end times of each rank's actions, and computes arrival times."""
+    """Tracks the start and end times of each rank's actions, and computes arrival times."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
@@ -265,11 +266,11 @@ class Clock:
         return time
 
     def all_to_all_of(self, action: Action) -> float:
-        """Return how much of an action's time is all-to-all. Weight gradients need none."""
+        """Return how much of an action's time is all-to-all; weight gradients need none."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         share = 1.0
-        # Only the I part of a B has all-to-all.
+        # Only the I part of B includes all-to-all.
         if action.kind == "B":
             share = (
                 self._durations["I"][action.stage] / self._durations["B"][action.stage]
@@ -292,10 +293,10 @@ class Clock:
     ) -> float:
         """Run a pair starting at `now`, and return when its two actions end.
 
-        Layers pair one to one. The surplus layers of the longer stage run alone.
+        Layers pair one to one. The longer stage's surplus layers run alone.
         """
         time = exchange = compute = 0.0
-        # The time of a stage's forward is proportional to its number of layers.
+        # A stage's forward time is proportional to its number of layers.
         layers = [self._durations["F"][action.stage] for action in (forward, backward)]
         for action, stage_layers in zip((forward, backward), layers, strict=True):
             paired_share = min(layers) / stage_layers
@@ -303,14 +304,14 @@ class Clock:
             time += alone
             exchange += paired_share * self.all_to_all_of(action)
             compute += paired_share * (alone - self.all_to_all_of(action))
-        # The shorter of communication and computation runs behind the longer one.
+        # The shorter of communication and computation is hidden by the longer one.
         end = now + time - self._hides * min(exchange, compute)
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
         return end
 
     def arrivals(self, action: Action, end: float) -> list[float]:
-        """Return when an action's result arrives at each of the actions that need it."""
+        """Return when an action's result arrives at each action that needs it."""
         stage, kind, microbatch, slice_index = action
         arrivals = []
         for link in self._links[kind][stage]:

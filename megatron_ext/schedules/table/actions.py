@@ -21,42 +21,43 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 Kind = Literal["F", "B", "I", "W", "R"]
-"""F: forward. B: full backward. I: gradient of the input. W: gradient of the weights (B = I + W).
-R: recomputation (or receipt) of activations on a backward rank (see `Schedule.disaggregated`)."""
+"""F: forward. B: full backward pass. I: gradient of the input. W: gradient of the weights (B = I +
+W). R: recomputation (or receipt) of activations on a backward rank (see
+`Schedule.disaggregated`)."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
 
 SliceSizes = tuple[tuple[float, ...], ...]
-"""By micro-batch: the tokens in each of its slices, as a fraction of the longest micro-batch."""
+"""By micro-batch: the number of tokens in each slice, as a fraction of the longest micro-batch."""
 
 Link = tuple[int, int]
 """(sending rank, receiving rank). If they are equal, the receiver is the twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-# At most nine digits. No table needs more, and for thousands of digits `int` raises a different
-# error.
+# At most nine digits, because no table needs more, and `int` raises a different error for thousands
+# of digits.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """One pass of some kind over one stage, for a micro-batch or a slice of one."""
+    """One pass over one stage, for a micro-batch or for one of its slices."""
 
     stage: int
     kind: Kind
     microbatch: int
     slice: int = 0
-    """Index of the slice of the sequence that this action processes."""
+    """Index of the sequence slice that this action processes."""
 
     def __str__(self) -> str:
-        """Return the text form of torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
+        """Return the text form used by torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
         text = f"{self.stage}{self.kind}{self.microbatch}"
         return f"{text}.{self.slice}" if self.slice else text
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse the text form of an action, such as `2F0` or `1I3`, or `2F0.3` for its slice 3.
+        """Parse the text form of an action, such as `2F0` or `1I3`, or `2F0.3` for slice 3.
 
         Raises:
             ScheduleError: The text is not an action.
@@ -72,7 +73,7 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action, ...]
-"""The actions of one rank, in execution order."""
+"""The actions on one rank, in execution order."""
 
 
 def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
@@ -82,7 +83,7 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
     `(0F4;7B1)OVERLAP_F_B`, or empty.
 
     Raises:
-        ScheduleError: A cell is something else; the message gives its number.
+        ScheduleError: A cell is anything else; the message gives its number.
     """
     row: list[Action] = []
     pairs: set[int] = set()
@@ -100,7 +101,7 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
 
 
 class Output(NamedTuple):
-    """A result that an action of micro-batch 0 sends to another stage or rank."""
+    """A result that an action for micro-batch 0 sends to another stage or rank."""
 
     target: Action
     """The action that needs the result."""
@@ -109,15 +110,15 @@ class Output(NamedTuple):
 
 
 class Bypass(NamedTuple):
-    """A message that skips the stages between two ranks; the model sends one per micro-batch.
+    """A message that skips the stages between two ranks, sent once per micro-batch by the model.
 
-    A bypass adds no constraint to a table: the forward that receives it already depends on the
-    forward that sends it, through the stages between them. Backwards run in the opposite order.
+    A bypass adds no constraint to a table: the receiving forward pass already depends on the
+    sending forward pass, through the stages in between. Backward passes run in the opposite order.
     """
 
     kind: Literal["P", "G"]
-    """P: tensors, from a forward to the forward of a later stage. G: their gradients, in the
-    opposite direction."""
+    """P: tensors, sent from a forward pass to a later stage's forward pass. G: their gradients,
+    sent in the opposite direction."""
     stage: int
     """The sending stage."""
     taker: int
@@ -128,7 +129,7 @@ class Bypass(NamedTuple):
     """Whether the receiver belongs to the mirrored pipeline."""
 
     def message(self, action: Action) -> Message:
-        """Return the message for the micro-batch and slice of an action."""
+        """Return the message for an action's micro-batch and slice."""
         return Message(
             self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin)
         )
@@ -136,47 +137,48 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static pipeline schedule: the actions of each rank, in order. Messages derive from them.
+    """A static pipeline schedule: each rank's actions, in order. Messages derive from them.
 
-    A schedule whose placement has twins (BitPipe) is the table of one of two mirrored pipelines.
-    Each pipeline runs half of the micro-batches. `transforms.literal_rows` gives the table of all
-    ranks.
+    If the placement has twins (BitPipe), the schedule is the table for one of two mirrored
+    pipelines, each of which runs half of the micro-batches. `transforms.literal_rows` returns the
+    table for all ranks.
     """
 
     name: str
     """Registered name, for example `zb-v`, or `csv:FILE` for a loaded table."""
     placement: Placement
     num_microbatches: int
-    """Micro-batches of one pipeline in one step, numbered from 0."""
+    """Number of micro-batches that one pipeline runs per step; they are numbered from 0."""
     rows: tuple[Row, ...]
     """One row for each pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Options that distinguish tables of the same name, for example `{"chunks": 2}`."""
+    """Options that distinguish tables with the same name, for example `{"chunks": 2}`."""
     bypasses: tuple[Bypass, ...] = ()
     """Messages that skip stages, in the order in which an action sends or receives them."""
     slices: tuple[float, ...] = (1.0,)
     """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
-    forwards of a micro-batch's slices in order, because attention reads the keys and values of
-    earlier slices. It runs their backwards in reverse, because a backward adds to the gradients
-    of the keys and values that it reads."""
+    forward passes for a micro-batch's slices in order, because attention reads keys and values from
+    earlier slices. It runs their backward passes in reverse, because a backward pass adds to the
+    gradients of the keys and values that it reads."""
     slice_sizes: SliceSizes = ()
-    """The sizes of slices by micro-batch, if lengths differ; `slices` then has no meaning. Empty:
-    all micro-batches have `slices`."""
+    """Slice sizes by micro-batch, if lengths differ; `slices` is then unused. Empty: all
+    micro-batches have `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
-    """By rank: positions of the forwards that run as one action with the backward that follows
-    them, so that the communication of each is hidden by the computation of the other. A pair starts
-    when the inputs of both actions have arrived, and sends its results when both have ended. Empty:
-    the table has no pairs. Code that reads only the rows sees the two actions in sequence, which is
-    correct for counting activations and gradients, and for the order of sums."""
+    """By rank: positions of forward passes that run as one action with the backward pass that
+    follows, so that the computation in each pass hides the communication in the other. A pair
+    starts when the inputs of both actions have arrived, and sends its results when both have
+    finished. Empty: the table has no pairs. Code that reads only the rows sees the two actions in
+    sequence, which is correct for counting activations and gradients, and for the order in which
+    gradients are summed."""
 
     @property
     def pp(self) -> int:
-        """Number of pipeline ranks, both twins together."""
+        """Number of pipeline ranks, counting both twins."""
         return self.placement.num_ranks * self.placement.twins
 
     @property
     def total_microbatches(self) -> int:
-        """Number of micro-batches in one step, both twins together."""
+        """Number of micro-batches in one step, counting both twins."""
         return self.num_microbatches * self.placement.twins
 
     @cached_property
@@ -185,19 +187,19 @@ class Schedule:
         return max(map(len, self.slice_sizes), default=len(self.slices))
 
     def num_slices_of(self, microbatch: int) -> int:
-        """Return the number of slices of one micro-batch."""
+        """Return the number of slices in one micro-batch."""
         return len(self.sizes_of(microbatch))
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
-        """Return the tokens in each slice of a micro-batch, relative to the longest one."""
+        """Return the tokens in each slice of a micro-batch, relative to the longest micro-batch."""
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     @property
     def slices_in_step(self) -> int:
-        """Number of places for slices in a step; each stage runs at most one F for each place.
+        """Number of places for slices in a step; each stage runs at most one F per place.
 
-        Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches differ in their
-        number of slices, the places after the last slice of a micro-batch stay empty.
+        Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches have different
+        numbers of slices, the places after a micro-batch's last slice stay empty.
         """
         return self.num_microbatches * self.num_slices
 
@@ -208,25 +210,26 @@ class Schedule:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether two ranks hold each stage, one for its forwards and one for its backwards.
+        """Whether separate ranks run a stage's forward and backward passes.
 
-        Then an R precedes each backward. It runs the forward again, or receives saved activations.
+        If so, each backward pass is preceded by an R, which reruns the forward pass or receives
+        saved activations.
         """
         return self.placement.backward_rank_of is not None
 
     @property
     def ships_activations(self) -> bool:
-        """Whether forward ranks send layer inputs, from which backwards recompute each layer."""
+        """Whether forward ranks send layer inputs, so that backward ranks recompute by layer."""
         return self.disaggregated and self.options.get("activations") == "ship"
 
     @property
     def weight_copies(self) -> int:
-        """Number of ranks that hold the weights of a stage."""
+        """Number of ranks that hold a stage's weights."""
         return 2 if self.disaggregated else self.placement.twins
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is split into I and W."""
+        """Whether some backward pass is split into I and W."""
         return any(action.kind == "I" for row in self.rows for action in row)
 
     def pairs_of(self, rank: int) -> frozenset[int]:
@@ -241,7 +244,7 @@ class Schedule:
         ]
 
     def cells(self, rank: int) -> Iterator[str]:
-        """Yield the text of each action or pair of a rank, in the format that `parse_row` reads."""
+        """Yield the text of each action or pair on a rank, in the format that `parse_row` reads."""
         row = self.rows[rank]
         pairs = self.pairs_of(rank)
         for index in self.begins(rank):
@@ -252,7 +255,7 @@ class Schedule:
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:
-        """The (stage, micro-batch, slice) of each backward that is split into I and W."""
+        """The (stage, micro-batch, slice) of each backward pass that is split into I and W."""
         split: set[tuple[int, int, int]] = set()
         for row in self.rows:
             for stage, kind, microbatch, slice_index in row:
@@ -263,10 +266,11 @@ class Schedule:
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action needs; all dependencies derive from this.
 
-        F needs the F of the previous stage. B and I need the forward of their stage and the
-        backward of the next stage. W needs the I of its stage. R needs what F needs or, if
-        activations are shipped, the F of its stage, which runs on another rank. On its stage, a
-        slice also needs the F of the previous slice and the backward of the next slice.
+        F needs the F on the previous stage. B and I need the forward pass on their own stage and
+        the backward pass on the next stage. W needs the I on its stage. R needs the same inputs as
+        F or, if activations are shipped, its stage's F, which runs on another rank. On the same
+        stage, a slice's F also needs the previous slice's F, and its backward pass needs the next
+        slice's backward pass.
         """
         stage, kind, _, slice_index = action
         if kind == "W":
@@ -275,16 +279,16 @@ class Schedule:
             return (action._replace(kind="F"),)
         source = self.placement.source(stage, kind)
         needed: list[Action] = []
-        # A recomputation needs the same input as the forward of its stage, but not the result of
-        # that forward.
+        # A recomputation needs the same input as its stage's forward pass, but not that pass's
+        # result.
         if kind in ("F", "R"):
             if source is not None:
                 needed.append(action._replace(stage=source, kind="F"))
             if slice_index:
                 needed.append(action._replace(slice=slice_index - 1))
             return tuple(needed)
-        # The backward reads the activations that F kept on its rank or, if the roles are separate,
-        # that R kept.
+        # The backward pass reads the activations kept by F on the same rank or, if the roles are
+        # separate, by R.
         needed.append(action._replace(kind="R" if self.disaggregated else "F"))
         if source is not None:
             needed.append(self._backward(action, source))
@@ -298,14 +302,14 @@ class Schedule:
         target = self.placement.target(stage, kind)
         fed: list[Action] = []
         if kind == "F":
-            # If backward ranks recompute, no rank runs the last stage's F. Its R takes the input
-            # instead.
+            # If backward ranks recompute, no rank runs the last stage's F, and the stage's R takes
+            # the input instead.
             if target is not None and self.runs_forward(target):
                 fed.append(action._replace(stage=target))
             if slice_index + 1 < self.num_slices_of(action.microbatch):
                 fed.append(action._replace(slice=slice_index + 1))
-            # The backward of this stage reads the activations, or R receives them. If backward
-            # ranks recompute instead, the R of the next stage starts from this output.
+            # This stage's backward pass reads the activations, or R receives them. If backward
+            # ranks recompute instead, the next stage's R starts from this output.
             if not self.disaggregated:
                 fed.append(self._backward(action, stage))
             elif self.ships_activations:
@@ -326,7 +330,7 @@ class Schedule:
         return tuple(fed)
 
     def travels(self, source: Action, target: Action) -> bool:
-        """Return whether a result that `target` needs leaves the stage or the rank of `source`."""
+        """Return whether a result that `target` needs leaves the stage or rank of `source`."""
         rank_for = self.placement.rank_for
         return source.stage != target.stage or rank_for(*source[:2]) != rank_for(
             *target[:2]
@@ -334,7 +338,7 @@ class Schedule:
 
     @cached_property
     def links(self) -> Mapping[Kind, Sequence[Sequence[Output]]]:
-        """By kind and stage: what the action of micro-batch 0 sends to other stages or ranks.
+        """By kind and stage: what micro-batch 0's action sends to other stages or ranks.
 
         All micro-batches have the same outputs, so this stays small for tables with millions of
         actions.
@@ -362,14 +366,14 @@ class Schedule:
         return links
 
     def _backward(self, action: Action, stage: int) -> Action:
-        """Return the backward of a stage for the same micro-batch and slice as an action."""
+        """Return a stage's backward pass for the same micro-batch and slice as an action."""
         kind: Kind = "I" if (stage, *action[2:]) in self.split else "B"
         return action._replace(stage=stage, kind=kind)
 
     def runs_forward(self, stage: int) -> bool:
-        """Return whether any rank runs the F of a stage.
+        """Return whether any rank runs a stage's F.
 
-        If backward ranks recompute forwards, no rank needs the output of the last stage's F.
+        If backward ranks recompute forward passes, no rank needs the output of the last stage's F.
         """
         is_last = stage == self.num_stages - 1
         return not (self.disaggregated and is_last) or self.ships_activations
@@ -393,14 +397,14 @@ class Schedule:
 
     @property
     def label(self) -> str:
-        """Name and options for display, for example `bitpipe order=zb`."""
+        """The name and options for display, for example `bitpipe order=zb`."""
         return " ".join(
             [self.name, *(f"{key}={value}" for key, value in self.options.items())]
         )
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the table. Ranks compare it at start-up to verify that their tables agree."""
+        """SHA-256 of the table. Ranks compare digests at start-up to verify that tables agree."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())

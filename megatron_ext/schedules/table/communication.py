@@ -1,12 +1,13 @@
 """Derives the messages that each action of a table receives and sends.
 
 Generators place only computation, and this pass adds the messages. Each message has a name (kind,
-receiving stage, micro-batch). So a receiver may take messages in any order, and a send never waits
-for the order of its peer's receives. Between two consecutive stages on one rank, the tensor stays
-local.
+receiving stage, micro-batch). So a receiver may consume messages in any order, and a send never
+depends on the order of its peer's receives. If two consecutive stages are on the same rank, the
+tensor between them stays local.
 
-Gradient reductions are not messages. The executor starts the reduction of a stage after its last
-action. `reduction_order` returns the order of the stages, which all data-parallel peers must share.
+Gradient reductions are not messages. The executor starts a stage's reduction after the stage's last
+action. `reduction_order` returns the order of the stages, which must be the same on all
+data-parallel peers.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Transfer(NamedTuple):
     verb: Literal["RECV", "SEND", "LOCAL"]
     message: Message
     peer: int
-    """Pipeline rank at the other end; in a `runtime.program.Program`, the global rank."""
+    """Pipeline rank of the peer; in a `runtime.program.Program`, its global rank."""
     to_twin: bool = False
     """Whether the peer belongs to the mirrored pipeline."""
 
 
 class Exchange(NamedTuple):
-    """One action and its messages, in the order in which the executor processes them."""
+    """One action and its messages, in the order in which the executor handles them."""
 
     action: Action
     awaits: tuple[Transfer, ...] = ()
@@ -50,26 +51,27 @@ class Exchange(NamedTuple):
     """SEND or LOCAL to the next or previous stage, if any, followed by SEND of bypasses. Empty for
     W and R."""
     partner: Exchange | None = None
-    """The backward that runs with this forward as a pair. The inputs of both arrive before either
-    runs. The outputs leave after both have run, those of the forward first."""
+    """The backward pass that runs with this forward pass as a pair. Neither of the two runs before
+    the inputs of both have arrived. Outputs are sent after both have run, those of the forward pass
+    first."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The action, or both actions of a pair."""
+        """The action, or both actions in a pair."""
         if self.partner is None:
             return (self.action,)
         return (self.action, self.partner.action)
 
     @property
     def all_inputs(self) -> tuple[Transfer, ...]:
-        """The inputs of the action, or of both actions of a pair."""
+        """The inputs of the action, or of both actions in a pair."""
         if self.partner is None:
             return self.inputs
         return self.inputs + self.partner.inputs
 
     @property
     def all_outputs(self) -> tuple[Transfer, ...]:
-        """The outputs of the action, or of both actions of a pair."""
+        """The outputs of the action, or of both actions in a pair."""
         if self.partner is None:
             return self.outputs
         return self.outputs + self.partner.outputs
@@ -78,11 +80,11 @@ class Exchange(NamedTuple):
 def exchanges(
     schedule: Schedule, rank: int, window: int | None = None
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of a rank, one for each action or pair of its row, in order.
+    """Return a rank's exchanges, one for each action or pair in its row, in order.
 
     In a disaggregated table, a forward rank may run `window` micro-batches ahead of the backward
-    rank, which grants a credit with each micro-batch that it starts. None: there is no limit, and
-    no credits are sent.
+    rank, which grants a credit for each micro-batch that it starts. None means no limit, and no
+    credits are sent.
     """
     messages = _Messages(schedule, window)
     row = schedule.rows[rank]
@@ -97,7 +99,7 @@ def exchanges(
 
 
 class _Messages:
-    """The messages of each action of a table."""
+    """The messages for each action in a table."""
 
     def __init__(self, schedule: Schedule, window: int | None) -> None:
         self._schedule = schedule
@@ -108,8 +110,8 @@ class _Messages:
         for bypass in schedule.bypasses:
             self._sent_bypasses[bypass.kind, bypass.stage].append(bypass)
             self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
-        # By kind and stage. All micro-batches and slices have the same messages; deriving them for
-        # each action would take ten times as long.
+        # By kind and stage. All micro-batches and slices have the same messages, and deriving them
+        # for each action would take ten times as long.
         self._patterns: dict[tuple[Kind, int], Exchange] = {}
 
     def exchange(self, action: Action) -> Exchange:
@@ -128,8 +130,8 @@ class _Messages:
         )
 
     def _pattern(self, action: Action) -> Exchange:
-        """Return an action of micro-batch 0 with its messages, but without credits."""
-        # On both ends, tensors of neighbouring stages precede bypasses.
+        """Return an action for micro-batch 0 with its messages, but without credits."""
+        # At both ends, tensors from neighbouring stages precede bypasses.
         inputs = []
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):
@@ -157,7 +159,7 @@ class _Messages:
         *,
         peer: Action,
     ) -> Transfer:
-        """Return the transfer of the tensor from `source` to `target`."""
+        """Return the transfer for the tensor from `source` to `target`."""
         placement = self._schedule.placement
         hop: Hop = "rank"
         # The two roles of one stage are on different ranks, which `placement.hops` does not cover.
@@ -178,13 +180,14 @@ class _Messages:
         *,
         peer_stage: int,
     ) -> Transfer:
-        """Return the transfer of a bypass, as seen from the end that runs `action`."""
+        """Return the transfer for a bypass, as seen by the rank that runs `action`."""
         peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
         return Transfer(verb, bypass.message(action), peer, bypass.to_twin)
 
     def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
-        # The first `window` forwards need no credit: the forward rank may be that far ahead.
+        # The first `window` forward passes need no credit, because the forward rank may be that far
+        # ahead.
         if self._window is None or kind != "F" or microbatch < self._window:
             return ()
         backward_rank = self._schedule.placement.rank_for(stage, "R")
@@ -199,8 +202,8 @@ class _Messages:
         ):
             return ()
         granted = microbatch + self._window
-        # No forward awaits a credit beyond the last micro-batch. Such a message would still be in
-        # flight when the step ends.
+        # No forward pass would wait for a credit beyond the last micro-batch, so such a message
+        # would still be in flight at the end of the step.
         if granted >= self._schedule.num_microbatches:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
@@ -210,7 +213,7 @@ class _Messages:
 def _renamed(
     transfers: Sequence[Transfer], microbatch: int, slice_index: int
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of micro-batch 0 with the names of another micro-batch and slice."""
+    """Return micro-batch 0's transfers, renamed for another micro-batch and slice."""
     renamed = []
     for verb, message, peer, to_twin in transfers:
         name = Message(
@@ -220,7 +223,7 @@ def _renamed(
     return tuple(renamed)
 
 
-# The kind of bypass that each kind of action receives and sends.
+# Kind of bypass that each kind of action receives and sends.
 _BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
 # The kind of action that sends and receives each kind of bypass.
 _BYPASS_ENDS = {"P": "F", "G": "B"}
@@ -233,6 +236,6 @@ def tensor_of(action: Action) -> Message:
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
-    """Return the stages of a row in the order in which their gradients become complete."""
+    """Return the stages in a row in the order in which their gradients are complete."""
     last_index = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_index, key=last_index.__getitem__))

@@ -1,4 +1,4 @@
-"""Durations of actions and messages, from which the simulator computes times."""
+"""Durations of actions and messages, which the simulator uses to compute times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
 
 AHEAD = 2
-"""How many launched actions may be unfinished on a device: one runs, and the next one waits in the
-device's queue. With only one, the device would idle between actions. More than two would cost
-memory without any gain."""
+"""Maximum number of launched, unfinished actions on a device: one runs, and the next one waits in
+the device's queue. With only one, the device would idle between actions. More than two would use
+more memory without any benefit."""
 
-# Sums of durations in this range have no visible rounding errors, even in the largest tables.
+# Durations in this range add up without visible rounding errors, even in the largest tables.
 SHORTEST, _LONGEST = 1e-9, 1e9
 MAX_ATTENTION = 1 - 2**-20
 """The largest supported share of attention."""
@@ -24,28 +24,28 @@ MAX_ATTENTION = 1 - 2**-20
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, in any consistent unit. By default, the forward of one device share takes 1.
+    """Durations, in any consistent unit. By default, a forward pass on one device share takes 1.
 
-    A device share is 1/pp of the model. If a schedule cuts the model into more than pp stages, the
-    forward of one stage takes `forward * pp / num_stages`, and so on.
+    A device share is 1/pp of the model. If a schedule cuts the model into more than pp stages, a
+    forward pass on one stage takes `forward * pp / num_stages`, and so on.
     """
 
     forward: float = 1.0
-    """Forward of one device share, Tf."""
+    """Forward pass on one device share, Tf."""
     input: float = 1.0
-    """Gradient of the input of one device share, Tb."""
+    """Input gradient on one device share, Tb."""
     weight: float = 1.0
-    """Gradient of the weights of one device share, Tw."""
+    """Weight gradient on one device share, Tw."""
     latency: float = 0.0
-    """Time from the end of an action until its output has arrived on another rank."""
+    """Time from the end of an action until its output arrives on another rank."""
     stages: tuple[tuple[float, float, float], ...] = ()
-    """Forward, input gradient and weight gradient of each stage, for uneven stages; empty: each
-    stage is an equal share of the model."""
+    """Forward, input-gradient and weight-gradient times on each stage, for uneven stages; empty:
+    each stage is an equal share of the model."""
     microbatch_scale: tuple[float, ...] = ()
-    """Factor on the durations of each micro-batch, for uneven lengths; empty: all factors are 1."""
+    """Factor on each micro-batch's durations, for uneven lengths; empty: all factors are 1."""
     slice_scale: tuple[tuple[float, ...], ...] = ()
-    """For tables with slices by length: the forward of each slice of each micro-batch, relative to
-    a sample that is as long as the longest micro-batch. Empty: each micro-batch is one sample,
+    """For tables with slices by length: the forward time of each slice in each micro-batch,
+    relative to a sample as long as the longest micro-batch. Empty: each micro-batch is one sample,
     whose cost follows from `Schedule.slice_sizes` and `attention`."""
     jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
@@ -53,24 +53,24 @@ class Costs:
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     launch: float = 0.0
     """Host time to launch an action on a device; 0: the host computes the action. A launch starts
-    when at most `AHEAD - 1` earlier actions of the rank are still running."""
+    once at most `AHEAD - 1` earlier actions on the rank are still running."""
     attention: float = 0.0
-    """Share of a forward, and of a full backward, that is core attention: at least 0, below 1.
-    Attention grows with the square of the length, so slices of equal length have different costs
-    (`slices.py`)."""
+    """Share of core attention in a forward pass and in a full backward pass: at least 0, below 1.
+    The cost of attention grows with the square of the length, so slices of equal length differ in
+    cost (`slices.py`)."""
     all_to_all: float = 0.0
-    """Share of F and I that is all-to-all communication between experts: at least 0, below 1."""
+    """Share of all-to-all communication between experts in F and I: at least 0, below 1."""
     exchanges: tuple[float, ...] = ()
-    """The all-to-all share of each stage; empty: all stages have the same share."""
+    """All-to-all share on each stage; empty: all stages have the same share."""
     hides: float = 1.0
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
-    together take the longer of their two times; at 0, the sum."""
+    together take as long as the longer of the two; at 0, as long as their sum."""
     seed: int = 0
     """Seed of the jitter. The factor of an action depends only on the seed and the action."""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.input, self.weight]
-        # A stage may take no time in some of its passes, but not in all.
+        # A stage may take no time in some of its passes, but not in all of them.
         times += [sum(stage_times) for stage_times in self.stages]
         # NaN fails this comparison too.
         if not all(SHORTEST <= time <= _LONGEST for time in times):
@@ -99,7 +99,7 @@ class Costs:
         """Parse `F,I,W`, `F,I,W,latency` or `F,I,W,latency,launch`, for example `1,1.2,0.8`.
 
         Raises:
-            ScheduleError: The text is not such a list of numbers, or a number is impossible.
+            ScheduleError: The text is not such a list, or a number is out of range.
         """
         try:
             numbers = [float(number) for number in text.split(",")]
@@ -117,7 +117,7 @@ class Costs:
         return cls(forward, input_gradient, weight, latency=latency, launch=launch)
 
     def __str__(self) -> str:
-        """Return the text form that `parse` accepts."""
+        """Return the text that `parse` accepts."""
         numbers = [self.forward, self.input, self.weight]
         if self.latency or self.launch:
             numbers.append(self.latency)
@@ -126,26 +126,26 @@ class Costs:
         return ",".join(f"{number:.15g}" for number in numbers)
 
     def in_forwards(self) -> Costs:
-        """Return the costs in the form of `--pipeline-costs`: relative to a forward and rounded."""
+        """Return the costs for `--pipeline-costs`: relative to a forward pass, and rounded."""
         times = (self.input, self.weight, self.latency)
         shares = [f"{time / self.forward:.3g}" for time in times]
         return Costs.parse(",".join(["1", *shares]))
 
     @property
     def backward(self) -> float:
-        """Full backward of one device share, Tb + Tw."""
+        """Full backward pass on one device share, Tb + Tw."""
         return self.input + self.weight
 
     @property
     def work(self) -> float:
-        """Total work on one device share for one micro-batch, Tf + Tb + Tw."""
+        """Total work per micro-batch on one device share, Tf + Tb + Tw."""
         return self.forward + self.backward
 
     def durations(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the duration of each kind of action by stage, without jitter.
+        """Return the duration of each kind of action on each stage, without jitter.
 
         Raises:
-            ScheduleError: `stages` does not have the times of each stage.
+            ScheduleError: `stages` does not contain times for every stage.
         """
         share = schedule.pp / schedule.num_stages
         even = (share * self.forward, share * self.input, share * self.weight)
@@ -161,7 +161,8 @@ class Costs:
             durations["I"].append(input_gradient)
             durations["W"].append(weight)
             if schedule.ships_activations:
-                # Each layer is recomputed just before its backward, so B includes the time of R.
+                # Each layer is recomputed just before its backward pass, so B includes the time for
+                # R.
                 durations["B"].append(input_gradient + weight + forward)
                 durations["R"].append(0.0)
             else:
@@ -170,12 +171,12 @@ class Costs:
         return durations
 
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
-        """Return the factors of slices by kind of action: each slice's share of the time.
+        """Return slice factors by kind of action: each slice's share of the time.
 
-        The attention of a backward is in I, up to the length of I, because W has none.
+        Attention in a backward pass counts toward I, up to the length of I, because W has none.
         """
         ends = list(accumulate(slices, initial=0.0))
-        # Attention over the tokens before x costs x^2.
+        # Attention over the tokens up to x costs x^2.
         return self._factors(
             slices, [end * end - start * start for start, end in pairwise(ends)]
         )
@@ -183,9 +184,9 @@ class Costs:
     def _factors(
         self, slices: Sequence[float], squares: Sequence[float]
     ) -> dict[Kind, list[float]]:
-        """Return the factors of slices with these numbers of tokens and of pairs of tokens."""
+        """Return factors for slices with these numbers of tokens and token pairs."""
         of_backward = self.attention * self.backward
-        # W has only the attention for which I has no room.
+        # W contains only the attention that does not fit into I.
         of_input = min(of_backward, self.input)
         attention: dict[Kind, float] = {
             "F": self.attention,
@@ -202,17 +203,17 @@ class Costs:
         return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factors of all actions by kind, flat over stage, micro-batch and slice.
+        """Return factors for all actions by kind, flat over stage, micro-batch and slice.
 
         The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
-        jitter times the scale of the micro-batch times the share of the slice.
+        product of the jitter, the micro-batch's scale and the slice's share.
 
         Raises:
-            ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
+            ScheduleError: `microbatch_scale` does not contain one factor per micro-batch.
         """
         count = schedule.num_stages * schedule.slices_in_step
-        # Each kind draws with a separate seed, so that splitting backwards does not change the
-        # factors of forwards.
+        # Each kind has a separate seed, so splitting backward passes does not change the factors
+        # for forward passes.
         factors = {
             kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS
         }
@@ -229,7 +230,7 @@ class Costs:
                 )
             return factors
         for kind, shares in self.slice_factors(schedule.slices).items():
-            # By micro-batch and slice; all stages have the same factors.
+            # By micro-batch and slice. All stages have the same factors.
             of_stage = []
             for scale in scales:
                 of_stage += [scale * share for share in shares]
@@ -241,17 +242,18 @@ class Costs:
     def factors_of(
         self, microbatch: int, sizes: Sequence[float]
     ) -> dict[Kind, list[float]]:
-        """Return the factors of one micro-batch's slices, by kind. `sizes` are their tokens."""
+        """Return the factors for one micro-batch's slices, by kind; `sizes` are in tokens."""
         if not (self.slice_scale and self.attention):
             return self.slice_factors(sizes)
-        # The cost of a slice beyond its tokens is attention, whichever samples it belongs to.
+        # Any cost of a slice beyond its tokens is attention, whichever samples the slice belongs
+        # to.
         squares = []
         for scale, size in zip(self.slice_scale[microbatch], sizes, strict=True):
             squares.append((scale - (1 - self.attention) * size) / self.attention)
         return self._factors(sizes, squares)
 
     def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factors of slices by length, by kind, flat over micro-batch and slice."""
+        """Return factors for slices by length, by kind, flat over micro-batch and slice."""
         of_stage: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for microbatch in range(schedule.num_microbatches):
             sizes = schedule.sizes_of(microbatch)
@@ -263,7 +265,7 @@ class Costs:
         return of_stage
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the jitter factors of messages by the kind of the sender; B covers I too."""
+        """Return jitter factors for messages by the sending action's kind; B also covers I."""
         count = schedule.num_stages * schedule.slices_in_step
         return {
             "F": self._jitter_factors(self.link_jitter, "link F", count),
@@ -274,8 +276,8 @@ class Costs:
         """Draw log-normal factors with mean 1. `purpose` is part of the seed."""
         if not sigma:
             return [1.0] * count
-        # The seed depends on the purpose, so tables with the same stages draw the same factors in
-        # any order. A comparison then shows only the effect of the order.
+        # The seed depends on the purpose, so tables with the same stages draw the same factors
+        # whatever their order. A comparison then shows only the effect of the order.
         draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         mu = -sigma * sigma / 2
@@ -297,19 +299,20 @@ def _check_share(name: str, share: float) -> None:
 
 
 UNIT = Costs()
-"""Tf = Tb = Tw = 1 and no latency: the units of published bubble formulas."""
+"""Tf = Tb = Tw = 1 and no latency: the units in published bubble formulas."""
 
 
-# Ratio of all-to-all to computation, for costs without all-to-all: the middle one of the three
-# ratios in `benchmarks/expert_overlap.py`.
+# Ratio of all-to-all to computation, for costs without all-to-all: the middle of the three ratios
+# in `benchmarks/expert_overlap.py`.
 _DEFAULT_EXCHANGE = 0.6
 
 
 def exchanging(costs: Costs) -> Costs:
-    """Return costs that include all-to-all; add a typical share if they have none.
+    """Return costs that include all-to-all; if they have none, add a typical share.
 
-    Equal times, the default, cover only computation, so adding all-to-all makes forwards and input
-    gradients longer. Other times were measured with all-to-all, so they stay the same.
+    Equal times, the default, cover only computation, so adding all-to-all makes forward passes and
+    input gradients longer. Other times are measurements that already include all-to-all, so they
+    stay the same.
     """
     if costs.all_to_all:
         return costs

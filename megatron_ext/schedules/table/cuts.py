@@ -1,6 +1,6 @@
-"""Cuts the layers of a model into the stages of a placement, and balances the work of the ranks.
+"""Cuts a model's layers into the stages of a placement, and balances the work across ranks.
 
-A cut is a number of layers for each stage, or a layout in Megatron's notation.
+A cut is given as the number of layers per stage, or as a layout in Megatron's notation.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ def cut(
     least_last: int = 1,
     by_stage: bool = False,
 ) -> list[int]:
-    """Return the number of layers of each stage that minimizes the work of the busiest rank.
+    """Return the number of layers per stage that minimizes the work on the busiest rank.
 
     If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
     the longest stage, then the sum of squares. If ranks have several stages, that cut is only the
-    starting point. Unless `by_stage`, single layers then move from the busiest rank to other ranks
-    as long as this helps. Whether even ranks or even stages are faster depends on the schedule.
+    starting point: unless `by_stage` is set, single layers then move from the busiest rank to other
+    ranks as long as this helps. Whether even ranks or even stages are faster depends on the
+    schedule.
 
     Args:
-        layers: Work of each transformer layer, in any unit.
-        first: Work of the first stage in addition to its layers: the embedding.
-        last: Work of the last stage in addition to its layers: MTP and loss.
+        layers: Work in each transformer layer, in any unit.
+        first: Work in the first stage besides its layers: the embedding.
+        last: Work in the last stage besides its layers: MTP and the loss.
         placement: The rank of each stage.
-        least_first: Minimum number of layers of the first stage.
-        least_last: Minimum number of layers of the last stage. The other stages need one layer.
-        by_stage: Minimize the longest stage instead of the work of the busiest rank.
+        least_first: Minimum number of layers in the first stage.
+        least_last: Minimum number of layers in the last stage. All other stages need at least one
+        layer.
+        by_stage: Whether to minimize the longest stage instead of the work on the busiest rank.
 
     Raises:
         ScheduleError: There are too few layers.
@@ -59,7 +61,7 @@ def cut(
 
 
 _Work = tuple[float, float]
-"""(work of the longest stage, sum of the squares of all stages); smaller is better."""
+"""(work in the longest stage, sum of squares over all stages); smaller is better."""
 
 _NEVER: _Work = (float("inf"), 0.0)
 
@@ -80,14 +82,14 @@ def _by_longest_stage(
     """
     count = len(layers)
     work_before = [0.0, *accumulate(layers)]
-    # If each stage in turn is filled up to this much work, all layers fit. So no stage of the best
-    # cut needs more, and the search can skip longer stages. The factor absorbs rounding.
+    # If each stage in turn is filled up to this much work, all layers fit. So no stage in the best
+    # cut needs more, and the search can skip longer stages. The factor absorbs rounding errors.
     mean_work = (work_before[-1] + first + last) / num_stages
     enough = max(mean_work, first, last) + max(layers)
     enough *= 1 + 1e-9
-    # By end layer: the work of the best cut of all stages so far.
+    # By end layer: the work in the best cut of all stages so far.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
-    # By stage and end layer: the layer at which the stage starts in that cut.
+    # By stage and end layer: the first layer of the stage in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
         min_layers = 1
@@ -123,7 +125,7 @@ def _by_longest_stage(
     if best[count] == _NEVER:
         raise ScheduleError(f"{count} layers do not divide into {num_stages} stages")
     counts = []
-    # Follow the starts of the best cut back from the last layer.
+    # Follow the best cut's stage starts back from the last layer.
     end = count
     for stage_starts in reversed(starts):
         counts.append(end - stage_starts[end])
@@ -139,7 +141,7 @@ def loads(
     last: float,
     placement: Placement,
 ) -> list[float]:
-    """Return the work of each rank under a cut, in the unit of the layers."""
+    """Return the work on each rank with a cut, in the same unit as `layers`."""
     rank_work = [0.0] * placement.num_ranks
     start = 0
     for stage, count in enumerate(counts):
@@ -158,25 +160,25 @@ def _move(
     placement: Placement,
     least_ends: tuple[int, int],
 ) -> None:
-    """Move single layers away from the busiest rank while that lowers its load or the squares."""
+    """Move single layers off the busiest rank while that lowers its load or the sum of squares."""
 
     def value() -> tuple[float, float, int]:
         """Return the tuple that a move must lower: highest load, sum of squares, longest stage."""
         rank_work = loads(counts, layers, first, last, placement)
-        # Round, because another order of the sum could otherwise look like a gain.
+        # Round, because summing in a different order could otherwise look like an improvement.
         squares = sum(work * work for work in rank_work)
         return round(max(rank_work), 12), round(squares, 12), max(counts)
 
     least_first, least_last = least_ends
     least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
-    # Each move lowers the value, so the search always ends. The limit bounds its time.
+    # Each move lowers the value, so the search always terminates. The limit bounds its time.
     for _ in range(4 * len(layers)):
         rank_work = loads(counts, layers, first, last, placement)
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
-        # (value, giving stage, taking stage) of the best move.
+        # The best move: (value, stage that gives a layer, stage that takes it).
         best = (reached, 0, 0)
-        # Try to move one layer from each stage of the busiest rank to each other stage.
+        # Try to move one layer from each stage on the busiest rank to each other stage.
         for giver in placement.stages_of[busiest]:
             if counts[giver] <= least_of.get(giver, 1):
                 continue
@@ -201,16 +203,16 @@ def spread(
     last: float = 0,
     rank_of: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the numbers of layers that give all stages about the same work.
+    """Return the number of layers per stage that gives all stages about the same work.
 
-    All layers count as equal; `cut` takes the work of each layer.
+    All layers are considered equal; `cut` takes the work in each layer into account.
 
     Args:
-        num_layers: Layers of the model.
+        num_layers: Number of layers in the model.
         num_stages: Number of stages.
-        first: Work of the first stage in addition to its layers, in layers.
-        last: Work of the last stage in addition to its layers, in layers.
-        rank_of: The rank of each stage; None: each stage has a separate rank.
+        first: Work in the first stage besides its layers, in units of a layer.
+        last: Work in the last stage besides its layers, in units of a layer.
+        rank_of: The rank of each stage; None: each stage is on a separate rank.
     """
     rank_of = rank_of or range(num_stages)
     stage_work = [0.0] * num_stages
@@ -221,9 +223,9 @@ def spread(
         rank_work[rank_of[stage]] += work
 
     def preference(stage: int) -> tuple[float, float, int]:
-        # Among equal stages, prefer the rank with the least work. Otherwise all remaining layers
-        # would end up on the ranks in the middle, which in a V hold two such stages each. Among
-        # equal ranks, prefer the middle, because the ends also compute the embedding and the loss.
+        # Among equal stages, prefer the rank with the least work. Otherwise, all remaining layers
+        # would end up on the middle ranks, which hold two such stages each in a V. Among equal
+        # ranks, prefer the middle, because the ends also compute the embedding and the loss.
         off_centre = abs(2 * stage - num_stages + 1)
         return stage_work[stage], rank_work[rank_of[stage]], off_centre
 
@@ -237,12 +239,12 @@ def spread(
 
 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
-    """Return the layout in the notation of `--pipeline-model-parallel-layout`."""
+    """Return the layout in the notation that `--pipeline-model-parallel-layout` takes."""
     return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"
 
 
 def parse_layout(text: str) -> list[str]:
-    """Return the layers of each stage in a layout in Megatron's notation, one letter per layer.
+    """Return each stage's layers, one letter per layer, from a layout in Megatron's notation.
 
     `(...)*n` and `x*n` are repetitions. Commas have no meaning.
 
@@ -250,7 +252,7 @@ def parse_layout(text: str) -> list[str]:
         ScheduleError: A letter does not represent a layer.
     """
     unrolled = text.replace(",", "")
-    # Unroll groups first, then single letters.
+    # Expand groups first, then single letters.
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repetition, lambda match: match[1] * int(match[2]), unrolled)
     unknown = set(unrolled) - set("EtmL|")

@@ -14,7 +14,7 @@ from megatron_ext.errors import ScheduleError
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Cost of a sample of L tokens: `linear * L + quadratic * L^2`, in any unit.
+    """Cost of a sample with L tokens: `linear * L + quadratic * L^2`, in any unit.
 
     Raises:
         ScheduleError: A coefficient is negative, or both are 0.
@@ -23,7 +23,7 @@ class LengthCost:
     linear: float
     """Cost per token: projections and the feed-forward network."""
     quadratic: float
-    """Cost per pair of tokens of a sample: attention."""
+    """Cost per pair of tokens in a sample: attention."""
 
     def __post_init__(self) -> None:
         """Check the coefficients."""
@@ -34,7 +34,7 @@ class LengthCost:
             )
 
     def attention_share(self, length: int) -> float:
-        """Return the share of attention in the cost of a sample, 0 to 1."""
+        """Return the share of attention in a sample's cost, from 0 to 1."""
         return self.quadratic * length / (self.linear + self.quadratic * length)
 
     @classmethod
@@ -63,24 +63,24 @@ class LengthCost:
         query_width: int | None = None,
         key_width: int | None = None,
     ) -> LengthCost:
-        """Return the floating-point operations of one layer's forward with causal attention.
+        """Return the floating-point operations in one layer's forward pass with causal attention.
 
         Count two operations per weight and token for the query and output projections, keys and
-        values, and the matrices of the feed-forward network. Count two operations per product in
-        Q K^T and in A V, half of which the causal mask removes. With the defaults, this is
-        24 h^2 L + 2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with
-        half of its attention. A backward takes twice as many operations, so the ratio is the same.
+        values, and the matrices of the feed-forward network. Count two operations per product in Q
+        K^T and in A V; the causal mask removes half of them. With the defaults, this is 24 h^2 L +
+        2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its
+        attention. A backward pass takes twice as many operations, so the ratio is the same.
 
         Args:
-            hidden_size: h, the width of the model.
+            hidden_size: h, the model width.
             ffn_hidden_size: Width of the feed-forward network; for mixtures of experts, the total
-                width of the experts that a token visits; None: 4h.
-            gated: Whether the network has a third matrix, as in SwiGLU.
+                width of the experts that process a token; None: 4h.
+            gated: Whether the feed-forward network has a third matrix, as in SwiGLU.
             query_width: Number of heads times head width; None: h.
-            key_width: Number of key-value groups times head width; None: the width of the queries.
+            key_width: Number of key-value groups times head width; None: the query width.
 
         Raises:
-            ScheduleError: The width is not positive.
+            ScheduleError: A width is not positive.
         """
         if hidden_size < 1:
             raise ScheduleError(
@@ -88,17 +88,17 @@ class LengthCost:
             )
         query_width = query_width or hidden_size
         key_width = key_width or query_width
-        # A gated network has two projections up, and one down.
+        # A gated network has two up-projections and one down-projection.
         num_projections = 3 if gated else 2
         ffn = num_projections * (ffn_hidden_size or 4 * hidden_size)
         weights = hidden_size * (2 * query_width + 2 * key_width + ffn)
         return cls(2.0 * weights, 2.0 * query_width)
 
     def of_length(self, length: int) -> float:
-        """Return the cost of one sample of `length` tokens."""
+        """Return the cost of one sample with `length` tokens."""
         return self.linear * length + self.quadratic * length * length
 
     def of_pack(self, lengths: Sequence[int]) -> float:
-        """Return the cost of a micro-batch of samples that do not attend to each other."""
+        """Return the cost of a micro-batch whose samples do not attend to each other."""
         # Sum exactly, so that the cost does not depend on the order of the samples.
         return fsum(map(self.of_length, lengths))

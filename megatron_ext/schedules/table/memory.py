@@ -1,17 +1,18 @@
 """Computes the memory that a table needs, from the order of its actions.
 
 The activations of one stage and micro-batch are alive from the start of F to the end of B or, if
-the backward is split, of W. The part that is kept for W after I is the *weight stash*. The unit is
-Ma: the activations of one micro-batch on 1/pp of the model. So one stage holds pp/num_stages Ma.
+the backward pass is split, of W. The part that is kept after I for W is the *weight stash*. The
+unit is Ma, the activations of one micro-batch on 1/pp of the model, so one stage holds
+pp/num_stages Ma.
 
-Most layers hold less memory after I than before it. Layers that are recomputed, or that keep their
+Most layers hold less memory after I than before. Layers that are recomputed, or that keep their
 gathered input for W, hold more. The *stash ratio* is the memory that a micro-batch holds between I
 and W, divided by the memory that it holds between F and I.
 
 A slice holds its share of a micro-batch's activations. If a micro-batch runs in slices, its keys
-and values are alive from its first F to its last backward. From its first backward on, their
-gradients take the same amount of memory. Keys and values are counted separately, because their size
-depends on the number of attention heads that share them.
+and values are alive from its first F to its last backward pass. From its first backward pass on,
+their gradients take up the same amount of memory. Keys and values are counted separately, because
+their size depends on the number of attention heads that share them.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ Edge = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of each rank, in Ma unless another unit is named."""
+    """Peak memory on each rank, in Ma unless stated otherwise."""
 
     activations: tuple[float, ...]
     keys_and_values: tuple[float, ...] = ()
-    """Keys and values of sliced micro-batches, including their gradients. The unit is the keys and
-    values of one micro-batch on 1/pp of the model. Empty without slices."""
+    """Keys and values of sliced micro-batches, including their gradients. The unit is one
+    micro-batch's keys and values on 1/pp of the model. Empty without slices."""
 
 
 # Bytes per token and unit of width that a layer does not keep between F and I if Megatron
-# recomputes a module. These are the outputs of the norms; queries, keys and values; and input and
-# output of the activation function. Attention itself keeps only its operands.
+# recomputes a module: the norms' outputs; queries, keys and values; and the activation function's
+# input and output. Attention itself keeps only its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
 
 
 class _OffloadedBytes(NamedTuple):
-    """Device memory that a layer saves if Megatron offloads a module until its backward.
+    """Device memory that a layer saves if Megatron offloads a module until its backward pass.
 
-    Both are bytes per token and unit of width.
+    Both fields are bytes per token and unit of width.
     """
 
     undivided: int = 0
-    """In tensors as wide as the model."""
+    """Memory for tensors as wide as the model."""
     divided: int = 0
-    """In tensors that tensor-parallel ranks divide."""
+    """Memory for tensors divided across tensor-parallel ranks."""
 
 
 _OFFLOADED = {
@@ -84,19 +85,20 @@ def stash_ratio(
 ) -> float:
     """Return the stash ratio of a transformer layer: bytes kept for W, divided by bytes kept for I.
 
-    The layer has width h and a feed-forward network of 4h, in 16 bits. Its activations are those of
+    The layer has width h and a feed-forward width of 4h, in 16 bits. Its activations are those in
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
     Args:
         tensor_parallel: Number of ranks that divide the layer.
         sequence_parallel: Whether these ranks also divide the tensors that are as wide as the
             model.
-        keeps_gathered: Whether the tensors that I gathered stay until W, as in Transformer Engine.
-        recomputed: Megatron's names of the modules that are recomputed.
-        offloaded: Megatron's names of the modules whose inputs stay on the host until I. After
-            that, the operands of their W are on the device.
+        keeps_gathered: Whether tensors gathered by I are kept until W, as in Transformer Engine.
+        recomputed: Recomputed modules, by Megatron's names.
+        offloaded: Modules, by Megatron's names, whose inputs stay on the host until I. After that,
+            the operands for their W are on the device.
         recomputed_layers: Share of the layers that are recomputed entirely, 0 to 1.
-        kept_inputs: Inputs kept per recomputed layer: 1/n if n layers are recomputed together.
+        kept_inputs: Number of inputs kept per recomputed layer: 1/n if n layers are recomputed
+        together.
         divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence
             parallelism.
 
@@ -104,14 +106,15 @@ def stash_ratio(
         The ratio: at least 1, and a multiple of 1/16 so that its sums are exact.
     """
     divided = tensor_parallel if sequence_parallel else 1
-    # For each token and unit of width: 10 + 24/t bytes, 34/t with sequence parallelism.
+    # Per token and unit of width: 10 + 24/t bytes, or 34/t with sequence parallelism.
     kept_bytes = 10 / divided + 24 / tensor_parallel
     recomputed_modules = set(recomputed)
     if "moe" in recomputed_modules:
-        # A recomputed expert layer includes its activation function, which must count once.
+        # A recomputed expert layer includes its activation function, which must be counted only
+        # once.
         recomputed_modules.discard("moe_act")
     for module in recomputed_modules:
-        # The outputs of norms are as wide as the model.
+        # Norm outputs are as wide as the model.
         ranks = divided if module == "layernorm" else tensor_parallel
         kept_bytes -= _RECOMPUTED.get(module, 0) / ranks
     for module in offloaded:
@@ -127,8 +130,8 @@ def stash_ratio(
     kept_bytes = recomputed_layers * inputs + (1 - recomputed_layers) * kept_bytes
     # Each of the four linear layers keeps two operands until W, recomputed or not. One is as wide
     # as the model (the input of a column-parallel layer, the gradient of a row-parallel layer), and
-    # the other one is divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, or 32/t if
-    # sequence parallelism divides the first operands and W gathers them again.
+    # the other operand is divided (3h/t, h/t, 4h/t and 4h/t). That adds up to 8 + 24/t bytes, or
+    # 32/t if sequence parallelism divides the first operands and W gathers them again.
     stash_bytes = 8.0
     if sequence_parallel and not keeps_gathered:
         stash_bytes = 8 / tensor_parallel
@@ -137,9 +140,9 @@ def stash_ratio(
 
 
 def running_peak(changes: Iterable[float]) -> float:
-    """Return the maximum of the running sum of changes, at least 0.
+    """Return the maximum of the running sum of the changes, but at least 0.
 
-    Every memory peak is computed this way, from the changes of that kind of memory.
+    Every memory peak is computed this way, from the changes in that kind of memory.
     """
     return max(accumulate(changes, initial=0))
 
@@ -150,17 +153,17 @@ def most_alive(
     slices: Sequence[float] = (1.0,),
     slice_sizes: Sequence[Sequence[float]] = (),
 ) -> float:
-    """Return the peak of activations (of one stage and micro-batch each) that a row keeps alive.
+    """Return a row's peak of live activations, each for one stage and micro-batch.
 
     Args:
-        row: The actions of a rank.
+        row: A rank's actions.
         stash_ratio: Size of a weight stash, in activations.
         slices: Share of a micro-batch in each of its slices.
-        slice_sizes: Sizes of slices by micro-batch, if they differ (`Schedule.slice_sizes`).
+        slice_sizes: Slice sizes by micro-batch, if they differ (`Schedule.slice_sizes`).
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
-    # In evaluation no backward needs activations, so only the current one is alive.
+    # During evaluation, no backward pass needs activations, so only the current one is alive.
     if present <= {"F"}:
         return len(present)
     change_of: dict[Kind, float] = {
@@ -170,8 +173,8 @@ def most_alive(
         "W": -stash_ratio,
     }
     if "R" in present:
-        # R produces the activations that the backward needs, so a forward in the same row keeps
-        # none.
+        # R produces the activations that the backward pass needs, so a forward pass in the same row
+        # keeps none.
         change_of["F"] = 0
         change_of["R"] = 1
     # Use `map` instead of a loop, because tables have millions of actions.
@@ -185,8 +188,8 @@ def most_alive(
 
 
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
-    """Yield the changes of keys, values and their gradients, in micro-batches of one stage."""
-    # Slices of equal micro-batches add up to 1. Other sizes occur only if lengths differ.
+    """Yield the changes in keys, values and their gradients, in micro-batches on one stage."""
+    # The slices in equal micro-batches add up to 1. Other sizes occur only if lengths differ.
     length_of: list[float] = [1] * schedule.num_microbatches
     if schedule.slice_sizes:
         length_of = [sum(sizes) for sizes in schedule.slice_sizes]
@@ -202,7 +205,7 @@ def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
-    """Return the peak of activations on each rank of a schedule, in Ma."""
+    """Return a schedule's peak activations on each rank, in Ma."""
     share = schedule.pp / schedule.num_stages
     peaks = []
     for row in schedule.rows:
@@ -213,7 +216,7 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
 
 
 def measure(schedule: Schedule) -> Memory:
-    """Return the peak memory of a schedule."""
+    """Return a schedule's peak memory."""
     activations = activation_peaks(schedule)
     if schedule.num_slices == 1:
         return Memory(activations)
@@ -226,17 +229,17 @@ def measure(schedule: Schedule) -> Memory:
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
-    """Return the number of receive slots that each edge needs so that no send ever waits.
+    """Return how many receive slots each edge needs so that no send ever waits.
 
-    If the receiver has not used an activation yet, the activation is still alive at its sender. If
-    it has not used a gradient yet, the activation for that gradient is still alive at the receiver.
-    So for both directions and any order of arrival, it is enough to count the peak of activations
-    alive between F and B (or I) on the stages that the edge serves.
+    As long as the receiver has not used an activation, that activation is still alive on the
+    sender. As long as it has not used a gradient, the corresponding activation is still alive on
+    the receiver. So for both directions and any order of arrival, the peak of activations alive
+    between F and B (or I), on the stages that the edge serves, is enough.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
-    # By stage: the rank that receives its output. The twin has the number of the sending rank.
+    # By stage: the rank that receives its output. The twin has the same number as the sending rank.
     receivers: list[int | None] = []
     for outputs in schedule.links["F"]:
         receiver = None
@@ -247,7 +250,7 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
         receivers.append(receiver)
     for rank, row in enumerate(schedule.rows):
         for receiver, peak in _alive_by_group(row, receivers).items():
-            # Gradients return on the same link and are bounded by the same activations.
+            # Gradients return over the same link, and the same activations bound their number.
             slots[rank, receiver, "F"] = peak
             slots[receiver, rank, "B"] = peak
     if schedule.bypasses:
@@ -256,9 +259,10 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
 
 
 def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
-    """Return the slots of a disaggregated table.
+    """Return the slots for a disaggregated table.
 
-    Forwards do not wait for backwards, so all micro-batches may be in flight on every edge.
+    Forward passes do not wait for backward passes, so all micro-batches may be in flight on every
+    edge.
     """
     edges: set[Edge] = set()
     for kind, outputs_by_stage in schedule.links.items():
@@ -273,10 +277,10 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
 
 
 def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
-    """Add the slots that bypasses need on each edge.
+    """Add the slots for bypasses on each edge.
 
-    A tensor in a slot belongs to a micro-batch that is still alive at its sender. A gradient in a
-    slot belongs to a micro-batch that is still alive at its receiver.
+    A tensor in a slot belongs to a micro-batch that is still alive on the sender. A gradient in a
+    slot belongs to a micro-batch that is still alive on the receiver.
     """
     rank_of = schedule.placement.rank_of
     alive: dict[int, int] = {}
@@ -299,7 +303,7 @@ def most_bypasses(schedule: Schedule) -> int:
 
 
 def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
-    """Return the peak of activations alive between F and B (or I), by the group of their stage."""
+    """Return the peak of activations alive between F and B (or I), by stage group."""
     changes: dict[int, list[int]] = defaultdict(list)
     for stage, kind, _, _ in row:
         group = group_of[stage]

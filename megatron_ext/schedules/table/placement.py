@@ -17,19 +17,20 @@ from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
-"""Where the output of a stage goes: it stays on its rank, or moves to another rank or the twin."""
+"""Where the output of a stage goes: it stays on the same rank, or goes to another rank or to the
+twin."""
 
 Routing = Literal["twin", "local"]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """An assignment of stages to the ranks of one pipeline.
+    """An assignment of stages to the ranks in one pipeline.
 
-    With `twins == 2`, a mirrored copy of the pipeline exists. Rank r and its twin hold the same
-    stages, so they are data-parallel peers, and each of the two pipelines runs half of the
-    micro-batches. `twin_hops` are the stages whose output goes to the next stage on the twin
-    instead of on the same rank. By symmetry, the twin sends its output back.
+    With `twins == 2`, there is a mirrored copy of the pipeline. Rank r and its twin hold the same
+    stages, so they are data-parallel peers, and each pipeline runs half of the micro-batches.
+    `twin_hops` are the stages whose output goes to the next stage on the twin instead of the same
+    rank. By symmetry, the twin's output goes to this rank.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Placement:
     twins: int = 1
     twin_hops: frozenset[int] = frozenset()
     backward_rank_of: tuple[int, ...] | None = None
-    """Rank of each stage's backwards if its forwards run on another rank, otherwise None."""
+    """The rank that runs each stage's backward passes, if forward passes run on a different rank;
+    otherwise None."""
 
     @property
     def num_stages(self) -> int:
@@ -48,7 +50,7 @@ class Placement:
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, in ascending order. The position is the chunk number."""
+        """The stages on each rank, in ascending order. The position is the chunk number."""
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
@@ -63,10 +65,10 @@ class Placement:
         return self.backward_rank_of[stage]
 
     def source(self, stage: int, kind: str) -> int | None:
-        """Return the stage whose tensor an action of a stage needs.
+        """Return the stage whose tensor an action on a given stage needs.
 
-        Activations go to higher stages, gradients to lower stages. None: the action reads data or
-        the loss or, like W, only results of its stage.
+        Activations go to higher stages, gradients to lower stages. None: the action reads data, the
+        loss or, like W, only results from its own stage.
         """
         if kind == "W":
             return None
@@ -74,7 +76,7 @@ class Placement:
         return source if 0 <= source < self.num_stages else None
 
     def target(self, stage: int, kind: str) -> int | None:
-        """Return the stage that needs the output tensor of an action, or None if no stage does."""
+        """Return the stage that needs an action's output tensor, or None if no stage does."""
         if kind in ("W", "R"):
             return None
         target = stage + 1 if kind == "F" else stage - 1
@@ -82,7 +84,7 @@ class Placement:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The hop from each stage to the next; the last stage has no entry."""
+        """The hop from each stage to the next. The last stage has no entry."""
         hops: list[Hop] = []
         for stage, (rank, next_rank) in enumerate(pairwise(self.rank_of)):
             if stage in self.twin_hops:
@@ -94,7 +96,7 @@ class Placement:
         return tuple(hops)
 
     def is_crossed(self, stage: int) -> bool:
-        """Return whether a stage runs the micro-batches that started on the twin."""
+        """Return whether a stage runs micro-batches that started on the twin."""
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
@@ -119,13 +121,13 @@ def v(num_ranks: int) -> Placement:
 
 
 def w(num_ranks: int) -> Placement:
-    """Return the placement of two `v` in sequence."""
+    """Return the placement that runs two `v` in sequence."""
     down = tuple(range(num_ranks))
     return Placement("w", num_ranks, (down + down[::-1]) * 2)
 
 
 def roles(num_ranks: int) -> Placement:
-    """Return the placement with forwards on the first half of the ranks, backwards on the second.
+    """Return the placement with forward ranks in the first half, backward ranks in the second.
 
     Backward ranks hold the stages in reverse, so a micro-batch goes down the ranks and back.
     """
@@ -135,17 +137,17 @@ def roles(num_ranks: int) -> Placement:
 
 
 def mirrored(placement: Placement, routing: Routing) -> Placement:
-    """Return a folded placement (v or w) together with its twin.
+    """Return a folded placement (v or w) with its twin.
 
     With `routing="twin"`, activations cross to the twin at the inner folds, where consecutive
     stages share a rank, because a literal bidirectional pipeline continues straight on there. With
-    `"local"`, they stay on their rank, which saves these messages.
+    `"local"`, activations stay on their rank, which saves these messages.
     """
     num_ranks = placement.num_ranks
     twin_hops = frozenset[int]()
     if routing == "twin":
-        # This excludes the fold between the two v of a w. It is at the outer end, where a literal
-        # pipeline turns around too.
+        # This excludes the fold between the two v of a w. That fold is at the outer end, where a
+        # literal pipeline also turns around.
         twin_hops = frozenset(
             range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks)
         )
@@ -155,11 +157,11 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement of a table from a file, with its usual name if it is a known one."""
+    """Return the placement for a table from a file, with its usual name if it is known."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:
-        # A loop of one chunk is linear.
+        # A loop with one chunk is linear.
         if num_chunks > 1:
             candidates.append(loop(num_ranks, num_chunks))
         else:

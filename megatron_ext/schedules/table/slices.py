@@ -1,10 +1,10 @@
 """Chooses where to cut a micro-batch along its sequence, so that all slices cost the same.
 
-With causal attention, the first x tokens of a sequence cost a x + b x^2, because a token attends to
+With causal attention, the first x tokens in a sequence cost a x + b x^2, because a token attends to
 all tokens before it. Slices of equal length would therefore differ in cost, and every rank would
-wait for the last slice of each micro-batch. Let `attention` be the share of attention in the cost
-of the whole sequence. Then the j-th of k slices of equal cost ends at the fraction x of the
-sequence that solves (1 - attention) x + attention x^2 = j/k.
+wait for each micro-batch's last slice. Let `attention` be the share of attention in the cost of the
+whole sequence. Then the j-th of k slices with equal costs ends at the fraction x of the sequence
+that solves (1 - attention) x + attention x^2 = j/k.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import sqrt
 from megatron_ext.errors import ScheduleError
 
 MAX_SLICES = 64
-"""Maximum number of slices per micro-batch, which message tags limit (`native_transport.Tags`)."""
+"""Maximum number of slices per micro-batch, limited by message tags (`native_transport.Tags`)."""
 # Shares are multiples of 1/_STEPS, so that all their sums are exact.
 _STEPS = 1 << 30
 
@@ -27,7 +27,7 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
     `attention` is the share of core attention in the cost of the whole sequence.
 
     Raises:
-        ScheduleError: The number is not from 1 to 64.
+        ScheduleError: The number is not between 1 and 64.
     """
     if not 1 <= num_slices <= MAX_SLICES:
         raise ScheduleError(
@@ -44,7 +44,7 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
 
 
 def attention_of(shares: Sequence[float]) -> float:
-    """Return the share of attention at which these slices have equal costs."""
+    """Return the share of attention for which these slices have equal costs."""
     if len(shares) == 1:
         return 0.0
     first = shares[0]
@@ -59,11 +59,12 @@ def token_bounds(
 
     Args:
         shares: Share of the tokens in each slice.
-        length: Tokens of the sequence.
-        multiple: The length of each slice is a multiple of this number.
+        length: Number of tokens in the sequence.
+        multiple: The length of each slice must be a multiple of this number.
 
     Raises:
-        ScheduleError: The sequence is too short for this many slices, or not a multiple.
+        ScheduleError: The sequence is too short for this many slices, or its length is not a
+        multiple.
     """
     ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
     bounds = (0, *ends[:-1], length)

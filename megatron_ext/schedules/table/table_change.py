@@ -1,7 +1,7 @@
 """How features change tables: the interface between `generate` and `features/`.
 
 `generate` creates one `TableChange` per feature and calls its methods in the order below. The base
-class changes nothing, like a feature whose option is off.
+class changes nothing, in the same way as a feature whose option is off.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ if TYPE_CHECKING:
 
 
 class TableChange:
-    """The changes that a feature makes while one table is built."""
+    """The changes that a feature makes while a table is built."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read the option of this feature from all options passed to `generate`."""
+        """Read this feature's option from all options passed to `generate`."""
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Apply this feature to a table loaded from a file, and return the result.
+        """Return a table loaded from a file, with this feature applied.
 
         Raises:
-            ScheduleError: The table in the file cannot have this feature.
+            ScheduleError: The table in the file does not support this feature.
         """
         return schedule
 
     def check(self, name: str) -> None:
-        """Check the options before the table of a schedule is generated.
+        """Check the options before a schedule's table is generated.
 
         Raises:
-            ScheduleError: The options do not fit the schedule.
+            ScheduleError: The schedule does not support these options.
         """
 
     def num_passes(self, num_microbatches: int) -> int:
-        """Return how often each stage runs F in a step with this many micro-batches.
+        """Return how many times each stage runs F in a step with this many micro-batches.
 
         The generator treats each of these passes as a micro-batch.
         """
         return num_microbatches
 
     def costs(self, costs: Costs) -> Costs:
-        """Return the costs that the table is generated for."""
+        """Return the costs for which the table is generated."""
         return costs
 
     def change(
         self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
     ) -> Schedule:
-        """Apply this feature to a generated table, and return the result.
+        """Return a generated table with this feature applied.
 
         Raises:
-            ScheduleError: The table cannot have this feature.
+            ScheduleError: The table does not support this feature.
         """
         return schedule
 
 
 @cache
 def _classes() -> Mapping[str, type[TableChange]]:
-    """Return the `TableChange` class of each feature, by option name."""
+    """Return each feature's `TableChange` class, by option name."""
     classes: dict[str, type[TableChange]] = {}
     for option, entry in TABLES.items():
         module, _, name = entry.partition(":")
@@ -72,13 +72,14 @@ def _classes() -> Mapping[str, type[TableChange]]:
 
 
 def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
-    """Return the options of features without those that are off, such as `slices=1`.
+    """Return the features' options, except options that are off, such as `slices=1`.
 
-    So a table without a feature imports no module of that feature.
+    Modules of unused features are therefore not imported.
     """
     changing = {}
     for option, value in options.items():
-        # A switch changes tables if it is on, a number if it is not 1, and sizes if there are any.
+        # A switch changes tables if it is on, a number if it is not 1, and a list of sizes if it is
+        # not empty.
         is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value
@@ -86,7 +87,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
 
 
 def table_changes(options: dict[str, Any]) -> list[TableChange]:
-    """Return the changes that features make to a table, and remove their options from `options`."""
+    """Return the changes that features make, and remove their options from `options`."""
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():

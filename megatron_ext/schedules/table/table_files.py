@@ -1,11 +1,11 @@
-"""Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
+"""Table files: CSV in the format of torch.distributed.pipelining, and JSON.
 
-In CSV, each row is a pipeline rank. Each cell is an action such as `2F0`, or a pair that runs as
-one action: `(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, an extension of torch's
+In CSV, each row is a pipeline rank, and each cell is an action such as `2F0`, or a pair that runs
+as one action: `(0F4;7B1)OVERLAP_F_B`. `2F0.3` is slice 3 of a micro-batch, an extension to torch's
 format; all slices in a file have equal lengths. An empty cell is an idle slot. Cells for
-communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because they
-are derived from the computation. The rows imply the placement. JSON also holds the name, options,
-placement, twins, slice lengths and times.
+communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because those
+actions are derived from the computation. The placement is derived from the rows. JSON files also
+hold the name, options, placement, twins, slice lengths and times.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 
-# Larger than any table that we can generate. The limit keeps a wrong path, for example to a
-# checkpoint, from filling the memory.
+# Larger than any table that we can generate. The limit prevents a wrong path, such as a checkpoint,
+# from filling up memory.
 _MAX_BYTES = 64 << 20
 _DERIVED = re.compile(
     r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*"
@@ -35,10 +35,10 @@ _DERIVED = re.compile(
 
 
 def csv_text(schedule: Schedule) -> str:
-    """Return a table as CSV; with twins, the table of one of the two mirrored pipelines.
+    """Return a table as CSV; with twins, the table for one of the two mirrored pipelines.
 
     Raises:
-        ScheduleError: Forwards and backwards of a stage are on different ranks.
+        ScheduleError: Forward and backward passes of a stage are on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
@@ -53,12 +53,12 @@ def csv_text(schedule: Schedule) -> str:
 def load_csv(
     path: str, pp: int | None = None, num_microbatches: int | None = None
 ) -> Schedule:
-    """Load a schedule from a file, validate it, and name it `csv:PATH`.
+    """Load a schedule from a file and validate it. Its name is `csv:PATH`.
 
-    If `pp` or `num_microbatches` is None, the file may have any number.
+    If `pp` or `num_microbatches` is None, any number is accepted.
 
     Raises:
-        ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
+        ScheduleError: The file cannot be read, has different sizes, or is not a correct schedule.
     """
     if not path:
         raise ScheduleError("csv: names no file; write csv:FILE")
@@ -71,7 +71,7 @@ def load_csv(
             "--microbatches M -o FILE.csv` writes such a file"
         ) from error
     try:
-        # Every error about the content names the file.
+        # Name the file in every error about its content.
         schedule = from_csv(text, f"csv:{path}")
         count = schedule.num_microbatches
         if pp not in (None, schedule.pp):
@@ -91,7 +91,7 @@ def load_csv(
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the schedule that a CSV text describes, without validating it.
+    """Return the schedule described by CSV text, without validating it.
 
     Raises:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
@@ -119,7 +119,7 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
-    """Return the rows of a CSV text, and the positions in each row where pairs start.
+    """Return the rows in CSV text, and the positions in each row at which pairs start.
 
     Raises:
         ScheduleError: The text is not CSV, or a cell is not an action.
@@ -149,7 +149,7 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
     """Return the rank of each stage.
 
     Raises:
-        ScheduleError: A stage is on several rows or on none, or a number is far too large.
+        ScheduleError: A stage is in several rows or in none, or a number is far too large.
     """
     num_actions = sum(map(len, rows))
     rank_of: dict[int, int] = {}
@@ -180,7 +180,7 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     """Return a table as JSON.
 
-    `times` are more rows of numbers, such as the `starts` and `ends` of a simulation.
+    `times` are additional rows of numbers, such as `starts` and `ends` from a simulation.
     """
     placement = asdict(schedule.placement)
     placement["twin_hops"] = sorted(schedule.placement.twin_hops)
@@ -208,14 +208,14 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule in a JSON text, without validating it. Ignore times.
+    """Return the schedule in JSON text, without validating it. Times are ignored.
 
     Raises:
-        ScheduleError: The text does not have the format of `json_text`.
+        ScheduleError: The text is not in the format that `json_text` returns.
     """
     try:
         content = json.loads(text)
-        # JSON has lists where a Placement has tuples and a set.
+        # JSON has lists instead of the tuples and the set in a Placement.
         fields = dict(content["placement"])
         for key, value in fields.items():
             if isinstance(value, list):

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B replaced by I and W. The memory stays the same.
+    """Return the table with each B replaced by I and W. Memory stays the same.
 
-    Each rank then sends the input gradient before it computes the weight gradient, which shortens
-    the step even in the table's order. A dynamic policy (policies.py) also moves W into idle time.
+    Each rank then sends the input gradient before computing the weight gradient, which shortens the
+    step even in the static order. A dynamic policy (policies.py) also moves W into idle time.
     """
 
     def split(action: Action) -> Row:
@@ -30,9 +30,9 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def weights_at_once(schedule: Schedule) -> Schedule:
     """Return the table with each W moved directly after its I.
 
-    If layers are recomputed, W needs many times the memory that a micro-batch keeps before I, so
-    only one micro-batch at a time should hold it. The table stays valid, because no other rank
-    waits for a W. I still sends its result before W runs.
+    If layers are recomputed, W needs many times the memory that a micro-batch holds before I, so
+    only one micro-batch at a time should hold that much. The table stays valid, because no other
+    rank waits for a W, and I still sends its result before W runs.
     """
 
     def weights_behind_inputs(action: Action) -> Row:
@@ -46,12 +46,12 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 
 
 def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
-    """Return the table with each W moved to the place of the W that comes `num_waiting` later.
+    """Return the table with each W moved to the place of the W that is `num_waiting` later.
 
-    The runtime may run a W before its place if the rank is idle. So up to `num_waiting` additional
-    W of a rank wait for idle time. The last ones are at the end of the row. Rows without pairs do
-    not change, because their ranks run no W early. The W of a row keep their order. No W moves
-    behind a full backward of its stage, because both add to the same gradients.
+    The runtime may run a W earlier if the rank is idle, so up to `num_waiting` additional W actions
+    on a rank wait for idle time. The last W actions are at the end of the row. Rows without pairs
+    do not change, because their ranks do not run W early. The W actions in a row keep their order.
+    No W moves past a full backward pass on the same stage, because both add to the same gradients.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
@@ -71,13 +71,13 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
                     # The oldest W takes the place of this one.
                     delayed_row.append(waiting.popleft())
                 continue
-            # The backward of a pair directly follows its forward, so check both actions at the
-            # forward.
+            # In a pair, the backward pass directly follows the forward pass, so check both actions
+            # at the forward pass.
             is_second = index - 1 in pair_begins
             actions = row[index : index + 2] if index in pair_begins else (action,)
             if not is_second:
                 whole_stages = {part.stage for part in actions if part.kind == "B"}
-                # A full backward must not overtake a waiting W of its stage.
+                # A full backward pass must not overtake a waiting W on its stage.
                 while any(weight.stage in whole_stages for weight in waiting):
                     delayed_row.append(waiting.popleft())
             if index in pair_begins:
@@ -91,12 +91,12 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
-    """Return the table with each action replaced. The first replacements of a pair stay paired."""
+    """Return the table with each action replaced. A pair's first replacements stay paired."""
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
         replacements = [replacement(action) for action in row]
-        # Maps the position of an action to the position of its first replacement.
+        # Maps each action's position to the position of its first replacement.
         positions = list(accumulate(map(len, replacements), initial=0))
         rows.append(tuple(chain.from_iterable(replacements)))
         pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
@@ -106,7 +106,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
 
 
 def ahead(row: Row, lead: int) -> Row:
-    """Move each forward of a row to the place of the forward that comes `lead` forwards earlier."""
+    """Move each forward pass in a row to the place of the forward pass `lead` earlier."""
     forwards = [action for action in row if action.kind == "F"]
     moved_row = forwards[:lead]
     following = iter(forwards[lead:])
@@ -115,23 +115,23 @@ def ahead(row: Row, lead: int) -> Row:
             moved_row.append(action)
             continue
         forward = next(following, None)
-        # The last places stay empty, because their forwards have moved to earlier places.
+        # The last places stay empty, because their forward passes have moved to earlier places.
         if forward is not None:
             moved_row.append(forward)
     return tuple(moved_row)
 
 
 def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
-    """Return the actions of each rank of both twins, for display.
+    """Return each rank's actions for both twins, for display.
 
-    A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks. It
-    represents a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages and run
-    the same row with the directions exchanged. The micro-batches of the second direction are
-    numbered after those of the first.
+    A schedule with twins is stored as the table for one of two mirrored pipelines on pp/2 ranks.
+    The table represents a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same
+    stages and run the same row with the directions exchanged. Micro-batches in the second direction
+    are numbered after those in the first.
     """
     if schedule.placement.twins == 1:
         return schedule.rows
-    # With twin routing, a micro-batch changes to the twin at each inner fold.
+    # With twin routing, a micro-batch moves to the twin at each inner fold.
     is_crossed = [
         schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)
     ]
@@ -150,7 +150,7 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def table_rank(schedule: Schedule, rank: int) -> int:
-    """Return the row of the table that a rank of both twins runs."""
+    """Return the table row for a rank, counting the ranks of both twins."""
     last = schedule.pp - 1
     if schedule.placement.twins == 1:
         return rank
@@ -161,7 +161,7 @@ def table_rank(schedule: Schedule, rank: int) -> int:
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
     """Return the chunk number of a stage within its direction on its rank."""
     placement = schedule.placement
-    # With twin routing, a direction passes all ranks of both twins before it returns to a rank.
+    # With twin routing, a direction visits all ranks of both twins before it returns to a rank.
     if placement.twin_hops:
         return stage // schedule.pp
     return stage // placement.num_ranks

@@ -1,8 +1,8 @@
 """Proves that a table is a correct schedule, or shows where it is wrong.
 
-`validate` checks each generated or loaded table at start-up. It takes milliseconds (about 1 us per
-action) and proves more than any run could. A table that passes computes each gradient exactly once
-and completes on every rank, whatever the timing.
+`validate` checks each generated or loaded table at start-up. Validation takes milliseconds (about 1
+us per action) and proves more than any run could: a table that passes computes each gradient
+exactly once and completes on every rank, whatever the timing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_needed
 from megatron_ext.schedules.table.walk import check_for_deadlock
 
-# Bits for the set of actions that have run for one stage, micro-batch and slice.
+# Bits in the set of actions that have run for one stage, micro-batch and slice.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# By kind: the set required just before the action runs. Comparing whole sets detects an action that
-# comes too early, a duplicate, and a B in addition to an I.
+# By kind: the set required just before the action runs. Comparing whole sets detects early actions,
+# duplicates, and a B in addition to an I.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
-# The set at the end of a step: F and B, or F, I and W.
+# The set after a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
-# I also sums the weight gradients that do not wait for W, such as those of norms. W sums the other
+# I also sums weight gradients that do not wait for W, such as those of norms. W sums the remaining
 # gradients, and B sums all of them.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
-# For each kind of backward: the kinds that a table may contain instead.
+# For each kind of backward action: the kinds that a table may contain instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
     "B": ("I", "W"),
     "I": ("B",),
@@ -36,35 +36,35 @@ _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """Properties of a correct table, each computed when it is first read."""
+    """Properties of a correct table, each computed on first access."""
 
     schedule: Schedule
 
     @cached_property
     def memory(self) -> Memory:
-        """Peak memory of each rank."""
+        """Peak memory on each rank."""
         return measure(self.schedule)
 
     @cached_property
     def slots(self) -> Mapping[Edge, int]:
-        """Number of receive slots that each edge needs so that no send ever waits."""
+        """Number of receive slots on each edge so that no send ever waits."""
         return slots_needed(self.schedule)
 
     @cached_property
     def ascending(self) -> bool:
         """Whether gradients are summed in the same order as without a pipeline, bit for bit.
 
-        Then each stage runs its backwards (and its W) in the order of the micro-batches, and the
-        slices of each micro-batch in reverse.
+        If so, each stage runs its backward passes (and its W) in micro-batch order, and each
+        micro-batch's slices in reverse.
         """
         return is_ascending(self.schedule)
 
 
 def validate(schedule: Schedule) -> Report:
-    """Check all properties of a table that can be checked before it runs.
+    """Check everything about a table that can be checked before it runs.
 
     Raises:
-        ScheduleError: The table is wrong; the message marks the place and states the rule.
+        ScheduleError: The table is invalid; the message marks the place and states the rule.
     """
     check_actions(schedule)
     check_for_deadlock(schedule)
@@ -72,7 +72,7 @@ def validate(schedule: Schedule) -> Report:
 
 
 def check_actions(schedule: Schedule) -> None:
-    """Check everything except deadlocks, which a simulation detects.
+    """Check everything except deadlocks, which simulation detects.
 
     Each rank must run exactly the actions that its stages need, each once and after its inputs.
 
@@ -91,12 +91,13 @@ def check_actions(schedule: Schedule) -> None:
             f"{schedule.label} runs forwards and backwards on different ranks, which would both "
             "need the keys and values of earlier slices; leave slices out"
         )
-    # One byte per stage, micro-batch and slice. With a set of actions, checking a large table would
-    # take many times as long.
+    # Use one byte per stage, micro-batch and slice. With a set of actions, checking a large table
+    # would take many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     forwards = done
     if schedule.disaggregated:
-        # Forwards run on another rank, so they are not a precondition for actions of this rank.
+        # Forward passes run on another rank, so they are not a precondition for actions of this
+        # rank.
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
@@ -111,9 +112,9 @@ def check_actions(schedule: Schedule) -> None:
 
 
 def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool:
-    """Return whether the place with the number `key` holds a slice.
+    """Return whether place `key` holds a slice.
 
-    `nums_slices` has the number of slices by micro-batch.
+    `nums_slices` contains the number of slices by micro-batch.
     """
     number, slice_index = divmod(key, schedule.num_slices)
     return slice_index < nums_slices[number % schedule.num_microbatches]
@@ -127,7 +128,8 @@ def _check_row(
     `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
 
     Raises:
-        ScheduleError: An action is misplaced, duplicated or too early; the message shows the first.
+        ScheduleError: An action is misplaced, duplicated or too early; the message shows the first
+        error.
     """
     m = schedule.num_microbatches
     num_slices = schedule.num_slices
@@ -138,7 +140,7 @@ def _check_row(
     for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
-        # Use one condition for all cases, because this runs for each of millions of actions.
+        # Check all cases in one condition, because this loop runs for millions of actions.
         # `_misplaced` determines the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
@@ -147,7 +149,7 @@ def _check_row(
             )
             or cells[key] != _BEFORE[kind]
             or (kind == "F" and slice_index and not cells[key - 1])
-            # If the backward of the next slice has run, a bit above that of F is set.
+            # If the next slice's backward pass has run, a bit above the F bit is set.
             or (
                 kind in ("B", "I")
                 and slice_index + 1 < num_slices_of[microbatch]
@@ -159,10 +161,10 @@ def _check_row(
 
 
 def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
-    """Check that forward ranks of a disaggregated table run each F that other ranks need.
+    """Check that forward ranks in a disaggregated table run each F that other ranks need.
 
     Raises:
-        ScheduleError: A forward is missing.
+        ScheduleError: A forward pass is missing.
     """
     for key, ran in enumerate(forwards):
         stage, microbatch = divmod(key, schedule.num_microbatches)
@@ -174,7 +176,7 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
 
 
 def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
-    """Return the kinds of actions that a rank runs for one of its stages."""
+    """Return the kinds of actions that a rank runs on one of its stages."""
     if not schedule.disaggregated:
         return "FBIW"
     if schedule.placement.rank_of[stage] != rank:
@@ -195,7 +197,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
-    """Explain why an action cannot be anywhere in a rank's row; empty if it can be in the row."""
+    """Explain why an action cannot be in a rank's row at all; empty if it can be."""
     stage, kind, microbatch, slice_index = action
     m = schedule.num_microbatches
     placement = schedule.placement
@@ -234,7 +236,7 @@ def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
             return _ONE_BACKWARD
     missing = []
     for needed in schedule.needs(action):
-        # Inputs from other ranks are messages, which `check_for_deadlock` follows.
+        # Inputs from other ranks arrive as messages, which `check_for_deadlock` follows.
         if not schedule.travels(needed, action) and needed not in before:
             missing.append(needed)
     if not missing:
@@ -259,8 +261,8 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     # On a backward rank, R takes the place of F.
     first_kind: Kind = "R" if schedule.disaggregated else "F"
     opening = Action(stage, first_kind, microbatch, slice_index)
-    # Mark the position where the missing action could be: the end of the row for a forward,
-    # otherwise the action before it.
+    # Mark the position at which the missing action could be: the end of the row for a forward pass,
+    # otherwise the preceding action.
     if not bits & _BIT["F"]:
         missing = opening
         index = len(row)
@@ -283,13 +285,13 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
-    """Check that each pair is a forward and a backward of different micro-batches.
+    """Check that each pair is a forward and a backward pass of different micro-batches.
 
     Raises:
         ScheduleError: A pair is invalid; the message shows the first one.
     """
-    # The ranks of an expert group communicate inside a pair, so they must run the same row. The
-    # digest of the table verifies this, because it covers the pairs.
+    # The ranks in an expert group communicate inside a pair, so they must run the same row. The
+    # table's digest verifies this, because it covers the pairs.
     row = schedule.rows[rank]
     previous_end = 0
     for index in sorted(schedule.pairs_of(rank)):
@@ -313,8 +315,8 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def is_ascending(schedule: Schedule) -> bool:
-    """Return whether each stage of a valid table sums gradients in the order without a pipeline."""
-    # By stage and kind of gradient: the position in the sum of the last gradient added.
+    """Return whether each stage in a valid table sums gradients as without a pipeline."""
+    # By stage and kind of gradient: the position of the last gradient added to the sum.
     last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch, slice_index in row:
@@ -331,14 +333,14 @@ def is_ascending(schedule: Schedule) -> bool:
 def check_first_gradients(schedule: Schedule, rank: int) -> None:
     """Check that the same micro-batch has the first forward and first weight gradient of a stage.
 
-    With fused gradient accumulation, layers of Transformer Engine overwrite the sum with the
-    gradient of the first micro-batch instead of adding it. They assume that this is the micro-batch
-    whose forward ran first in the step. If another micro-batch has already added its gradient, that
-    gradient is lost without an error.
+    With fused gradient accumulation, Transformer Engine layers overwrite the sum with the first
+    micro-batch's gradient instead of adding to it. They assume that the first micro-batch is the
+    one whose forward pass ran first in the step. If another micro-batch has already added its
+    gradient, that gradient is lost without an error.
 
     Raises:
-        ScheduleError: They belong to different micro-batches on some stage of the rank, or to
-            different slices, because backwards start with the last slice.
+        ScheduleError: On some stage of the rank, the two belong to different micro-batches, or to
+            different slices, because backward passes start with the last slice.
     """
     consequence = (
         "layers of Transformer Engine with fused gradient accumulation would lose "
@@ -353,7 +355,7 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     # By stage, and F or the kind of gradient: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
-        # The first action of a stage is a forward.
+        # The first action of a stage is a forward pass.
         first_forward = first.setdefault((stage, "F"), microbatch)
         for gradients in _GRADIENTS_OF.get(kind, ""):
             if first.setdefault((stage, gradients), microbatch) != first_forward:

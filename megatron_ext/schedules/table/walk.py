@@ -1,9 +1,9 @@
-"""Runs a table symbolically. Every pass that follows a table through all ranks uses `walk`.
+"""Runs a table symbolically. All code that follows a table across ranks uses `walk`.
 
 Each rank runs its row until it needs a tensor that does not exist yet, and continues once another
-rank has produced that tensor. This is Kahn's algorithm over the tensors and the order of each rank.
-The visitor decides which value represents a tensor: its arrival time (`search/simulate.py`), or
-just True (`stuck`).
+rank has produced that tensor. This is Kahn's algorithm over the tensors and each rank's order. The
+visitor decides which value represents a tensor: its arrival time (`search/simulate.py`), or just
+True (`stuck`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the action's input tensor) -> value of its output tensor, or
-two values if it feeds two ranks. A pair is one visit, which takes and returns two values."""
+two values if two ranks need it. A pair is one visit, which takes and returns two values."""
 
 
 def check_for_deadlock(schedule: Schedule) -> None:
-    """Check that no ranks wait for each other, whatever the durations of actions and messages.
+    """Check that no ranks wait for each other, however long actions and messages take.
 
     The table must hold each action once, on its stage's rank (`validation.check_actions`).
 
@@ -38,13 +38,13 @@ def stuck(schedule: Schedule) -> dict[int, int]:
 
 
 def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
-    """Visit each action once its tensors exist, after all actions before it on its rank.
+    """Visit each action once its tensors exist and all earlier actions on its rank have run.
 
     Returns:
         The ranks that did not finish, with the position at which each waits; empty if all did.
     """
     walking = _Walk(schedule, visit)
-    # A stack with rank 0, which has the first forward, at its top.
+    # A stack with rank 0, which has the first forward pass, at its top.
     walking.runnable = list(range(len(schedule.rows)))[::-1]
     while walking.runnable:
         walking.run(walking.runnable.pop())
@@ -52,16 +52,16 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 
 
 class _Tensors(NamedTuple):
-    """Tensor numbers of an action of micro-batch 0, slice 0; -1: no tensor."""
+    """Tensor numbers of an action for micro-batch 0, slice 0; -1: no tensor."""
 
     needed: int
     produced: int
     copy: int
-    """A second output with the same content, if two ranks need it."""
+    """A second output with the same content, if two ranks need the result."""
 
 
 class _Walk:
-    """One walk over a table. Tensors are identified by numbers, because there may be millions."""
+    """A walk over a table. Tensors are identified by number, because there may be millions."""
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
         self._rows = schedule.rows
@@ -75,19 +75,19 @@ class _Walk:
         )
         # By rank: the position of its next action.
         self._positions = [0] * len(schedule.rows)
-        # By number of a missing tensor: the rank that waits for it.
+        # By number of the missing tensor: the rank that waits for it.
         self._awaited: dict[int, int] = {}
         self.runnable: list[int] = []
         """Stack of ranks that may continue; the last one is next."""
         self.waiting: dict[int, int] = {}
-        """By rank: the position of the action that lacks a tensor."""
+        """By rank: the position of the action that is missing a tensor."""
 
     def run(self, rank: int) -> None:
-        """Visit the actions of a rank until one lacks a tensor."""
+        """Visit a rank's actions until one of them is missing a tensor."""
         row = self._rows[rank]
         pairs = self._pairs[rank]
         index = self._positions[rank]
-        # Locals: this loop runs once for each of millions of actions.
+        # Use local variables, because this loop runs for millions of actions.
         tensors = self._tensors
         values = self._values
         awaited = self._awaited
@@ -124,9 +124,10 @@ class _Walk:
         self.waiting.pop(rank, None)
 
     def _run_pair(self, rank: int, index: int, forward_value: Any) -> bool:
-        """Visit a pair, whose forward has its tensor; return False if the backward lacks one.
+        """Visit a pair whose F has its tensor; return False if its backward pass has none.
 
-        Each of the two waits for the tensors of both. Their results exist when both have ended.
+        Each of the two actions waits for the tensors of both. Their results exist once both have
+        finished.
         """
         stage, kind, microbatch, slice_index = self._rows[rank][index]
         forward_offset = microbatch * self._num_slices + slice_index
@@ -155,7 +156,7 @@ class _Walk:
         """Stop a rank before an action or pair until a tensor exists."""
         self._positions[rank] = index
         self._awaited[number] = rank
-        # For a pair, errors name the action that lacks the tensor.
+        # For a pair, errors name the action that is missing the tensor.
         self.waiting[rank] = index + 1 if partner else index
 
     def _hand_over(self, number: int, value: Any) -> None:
@@ -165,7 +166,7 @@ class _Walk:
 
 
 def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
-    """Return the tensors of each action of micro-batch 0, slice 0, by kind and stage.
+    """Return the tensors of each action for micro-batch 0, slice 0, by kind and stage.
 
     Tensors are numbered by the stage, micro-batch and slice that need them: first activations, then
     gradients, then the inputs of R.
@@ -199,10 +200,10 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
 
 
 def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
-    """Follow the waiting ranks until one repeats, and describe that cycle."""
+    """Follow the waiting ranks until one of them repeats, and describe that cycle."""
     rank_for = schedule.placement.rank_for
     rank = min(position)
-    # By rank, in the order of the walk: the waiting action, and the action it waits for.
+    # By rank, in walk order: the waiting action, and the action that it waits for.
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
