@@ -408,7 +408,7 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
         )
 
 
-# Number of schedules for which `plan` prints flags. With `--schedule NAME`, it prints any.
+# Number of schedules for which `plan` prints flags; `--schedule NAME` prints any other's flags.
 _WITH_FLAGS = 3
 
 

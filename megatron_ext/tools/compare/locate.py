@@ -82,7 +82,7 @@ class Difference:
     """The first tensor that differs."""
 
     iteration: int
-    """The training step; 0: before the first one."""
+    """The training step; 0: before the first step."""
     microbatches: tuple[int, ...]
     """Numbers, within the global batch, of all micro-batches that differ here; empty: the tensor
     belongs to the whole step."""
@@ -96,9 +96,9 @@ class Difference:
     name: str
     """Full name of the module or parameter, including its layer number."""
     reference: Origin | None
-    """None: the reference never computed it."""
+    """None: the reference never computed the tensor."""
     candidate: Origin | None
-    """None: the candidate never computed it."""
+    """None: the candidate never computed the tensor."""
     relative: float | None
     """Approximate norm of the difference, relative to the norm in the reference. 0: smaller than
     single precision can resolve. None: only one run computed the tensor, or the runs split it
@@ -168,7 +168,7 @@ class Comparison:
     difference: Difference | None
     """The first difference; None: no tensor differs by more than its tolerance."""
     num_steps: int
-    """Number of compared steps, up to the one with the difference. The weights before the first
+    """Number of compared steps, up to the step with the difference. The weights before the first
     step count as one step."""
     num_tensors: int
     tolerance: str

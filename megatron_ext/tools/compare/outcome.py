@@ -38,7 +38,7 @@ class Contender:
     records: list[RunRecord] = field(default_factory=list)
     """The results from each round."""
     bubble_ratio: float | None = None
-    """Share of the pipeline's time in which ranks are idle; None: not measured."""
+    """Share of the pipeline time in which ranks are idle; None: not measured."""
     timeline: dict[str, Any] | None = None
     """A traced step, in the format used by the trace page; None: no step was traced."""
     failure: str = ""
@@ -70,7 +70,7 @@ class Row:
     """Speed relative to the reference."""
     tokens_per_s: float | None
     memory_bytes: int
-    """Peak memory of the rank that needs the most."""
+    """Peak memory on the rank that needs the most."""
     bubble_ratio: float | None
     num_steps: int
     """Number of steps in the shortest run."""

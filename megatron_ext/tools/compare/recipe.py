@@ -14,7 +14,7 @@ REFERENCE = "Megatron's own"
 _SHARED = frozenset(
     {"--device-backend", "--microbatch-rng", "--variable-seq-lengths", "--hang-timeout"}
 )
-"""Flags of this package that do not change how the pipeline runs, so all runs share them."""
+"""Flags from this package that do not change how the pipeline runs, so all runs share them."""
 _SCHEDULE = "--pipeline-schedule"
 
 _LEFT_OUT = {

@@ -651,7 +651,7 @@ class Comparison:
             counter.end(str(error))
             return
         contender.records.append(record)
-        # The timeline of one round is enough for the page.
+        # The page needs the timeline from only one round.
         if contender.timeline is None:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_ext.errors import DataError
 
 WARMUP_STEPS = 3
-"""First steps of a run. Their time does not count, because they connect ranks and allocate memory.
-"""
+"""Number of steps at the start of a run that are not measured, because they connect ranks and
+allocate memory."""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
 
@@ -44,7 +44,7 @@ class RunRecord:
 
     steps: list[Step]
     memory_bytes: int = 0
-    """Peak memory of the rank that needs the most."""
+    """Peak memory on the rank that needs the most."""
     tokens: int | None = None
     """Tokens in the median step; None: unknown."""
     num_ranks: int = 0

@@ -24,9 +24,9 @@ class Promise:
     """How close a run's numbers must be to the reference's numbers."""
 
     loss: float | None
-    """Largest relative difference of a loss; 0: bit-identical; None: losses are not judged."""
+    """Largest relative difference in a loss; 0: bit-identical; None: losses are not judged."""
     norm: float | None
-    """Largest relative difference of a gradient norm; 0: bit-identical; None: not judged."""
+    """Largest relative difference in a gradient norm; 0: bit-identical; None: not judged."""
     reason: str = ""
     """Why the numbers are not bit-identical."""
     is_learned: bool = False

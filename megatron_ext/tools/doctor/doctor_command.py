@@ -44,7 +44,7 @@ def add_subcommand(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print the diagnoses of all checks; return 1 if a check failed."""
+    """Print the diagnoses from all checks; return 1 if a check failed."""
     from megatron_ext.tools.doctor.flight import check_training
 
     if args.devices is not None:

@@ -60,7 +60,7 @@ _WORTH = 1.1
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of the report."""
+    """One line in the report."""
 
     level: Literal["OK", "WARN", "FAIL"]
     """FAIL: the training cannot work. WARN: it works, but with a disadvantage."""
@@ -139,8 +139,8 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one,
-    # and only the last hang is possible.
+    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one;
+    # only the last hang is possible.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
@@ -565,7 +565,7 @@ class _Change:
     """A layout that is better than the user's layout."""
 
     differences: str
-    """Description of the difference."""
+    """Description of what differs."""
     layout: Layout
 
 

@@ -152,7 +152,7 @@ class _Connection:
     def close(self) -> None:
         """Close the connection, which stops the agent and its job if they are still running."""
         assert self.process.stdin is not None
-        # The end of input reaches the agent through any number of ssh hops, and then the agent
+        # End of input reaches the agent through any number of ssh hops, and then the agent
         # stops its job. A signal would only reach the local ssh.
         with suppress(OSError):
             self.process.stdin.close()

@@ -294,7 +294,7 @@ class _End:
         """Print the failed part's last output, if the view has not shown it, and the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
-        # The view does not recognize every error. If a rank was killed by a signal, its last line
+        # The view does not recognise every error. If a rank was killed by a signal, its last line
         # may be `Killed` or a message from the C library, so always print that line.
         for line in lines[-1:] if self._is_seen else lines:
             is_repeated = self.view is not None and self.view.has_shown(line)

@@ -23,7 +23,7 @@ class Failure:
     code: int
     """Exit code, negative for a signal, as in Python."""
     at: float
-    """Time of the failure, by the launcher's clock."""
+    """Time of the failure, on the launcher's clock."""
     tail: Sequence[str] = ()
     note: str = ""
     cause: Cause | None = None
@@ -69,7 +69,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job."""
+    """A job's outcome."""
 
     code: int = 0
     """Exit code of the command: the code of the first failure, 128 + n after signal n, 255 for a

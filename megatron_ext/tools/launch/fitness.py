@@ -188,7 +188,7 @@ def _why_taken(port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface of this machine that has an address, or None."""
+    """Return the network interface on this machine that has an address, or None."""
     # Link-local addresses end in %INTERFACE.
     number = address.partition("%")[0]
     for name, interface_addresses in psutil.net_if_addrs().items():

@@ -35,7 +35,7 @@ _HOST = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile."""
+    """One line in a hostfile."""
 
     name: str
     """The destination for ssh: a name, an alias in the ssh configuration, or an address."""

@@ -161,7 +161,7 @@ def submit(
 
 
 def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> JobPlan:
-    """Return the plan of the job, with all hosts, including spares."""
+    """Return the job's plan with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
         # Agents do not get the flags, so use this variable to stop them from counting devices.
@@ -291,7 +291,7 @@ def hosts_of(
 
 def _is_this_machine(name: str) -> bool:
     """Return whether a name or address is this machine's, without resolving it."""
-    # A resolver may hang, or resolve a public name of this machine to another machine.
+    # A resolver may hang, or may resolve this machine's public name to another machine.
     if name in ("localhost", socket.gethostname()):
         return True
     # `ip_address` raises for a name.

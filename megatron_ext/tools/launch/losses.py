@@ -30,9 +30,9 @@ class Loss:
     exit_code: int
     """The rank's exit code; negative if a signal killed it."""
     at: float
-    """Time of the loss, in seconds since 1970."""
+    """Time of the loss, in seconds since the epoch."""
     back_after_s: float | None = None
-    """Time from the loss to the first step after a restart; None: no such step yet."""
+    """Time from the loss to the first step after a restart; None: there was no such step yet."""
     is_early: bool = False
     """Whether the rank was lost before all ranks had met, when no rank can replace it yet."""
 

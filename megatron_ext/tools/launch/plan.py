@@ -94,7 +94,7 @@ class Parallel:
         if "--forward-backward-disaggregating" in flags:
             forward = tensor * context
             if "--ignore-forward-tensor-parallel" in flags:
-                forward = context  # one rank in place of each tensor-parallel group
+                forward = context  # one rank instead of each tensor-parallel group
         stages = pipeline
         schedule = flag_value(flags, "--pipeline-schedule")
         if "--enable-bitpipe-schedule" in flags or schedule in ("bitpipe", "dualpipe"):
@@ -538,7 +538,7 @@ class JobPlan:
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return the assignment of a variable in bash, without a value that may be a secret."""
+    """Return a bash variable assignment, without the value if it may be a secret."""
     # Any of the user's variables may be a password. A library's variable is one if its name says
     # so.
     if name.startswith(FORWARDED) and not _SECRET.search(name):

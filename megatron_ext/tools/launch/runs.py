@@ -46,7 +46,7 @@ def encode(message: Json) -> bytes:
 
 
 def decode(line: bytes) -> Json | None:
-    """Return the message at the end of a line, or None for any other line."""
+    """Return the message at the end of a line, or None if the line contains no message."""
     # A login script may have printed text without a newline before the message.
     _, mark, text = line.partition(_MARK)
     with suppress(ValueError):

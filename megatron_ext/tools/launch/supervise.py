@@ -133,11 +133,11 @@ class Watch:
         self.failures: dict[int, Failure] = {}
         """Host index -> failure."""
         self.lost: list[int] = []
-        """Hosts whose connection ended before their agent's report."""
+        """Hosts whose connection was lost before their agent reported."""
         self._survived: dict[int, Failure] = {}
         """Index of a lost host -> failure, if the job continues without the host."""
         self.stopped_by: int | None = None
-        """The signal with which the user stopped the job."""
+        """The signal with which the user stopped the job, if any."""
         self._is_stopping = False
         self._stop_at = math.inf
         """When to stop the remaining hosts after a failure, by `time.monotonic()`."""

@@ -25,10 +25,10 @@ class Transit(NamedTuple):
     """A message whose send and receive were both recorded."""
 
     took_ns: int
-    """Time from the start of its send, by the sender's clock, to the end of its receive, by the
+    """Time from the start of the send on the sender's clock to the end of the receive on the
     receiver's clock."""
     was_late: bool
-    """Whether its receiver waited for it."""
+    """Whether the receiver waited for the message."""
 
 
 class ClockShift(NamedTuple):

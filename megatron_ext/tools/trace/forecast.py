@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _LAUNCH_S = 1e-4
-"""Time for a host to launch an action on its device. The trace does not contain it. Its value
-hardly matters, as long as the host launches actions ahead."""
+"""Time that a host needs to launch an action on its device. Traces do not contain this time. The
+value hardly matters, as long as the host launches actions ahead."""
 _QUIET = 0.01
 """Jitter is ignored up to this value."""
 _EQUAL = 0.005
@@ -60,9 +60,9 @@ class Prediction:
     step_s: float
     bubble_ratio: float
     memory_bytes: int | None
-    """Memory of the rank that needs the most. None: unknown."""
+    """Memory on the rank that needs the most. None: unknown."""
     bounds_memory: bool = True
-    """True if ranks keep at most as many activations as in the table. Otherwise, they may keep all
+    """True if ranks keep at most as many activations as in the table. If not, they may keep all
     micro-batches, depending on which ranks are late."""
     is_known_to_fit: bool = True
     """False if the schedule has more stages than the run, and the number of layers is unknown."""
@@ -350,7 +350,7 @@ class _TracedRun:
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
-            # Some schedules optimize their order for given costs. That order is not always better
+            # Some schedules optimise their order for given costs. That order is not always better
             # than the default, so simulate both.
             made_for = replace(costs.in_forwards(), attention=attention)
             config = replace(pipeline.config, costs=made_for)

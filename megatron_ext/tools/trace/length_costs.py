@@ -108,7 +108,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
 
 
 class _Rate(NamedTuple):
-    """A point of the line fit."""
+    """A point in the line fit."""
 
     pairs_per_token: float
     s_per_token: float
@@ -140,7 +140,7 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
 def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
     """Return the least-squares line through the points, without negative costs."""
     quadratic, linear = statistics.linear_regression(pairs, seconds)
-    # A negative cost is impossible, so set it to 0 and fit only the other cost.
+    # A cost cannot be negative, so set it to 0 and fit only the other cost.
     if linear < 0:
         product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
         return LengthCost(0.0, product / sum(x * x for x in pairs))

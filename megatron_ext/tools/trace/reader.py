@@ -33,7 +33,7 @@ DAMAGED = (
     TypeError,
     ValueError,
 )
-"""Errors from reading content that no rank of ours has written."""
+"""Errors from reading content that none of our ranks has written."""
 
 
 def _refuse_constant(name: str) -> None:
@@ -79,7 +79,7 @@ class TraceFile:
     path: Path
     header: Header
     shift_ns: int = 0
-    """Amount to add to the times of this file, so that the times of all ranks agree."""
+    """Amount to add to the times in this file, so that times agree across all ranks."""
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
     num_lines: int = 1

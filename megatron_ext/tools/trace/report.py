@@ -325,7 +325,7 @@ def _timeline(
 
 
 class _Cut(NamedTuple):
-    """The micro-batches of a rank in a step whose slices depend on lengths."""
+    """A rank's micro-batches in a step whose slices depend on lengths."""
 
     slice_sizes: Sequence[Sequence[float]]
     """Slice sizes by micro-batch; empty if slices do not depend on lengths."""

@@ -38,28 +38,28 @@ class Step(NamedTuple):
 
     number: int = 0
     begin_ns: int = 0
-    """The start, by the clock of the rank; in a `Run`, by the common clock of all ranks."""
+    """Start time on the rank's clock; in a `Run`, on the common clock."""
     duration_ns: float = 0
     first_ns: float = 0
-    """Time from the start of the step to its first action; in a `Run`, to the start of the pipeline
-    on any rank."""
+    """Time from the start of the step to its first action; in a `Run`, until the first rank starts
+    the pipeline."""
     pipeline_ns: float = 0
-    """Time from the start of the step to the end of its last action; in a `Run`, to the end of the
-    pipeline on any rank."""
+    """Time from the start of the step until its last action finishes; in a `Run`, until the last
+    rank finishes the pipeline."""
     busy_ns: float = 0
     """The part of `pipeline_ns` in which actions run."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
-    """Cause -> its share of the remaining part of `pipeline_ns`. Causes are `input of rank 3`,
-    `slot`, `leader`, `send`, `other`, and `end of the pipeline`, when only other ranks have actions
-    left."""
+    """Cause -> its share of the rest of `pipeline_ns`. Causes are `input of rank 3`, `slot`,
+    `leader`, `send`, `other`, and `end of the pipeline`, while only other ranks have actions left.
+    """
     after_ns: float = 0
-    """Time after the pipeline, for the reduction of gradients, the optimizer and so on."""
+    """Time after the pipeline, for gradient reduction, the optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
-    """The largest number of activations of one stage that the rank kept at once. The activations
-    between I and W may count more than 1. With slices by length, the longest micro-batch of the
-    step counts 1."""
+    """The largest number of one-stage activations that the rank kept at once. Activations between
+    I and W may count more than 1. With slices by length, the longest micro-batch in the step counts
+    1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
@@ -69,10 +69,10 @@ class Step(NamedTuple):
     microbatches: int = 0
     """Number of micro-batches in one pipeline."""
     is_full: bool = True
-    """True if the step has as many micro-batches as the table. While the batch size ramps up, steps
-    take a different time."""
+    """True if the step has as many micro-batches as the table. While the batch size ramps up, step
+    times differ."""
     failed: bool = False
-    """True if the step ended with an error, perhaps after a time-out."""
+    """True if the step failed with an error, perhaps after a time-out."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -120,9 +120,9 @@ class Link:
     wire: str = ""
     """The wire that carries the messages."""
     delay_ns: int | None = None
-    """Median time from the start of a send to the end of its receive, of messages for which the
-    receiver waited. None: of no such message, both ends were recorded. `clocks.py` sets it, because
-    it needs the surveys of both ranks."""
+    """Median time from the start of a send to the end of its receive, over messages for which the
+    receiver waited. None: there is no such message with both ends recorded. `clocks.py` sets this
+    value, because it needs the surveys from both ranks."""
 
 
 class ExchangeKey(NamedTuple):
@@ -155,28 +155,27 @@ class RankSurvey:
         default_factory=lambda: defaultdict(list)
     )
     """(name, stage, slice) -> nanoseconds from the start of each action until the rank waits or
-    starts the next action. This includes the overhead of the runtime."""
+    starts the next action. This includes runtime overhead."""
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
-    """(stage, iteration, micro-batch, slice) -> nanoseconds of all its actions."""
+    """(stage, iteration, micro-batch, slice) -> nanoseconds in all its actions."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Stage -> nanoseconds that each forward spent exchanging tokens between experts."""
+    """Stage -> nanoseconds that each forward pass spent exchanging tokens between experts."""
     exchange_ns: dict[ExchangeKey, int] = field(default_factory=dict)
-    """Nanoseconds of each exchange of tokens, including the wait for the slowest rank."""
+    """Duration of each token exchange in nanoseconds, including waiting for the slowest rank."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(iteration, micro-batch) -> the number of its tokens, and of pairs of tokens within its
-    samples."""
+    """(iteration, micro-batch) -> the number of tokens, and of token pairs within samples."""
     links: dict[int, Link] = field(default_factory=dict)
-    """Global rank of the sender -> the link from it."""
+    """Global rank of the sender -> the link from that rank."""
     sends: dict[int, int] = field(default_factory=dict)
-    """Number of a message -> the start of its `send`, in nanoseconds."""
+    """Message number -> the start of its `send`, in nanoseconds."""
     receives: dict[int, Receive] = field(default_factory=dict)
-    """Number of a message -> its receive."""
+    """Message number -> its receive."""
 
     @property
     def header(self) -> Header:
-        """The identity of the rank."""
+        """The header of the rank's trace file, which identifies the rank."""
         return self.file.header
 
     @property
@@ -370,14 +369,14 @@ class _IterationCounter:
         self._result = result
         self._iteration = iteration
         self._open_action: tuple[str, int, int] | None = None
-        """Name, stage and slice of the last action, as long as the time after it belongs to it."""
+        """Name, stage and slice of the last action, until the next activity."""
         self._begin_ns = self._end_ns = 0
         """Start and end of the last action, or of its pair."""
         self._awaited: set[tuple[object, ...]] = set()
         """Keys of the messages for which the rank has waited."""
 
     def count(self) -> None:
-        """Add all actions and messages."""
+        """Add all actions and messages to the survey."""
         number = self._iteration.number
         for microbatch, (tokens, pairs) in self._iteration.figures.get(
             "lengths", {}
@@ -481,7 +480,7 @@ class _IterationCounter:
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:
-    """Summarize the complete steps of some ranks.
+    """Summarise the complete steps of some ranks.
 
     Durations are medians. The parts of a step are means, sorted by longest wait. Memory and
     activations are those in the worst step. Numbers of actions are sums.
