@@ -526,7 +526,7 @@ def _kinds_of_stages(
 
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
-    """Divide a backward pass that was not split in the same ratio as in the formula."""
+    """Divide the time of an unsplit backward pass in the same ratio as the formula does."""
     share = (passes.input + passes.weight) / (formula.input + formula.weight)
     return passes._replace(input=share * formula.input, weight=share * formula.weight)
 

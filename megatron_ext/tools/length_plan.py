@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     """Predict the gain from balancing by cost, and print the result.
 
     Raises:
-        ScheduleError: A flag is missing or invalid, or the lengths do not allow a prediction.
+        ScheduleError: A flag is missing or invalid, or no prediction is possible for these lengths.
     """
     name = args.schedule[0]
     for flag, is_set in (
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     if args.json:
         entries = []
         for prediction in predictions:
-            # Without slices, the fields about slices are None.
+            # The fields about slices are None if there are no slices.
             fields = prediction._asdict().items()
             entries.append({name: value for name, value in fields if value is not None})
         print(json.dumps(entries, indent=1))

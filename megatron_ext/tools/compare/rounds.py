@@ -144,7 +144,7 @@ def _planned(
         # Two runs with the same recipe must be bit-identical.
         promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
-            # Apart from our pipeline flags, only Megatron flags are left.
+            # Apart from our pipeline flags, only Megatron flags remain.
             same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
         notes = [*answer.changes, *answer.notices]

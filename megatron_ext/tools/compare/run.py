@@ -52,7 +52,7 @@ class Stop:
     def installed(self) -> Iterator[Stop]:
         """Handle the signals that stop a command while this context is active."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        # nohup ignores SIGHUP so that the command continues; do not handle the signal then.
+        # Under nohup, SIGHUP is ignored so that the command continues, so do not handle it.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}

@@ -167,7 +167,7 @@ class FirstBoard:
 class OtherBoard:
     """The board on every other host, which reports that host's losses to the first host.
 
-    It has the same methods as `Losses`, as far as a keeper uses them.
+    It has the methods of `Losses` that a keeper uses.
     """
 
     def __init__(self, board: Board, host: int) -> None:

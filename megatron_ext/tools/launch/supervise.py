@@ -88,7 +88,7 @@ def supervise(
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put signals that stop the job into the agents' event queue."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    # nohup ignores SIGHUP so that the job outlives the login; do not handle the signal then.
+    # Under nohup, SIGHUP is ignored so that the job outlives the login, so do not handle it.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         stopping.append(signal.SIGHUP)
     handlers = {}

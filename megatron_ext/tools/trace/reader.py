@@ -92,7 +92,7 @@ class TraceFile:
             DataError: The file can no longer be read.
         """
         try:
-            # If the rank died, the file may end in an incomplete character.
+            # If the rank died, the file may end with an incomplete character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
                     if text := line.removeprefix("[").strip(_SEPARATORS):
