@@ -1,7 +1,7 @@
-"""The device backends `cpu`, `cuda` and `musa`, and the selection of one for this process.
+"""Defines the device backends `cpu`, `cuda` and `musa`, and selects one for this process.
 
 Each process selects its backend once, before Megatron is imported; `auto` picks the first backend
-whose software stack is installed. Only modules of this package name devices and collective
+whose software stack is installed. Only modules in this package name devices and collective
 backends.
 """
 
@@ -44,7 +44,7 @@ _PROCESS = _Selected()
 
 
 def requested(argv: Sequence[str] | None = None) -> str:
-    """Return the name in the environment, else in the command line (`sys.argv`), else `auto`.
+    """Return the name from the environment, else from the command line (`sys.argv`), else `auto`.
 
     Raises:
         DeviceError: The name is not one of `CHOICES`.
@@ -52,8 +52,9 @@ def requested(argv: Sequence[str] | None = None) -> str:
     name = os.environ.get(_VARIABLE)
     source = _VARIABLE
     if not name:
-        # This runs before any Megatron parser, because Megatron copies names of the device while it
-        # is imported. Once the flags are parsed, `config/hosting.py` checks that both values agree.
+        # This runs before any Megatron parser, because Megatron copies device names while it is
+        # being imported. Once the flags are parsed, `config/hosting.py` checks that the two values
+        # agree.
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
         name = str(parser.parse_known_args(argv)[0].device)
@@ -87,7 +88,7 @@ def select(name: str) -> Device:
 
 
 def current() -> Device:
-    """Return the backend of this process; the first call selects it.
+    """Return this process's backend; the first call selects it.
 
     Raises:
         DeviceError: See `requested` and `select`.
@@ -101,20 +102,20 @@ def take(name: str) -> Device:
     Raises:
         DeviceError: See `select`.
     """
-    # Keep the first backend: Megatron may already have copied names of that device.
+    # Keep the first backend: Megatron may already have copied that device's names.
     if _PROCESS.device is None:
         _PROCESS.device = select(name)
     return _PROCESS.device
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """Return the device of a rank's model, even if its chunks have no parameters."""
+    """Return the device that holds a rank's model, even if its chunks have no parameters."""
     import torch
 
     parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
     if parameter is not None:
         return parameter.device
-    # `torch.cuda` is redirected, so this is the current device of any backend.
+    # `torch.cuda` is redirected, so this is the current device on any backend.
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
@@ -147,7 +148,7 @@ def named(name: str) -> Device:
 
 
 def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
-    """Return corrected values of Megatron's arguments; reject values that the device cannot accept.
+    """Return corrected values for Megatron's arguments; reject values the device cannot accept.
 
     `chosen` is the backend that the user chose, one of `CHOICES`.
 
@@ -230,7 +231,7 @@ def count_devices(
     for variable in VISIBLE_DEVICES:
         if variable in environ:
             numbers = environ[variable].split(",")
-            # Users hide all devices with an empty value or -1; Slurm uses NoDevFiles.
+            # An empty value or -1 hides all devices; Slurm uses NoDevFiles.
             counts.append(
                 sum(number not in ("", "-1", "NoDevFiles") for number in numbers)
             )

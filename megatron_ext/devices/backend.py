@@ -1,10 +1,10 @@
-"""The interface of a device backend: a name, a collective backend, redirects and rules.
+"""The interface for device backends: a name, a collective backend, redirects and rules.
 
-Upstream is written for one kind of device and names it everywhere: `torch.cuda.current_device()`,
-`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend maps these names to its own device
-with *redirects*: attribute assignments into torch, listed as data. The backend itself assigns
-nothing; `megatron_ext.patches.device` turns the redirects into registry patches, so `megatron-ext
-patches list` shows every redirect and `deactivate()` undoes it.
+Upstream is written for a single kind of device and names it everywhere:
+`torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend maps
+these names to its own device with *redirects*: attribute assignments into torch, listed as data.
+The backend itself assigns nothing; `megatron_ext.patches.device` turns the redirects into registry
+patches, so `megatron-ext patches list` shows every redirect and `deactivate()` undoes it.
 
 Only requests for a CUDA device are translated. A tensor always reports the device that it is
 actually on.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Redirect(NamedTuple):
-    """An attribute outside this package that has another value while the backend is armed."""
+    """An attribute outside this package that is replaced while the backend is armed."""
 
     target: str
     """`module:attribute.path`, as in `megatron_ext.patches.registry.Patch`."""
-    # `make` takes the original as an argument, so a redirect holds no reference to the original
-    # value of the attribute.
+    # `make` takes the original as an argument, so a redirect holds no reference to the attribute's
+    # original value.
     make: Callable[[Any], object]
     """Called once with the original, when the redirect is installed; returns the new value."""
     reason: str
@@ -40,8 +40,8 @@ class Redirect(NamedTuple):
 class Device(ABC):
     """A device backend. By default, its torch module has the same interface as `torch.cuda`.
 
-    The constructor does not import torch. Backends have no state, except that the host remembers
-    connections (`follow_collectives`).
+    The constructor does not import torch. Backends are stateless, except that the host backend
+    remembers connections (`follow_collectives`).
     """
 
     name: str
@@ -79,7 +79,7 @@ class Device(ABC):
     def missing(self) -> str | None:
         """Return why this machine cannot run the backend (with a remedy), or `None` if it can.
 
-        The installed software stack decides; no device has to be present.
+        This checks the installed software stack; no device has to be present.
         """
 
     def redirects(self) -> Iterable[Redirect]:
@@ -87,7 +87,7 @@ class Device(ABC):
         return ()
 
     def argument_errors(self, args: Any) -> list[str]:
-        """Return the mistakes in parsed upstream arguments on this device; empty if none."""
+        """Return the mistakes in parsed upstream arguments for this device; may be empty."""
         return [lack.message for lack in self.lacks if lack.refuses(args)]
 
     @property
@@ -103,7 +103,7 @@ class Device(ABC):
         return vars(torch)[self.name]
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return the device of the process with this local rank."""
+        """Return the device for the process with this local rank."""
         import torch
 
         return torch.device(self.name, local_rank)
@@ -117,7 +117,7 @@ class Device(ABC):
         self.runtime.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        """Return the peak memory of this process on the device so far."""
+        """Return this process's peak memory use on the device so far."""
         return int(self.runtime.max_memory_allocated())
 
     def timing_event(self) -> torch.Event:
@@ -133,7 +133,7 @@ class Device(ABC):
         """Remember the connections of new process groups, for `abort_collectives`."""
 
     def abort_collectives(self) -> None:  # noqa: B027 - only gloo needs it
-        """End the waits for lost ranks in collectives that torch cannot abort. Groups stay broken.
+        """Unblock collectives with lost ranks that torch cannot abort. Groups stay broken.
 
         Call it after `follow_collectives`, from a thread that is not itself waiting.
         """
@@ -151,7 +151,7 @@ class Device(ABC):
 
     @abstractmethod
     def sharing(self, device: torch.device) -> Sharing:
-        """Return the object that shares memory of `torch_device` with other processes of this host.
+        """Return the object that shares `torch_device`'s memory with other processes on this host.
 
         Raises:
             DeviceError: The device cannot share memory; the message says why.

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Copied(NamedTuple):
-    """A handle to wait for asynchronous copies."""
+    """A handle for waiting on asynchronous copies."""
 
     runtime: Any
     device: torch.device
@@ -65,10 +65,10 @@ class Copies:
     def to_host(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Copied]:
-        """Start to copy a contiguous tensor to the host, after all work of the current stream.
+        """Start copying a contiguous tensor to the host, after all work in the current stream.
 
-        `target` has the same shape and dtype, in memory that `pin` has registered. Without it, the
-        bytes go to new pinned memory.
+        `target` has the same shape and dtype, in memory that `pin` has registered. Without
+        `target`, the tensor is copied to newly pinned memory.
         """
         host = target
         if host is None:
@@ -80,7 +80,7 @@ class Copies:
         return host, Copied(self._runtime, self._device, (self._mark(self._down),))
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Start to copy a tensor to the device. This call blocks if the tensor is not pinned.
+        """Start copying a tensor to the device. This call blocks if the tensor is not pinned.
 
         Work that is queued later in the current stream waits for the copy.
         """
@@ -109,8 +109,8 @@ class Copies:
             if code == 0:
                 return True
             try:
-                # The driver keeps its last error. Launch a kernel here that reports and clears it;
-                # otherwise the next kernel of the training would fail.
+                # The driver keeps its last error. Launch a kernel here that reports and clears the
+                # error; otherwise the next training kernel would fail.
                 torch.zeros(1, device=self._device)
             except RuntimeError as error:
                 _log.debug("cleared an error of the driver: %s", error)

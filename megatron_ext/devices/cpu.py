@@ -1,8 +1,8 @@
-"""The host as a device: all of Megatron on CPUs, with gloo collectives.
+"""Uses the host as a device: all of Megatron runs on CPUs, with gloo collectives.
 
-Upstream asserts at start-up that CUDA is available. Redirects make the functions of `torch.cuda`
-report the host (see `host`), map every CUDA device name to the CPU (see `translate`), and make
-every process group a gloo group. This backend is meant for laptops, CI and tests, not for speed.
+Upstream asserts at start-up that CUDA is available. Redirects make `torch.cuda`'s functions report
+the host (see `host`), map every CUDA device name to the CPU (see `translate`), and make every
+process group a gloo group. This backend is meant for laptops, CI and tests, not for speed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CpuDevice(Device):
         """Connections of gloo's groups; None until `follow_collectives`."""
 
     def missing(self) -> str | None:
-        """Check for gloo; every torch build has everything else that this backend needs."""
+        """Check for gloo; every torch build includes everything else that this backend needs."""
         import torch
 
         if (
@@ -125,7 +125,7 @@ class CpuDevice(Device):
             self._connections = GlooConnections()
 
     def abort_collectives(self) -> None:
-        """Shut down the connections of gloo's groups, because gloo's `abort` does not end waits."""
+        """Shut down gloo's connections, because its `abort` does not unblock waiting ranks."""
         if self._connections is not None:
             self._connections.shut_down()
 
@@ -170,7 +170,7 @@ _OF_ACCELERATOR = {
 
 def _context(original: Any) -> object:
     """Return a context manager that does nothing, with a separate class for each redirect."""
-    # Undo recognises copies of our values in other modules by identity, so two redirects must not
+    # Undo identifies copies of our values in other modules by identity, so two redirects must not
     # share a value.
     return type(original.__name__, (nullcontext,), {})
 
@@ -189,8 +189,7 @@ def _namespaces() -> Iterator[Redirect]:
         generator.set_state(new_state)
 
     answers: dict[str, Callable[[Any], object]] = {
-        # The device. The current device is not an index, because torch rejects index 0 if there is
-        # no accelerator.
+        # The device. It has no index, because torch rejects index 0 if there is no accelerator.
         "is_available": returning(True),
         "is_initialized": returning(True),
         "is_bf16_supported": returning(True),
@@ -219,8 +218,8 @@ def _namespaces() -> Iterator[Redirect]:
         "seed": to(generator.seed),
         "set_rng_state": calling(set_state),
         "set_rng_state_all": to(lambda states: set_state(states[0])),
-        # torch queues these calls until CUDA is initialised. That never happens here, so a restored
-        # random number state would be lost silently.
+        # torch queues these calls until CUDA is initialised, which never happens here, so a
+        # restored random number state would be silently lost.
         "_lazy_call": to(lambda function, **_kwargs: function()),
         # Memory.
         "device_memory_used": answering(host.rss_bytes),
@@ -264,8 +263,8 @@ def _namespaces() -> Iterator[Redirect]:
         ("torch._C:_accelerator_getAccelerator", nothing),
     ):
         yield Redirect(target, make, _NO_ACCELERATOR)
-    # Some code calls torch.accelerator without this check, because torch.cuda is available. It gets
-    # the same results as from torch.cuda.
+    # Some code calls torch.accelerator without this check, because torch.cuda is available. Such
+    # code gets the same results as from torch.cuda.
     for name, accelerator_name in _OF_ACCELERATOR.items():
         if hasattr(torch.accelerator, accelerator_name):
             yield Redirect(
@@ -274,7 +273,7 @@ def _namespaces() -> Iterator[Redirect]:
 
 
 def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
-    """List the redirects of gloo's groups and collectives.
+    """List the redirects for gloo's groups and collectives.
 
     `followed` returns the object that remembers the connections of new groups, or None.
     """
@@ -293,11 +292,11 @@ def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
 
 
 class GlooConnections:
-    """The connections of gloo's groups, which another thread can shut down.
+    """The connections in gloo's groups, which another thread can shut down.
 
-    Each rank of a group listens on a separate port, and the ranks connect in pairs. So a connection
-    belongs to the group if one of its ends has the port of a rank's listener. This rule excludes
-    connections that other threads open at the same time.
+    Each rank in a group listens on a separate port, and the ranks connect in pairs. So a connection
+    belongs to the group if either end uses the port of one of the ranks' listeners. This rule
+    excludes connections that other threads open at the same time.
     """
 
     def __init__(self) -> None:
@@ -305,7 +304,7 @@ class GlooConnections:
 
     @contextmanager
     def listeners_opened(self) -> Iterator[list[int]]:
-        """Yield a list that contains, after the body, the ports that the body listens on."""
+        """Yield a list that, once the body has run, contains the ports that the body listens on."""
         before = open_sockets()
         ports: list[int] = []
         yield ports
@@ -317,7 +316,7 @@ class GlooConnections:
     def opened_to_peers(
         self, store: Any, rank: int, size: int, ports: list[int]
     ) -> Iterator[None]:
-        """Remember the connections that the body opens between the ranks of a group.
+        """Remember the connections that the body opens between the ranks in a group.
 
         The body is collective over the group's ranks, which exchange the ports of their listeners
         through the group's store.
@@ -325,7 +324,7 @@ class GlooConnections:
         store.set(f"megatron_ext/ports/{rank}", ",".join(map(str, ports)))
         before = open_sockets()
         yield
-        # For each pair, one rank connects to the listener of the other, so either end may have the
+        # In each pair, one rank connects to the other rank's listener, so either end may have the
         # listener's port.
         ports_of_peers: set[int] = set()
         for peer in range(size):
@@ -362,13 +361,13 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
-# torch gives each gloo group two worker threads. Both write the name of the collective that they
-# have finished into a string that they share, without a lock (`ProcessGroupGloo::runLoop`, torch
-# 2.13). Names of 16 characters or more, such as those of coalesced collectives, are on the heap. If
-# two such collectives end at the same moment, both threads free the same memory, and the process
-# crashes later, somewhere else. The distributed optimizer gathers parameters with coalesced
-# collectives, and models with several chunks have several of them in flight. A single worker runs
-# collectives in call order, which is the same on all ranks anyway.
+# torch gives each gloo group two worker threads. Both threads write the name of each finished
+# collective into a shared string, without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). Names
+# of 16 characters or more, such as those of coalesced collectives, are on the heap. If two such
+# collectives finish at the same moment, both threads free the same memory, and the process crashes
+# later, somewhere else. The distributed optimizer gathers parameters with coalesced collectives,
+# and models with several chunks have several of them in flight. A single worker runs collectives in
+# call order, which is the same on all ranks anyway.
 def _one_worker(
     original: Callable[..., None],
     *,
@@ -419,7 +418,7 @@ def _one_worker(
         if connections is None:
             original(group, store, rank, size, default_options(*last, **named))
             return
-        # Creating the device in the options starts to listen; the constructor connects the ranks.
+        # Creating the device in the options starts listening; the constructor connects the ranks.
         with connections.listeners_opened() as ports:
             options = default_options(*last, **named)
         with connections.opened_to_peers(store, rank, size, ports):

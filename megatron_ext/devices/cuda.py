@@ -37,7 +37,7 @@ class CudaDevice(Device):
         """Check for a CUDA build of torch and at least one visible GPU."""
         import torch
 
-        # ROCm builds of torch use the names of CUDA too.
+        # ROCm builds of torch use CUDA's names too.
         if torch.version.cuda is None and torch.version.hip is None:
             return (
                 f"torch {torch.__version__} was built without CUDA; "
@@ -48,7 +48,7 @@ class CudaDevice(Device):
         return None
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Share memory with the IPC functions of the CUDA runtime.
+        """Share memory through the CUDA runtime's IPC functions.
 
         Raises:
             DeviceError: This is an AMD GPU, or the runtime's library is missing.
@@ -74,7 +74,7 @@ def why_idle() -> str | None:
         torch.version.cuda is None and torch.version.hip is None
     ) or torch.cuda.is_available():
         return None
-    # Only initialisation gives the reason; `is_available` just returns False.
+    # Only initialisation reports the reason; `is_available` just returns False.
     try:
         torch.cuda.init()
     except RuntimeError as error:

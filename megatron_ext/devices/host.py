@@ -1,7 +1,7 @@
 """The host's stream, events, random numbers and memory counters, with `torch.cuda`'s interface.
 
-The "device" generator is torch's default generator. Memory counters report the numbers of the
-operating system.
+The "device" generator is torch's default generator. Memory counters report the operating system's
+numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def _is_done(*_args: Any) -> bool:
-    """Return True: on the host, the work of an event or a stream is always done."""
+    """Return True: on the host, an event's or a stream's work is always done."""
     return True
 
 
 def _nothing(*_args: Any) -> None:
-    """Return at once: on the host, the work of an event or a stream is always done."""
+    """Return at once: on the host, an event's or a stream's work is always done."""
 
 
-# On the host, every operation is finished when its call returns. So there is only one stream, waits
+# On the host, every operation is complete when its call returns. So there is only one stream, waits
 # do nothing, and an event is a point in time. `elapsed_time` is a real measurement.
 class Event:
     """A point in time on the host's clock."""
@@ -112,7 +112,7 @@ class Generators:
 
 
 def local_world_size() -> int:
-    """Return the number of this job's processes on this host; each of them is a "device"."""
+    """Return the number of this job's processes on this host; each process is a "device"."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -133,7 +133,7 @@ def total_memory_bytes() -> int:
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return this process's resident memory."""
     return _status_bytes("VmRSS")
 
 
@@ -144,7 +144,7 @@ def peak_rss_bytes() -> int:
 
 def reset_peak_rss() -> None:
     """Reset the peak to the current memory, if the kernel allows it."""
-    # If the kernel does not allow it, the peak covers the life of the process, which is still an
+    # If the kernel does not allow it, the peak covers the process's whole life, which is still an
     # upper bound.
     with suppress(OSError):
         _CLEAR_REFS.write_text("5")  # see proc(5), /proc/pid/clear_refs

@@ -1,4 +1,4 @@
-"""Combinations of upstream's arguments that need NVIDIA GPUs or Transformer Engine.
+"""Combinations of upstream arguments that need NVIDIA GPUs or Transformer Engine.
 
 All backends other than CUDA reject them. Every message names the flag, the reason and the remedy.
 """

@@ -1,7 +1,7 @@
 """Moore Threads GPUs: `torch.cuda` means `torch.musa`, "cuda" means "musa" and NCCL means MCCL.
 
-torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so most redirects follow from a
-comparison of the two modules. The other redirects cover functions that torch_musa lacks (NVTX) or
+torch_musa mirrors `torch.cuda`'s interface under `torch.musa`, so most redirects follow from
+comparing the two modules. The other redirects cover functions that torch_musa lacks (NVTX) or
 implements differently. If torchada (the vendor's translation layer) is installed, it redirects
 `torch.cuda`, and this module adds only the few redirects that torchada lacks.
 """
@@ -135,7 +135,7 @@ class MusaDevice(Device):
         yield from translate.collective_redirects("mccl")
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Share memory with the IPC functions of the MUSA runtime, which are named like CUDA's."""
+        """Share memory through the MUSA runtime's IPC functions, which are named like CUDA's."""
         from megatron_ext.devices.sharing import Sharing
 
         return Sharing(self.runtime, device, "libmusart.so")
@@ -143,8 +143,8 @@ class MusaDevice(Device):
 
 def _torchada() -> ModuleType | None:
     """Import torchada if it is installed; the import activates its translation."""
-    # `MusaDevice.environment` has already configured it: a device is armed before its redirects are
-    # listed.
+    # `MusaDevice.environment` has already configured torchada: a device is armed before its
+    # redirects are listed.
     if find_spec("torchada") is None:
         _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
         return None
@@ -155,7 +155,7 @@ def _torchada() -> ModuleType | None:
 
 
 def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the redirects of all names in `torch.cuda` that torch_musa has too."""
+    """List the redirects for all names in `torch.cuda` that torch_musa has too."""
     import torch
 
     # torch_musa rejects `torch.device("cuda")` as an argument, so translate the argument.
@@ -187,7 +187,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
 
 
 def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the redirects of functions that torch_musa and torchada lack in the form of CUDA."""
+    """List redirects for functions that torch_musa and torchada lack or implement differently."""
     import torch
 
     yield Redirect(
@@ -220,10 +220,10 @@ def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redi
 
 
 def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the attributes of parameters to their replacements."""
+    """Copy the parameters' attributes to their replacements."""
 
     # torch moves parameters to CUDA by swapping their data, so the parameter objects stay the same.
-    # It cannot swap data between the host and a device that an extension registers.
+    # torch cannot swap data between the host and a device that an extension registers.
     @functools.wraps(original)
     def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         before = dict(self._parameters)
@@ -238,8 +238,8 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-# Look the tuple up lazily: torch_musa creates its generators at the first use of the device, and
-# redirects are made before that.
+# Look the tuple up lazily: torch_musa creates its generators when the device is first used, which
+# is after the redirects are made.
 class _LazyGenerators:
     """`torch.cuda.default_generators`, looked up at each use."""
 

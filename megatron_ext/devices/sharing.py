@@ -1,4 +1,4 @@
-"""Device memory shared by two processes of one host: one writes, the other reads.
+"""Device memory shared by two processes on one host, where one writes and the other reads.
 
 The device's runtime allocates and exports the buffers (`cudaIpcGetMemHandle` and related functions;
 the MUSA runtime has the same functions with the prefix `musa`).
@@ -16,10 +16,10 @@ import torch
 from megatron_ext.devices.copies import Copied
 from megatron_ext.errors import DeviceError
 
-# Size of the handle of a buffer or an event, which is equal in all versions of both runtimes.
+# Size of a buffer or event handle, which is the same in all versions of both runtimes.
 _HANDLE_BYTES = 64
 
-# An export covers a whole block of the driver, and smaller allocations may share a block.
+# An export covers a whole driver block, and smaller allocations may share a block.
 _BLOCK_BYTES = 2 << 20
 
 _OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -64,9 +64,9 @@ class Sharing:
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
-        device: Device of this process, with its index.
-        library: File name of the runtime's library, which torch has loaded; its functions are
-            prefixed with the device type.
+        device: This process's device, with its index.
+        library: File name of the runtime library, which torch has loaded; the device type prefixes
+            its function names.
 
     Raises:
         DeviceError: The library does not exist or lacks a function.
@@ -118,10 +118,10 @@ class Sharing:
         return None
 
     def make(self, num_bytes: int) -> SharedBuffer:
-        """Allocate memory of at least that size, which another process can open."""
+        """Allocate memory of at least this size that another process can open."""
         # torch's allocator cannot be used: its sharing is private and keeps a reference count in a
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
-        # exported. The driver frees this memory when the last process that maps it has ended.
+        # exported. The driver frees this memory when the last process that maps it has exited.
         # Round up to whole blocks: otherwise an export would include other allocations.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address = ctypes.c_void_p()
@@ -144,7 +144,7 @@ class Sharing:
         return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
 
     def open(self, handle: bytes) -> SharedBuffer:
-        """Map a buffer of another process onto this process's device."""
+        """Map another process's buffer onto this process's device."""
         (num_bytes,) = struct.unpack_from("<Q", handle)
         memory = handle[8 : 8 + _HANDLE_BYTES]
         written = handle[8 + _HANDLE_BYTES :]
@@ -161,7 +161,7 @@ class Sharing:
         return buffer
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Open the reader's event, for `is_read`; `handle` is that of the reader's buffer."""
+        """Open the reader's event, for `is_read`; `handle` is the reader's buffer handle."""
         with self._runtime.device(self._device):
             buffer.used_there = self._runtime.Event.from_ipc_handle(
                 self._device, handle
@@ -169,7 +169,7 @@ class Sharing:
 
     def is_read(self, buffer: SharedBuffer) -> bool:
         """Return whether the reader has copied the last message out of this process's buffer."""
-        # None means that no reader has opened it yet.
+        # None means that no reader has opened the buffer yet.
         return buffer.used_there is None or bool(buffer.used_there.query())
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
@@ -189,15 +189,15 @@ class Sharing:
             self._out.record_event(buffer.used)
 
     def pushed(self, buffer: SharedBuffer) -> Copied:
-        """Return a handle to wait for the last `push` into a buffer, valid until the next one."""
+        """Return a handle for waiting on a buffer's last `push`, valid until the next `push`."""
         return Copied(self._runtime, self._device, (buffer.used,))
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy a tensor out of another process's buffer. Work that is queued later sees it."""
-        # Interprocess events order the work of the two devices, as in TensorPipe's channel for CUDA
-        # IPC, so no host thread waits.
+        """Copy a tensor out of another process's buffer. Work queued later sees the result."""
+        # Interprocess events order the work on the two devices, as in TensorPipe's CUDA IPC
+        # channel, so no host thread waits.
         with self._runtime.device(self._device):
             self._in.wait_event(buffer.used_there)
             with self._runtime.stream(self._in):
@@ -210,7 +210,7 @@ class Sharing:
         return copy
 
     def copied(self) -> Copied:
-        """Return a handle to wait for all pushes and pulls of this process."""
+        """Return a handle for waiting on all of this process's pushes and pulls."""
         return Copied(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
@@ -218,7 +218,7 @@ class Sharing:
         self._call("Free", ctypes.c_void_p(buffer.address))
 
     def unmap(self, buffer: SharedBuffer) -> None:
-        """Unmap a buffer of another process."""
+        """Unmap another process's buffer."""
         self._call("IpcCloseMemHandle", ctypes.c_void_p(buffer.address))
 
     def _buffer(
@@ -250,6 +250,6 @@ class Sharing:
 def _tensor(
     buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a contiguous tensor on the first bytes of a buffer."""
+    """Return a contiguous tensor that occupies the first bytes of a buffer."""
     empty = torch.empty(0, dtype=dtype, device=buffer.storage.device)
     return empty.set_(buffer.storage, 0, shape)  # type: ignore[call-overload, no-any-return]

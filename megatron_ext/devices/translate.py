@@ -1,8 +1,8 @@
-"""Redirects that map torch's names of CUDA devices to another device.
+"""Redirects that map torch's CUDA device names to another device.
 
 Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
 with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
-use these redirects; a `Translator` maps upstream's device names to those of the backend. Calls with
+use these redirects; a `Translator` maps upstream's device names to the backend's. Calls with
 another device, or without a device, are unchanged.
 """
 
@@ -61,7 +61,7 @@ def returning(result: Any) -> Callable[[Any], object]:
 
 
 def translator(kind: str) -> Translator:
-    """Return a translator to a device type (torch's name); accelerators keep their index."""
+    """Return a translator to a device type, by its torch name; accelerators keep their index."""
     import torch
 
     without_index = torch.device(kind)
@@ -127,7 +127,7 @@ def translated_class(base: type, translate: Translator) -> type:
 
 
 def tensor_redirects(kind: str) -> Iterator[Redirect]:
-    """List the redirects of all torch functions that accept the device of a tensor.
+    """List the redirects for all torch functions that accept a tensor's device.
 
     On the host, requests for pinned memory are ignored, because there are no copies to a device.
     """
@@ -137,9 +137,9 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
     translate = translator(kind)
     pinning = kind != "cpu"
 
-    # torch keeps a list of the functions that create a tensor from a `device` keyword, for `with
-    # torch.device(...)`. The list is cached, and that feature compares functions by identity, so
-    # read it now, before the functions are redirected.
+    # For `with torch.device(...)`, torch keeps a list of the functions that create a tensor from a
+    # `device` keyword. The list is cached, and torch compares its functions by identity, so read it
+    # now, before the functions are redirected.
     constructors = {id(function) for function in _device_constructors()}
     targets: set[str] = set()
     for module in (torch, torch.fft, torch.nested):
@@ -222,17 +222,18 @@ def _translated_factory(
         return original(*args, **kwargs)
 
     operator = _builtins._find_builtin(original)
-    # torch.jit.script finds the operator of a function by the id of the function, so it must know
-    # the new function too.
+    # torch.jit.script finds a function's operator by the function's id, so it must know the new
+    # function too.
     if operator is not None:
         _builtins._register_builtin(make, operator)
-        # Remove the entry with the function, or a later object with the same id would match it.
+        # Remove the entry together with the function, or a later object with the same id would
+        # match it.
         weakref.finalize(make, _builtins._get_builtin_table().pop, id(make), None)
     return make
 
 
 def spelling_redirects(kind: str) -> Iterator[Redirect]:
-    """List the redirects of functions that accept or return a device type by torch's name."""
+    """List the redirects for functions that accept or return a device type by its torch name."""
     yield Redirect(
         "torch:Tensor.type",
         _translated_type,
@@ -310,7 +311,7 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
                 arguments["backend"] = default
             elif "nccl" in str(requested_backend):
                 arguments["backend"] = backend
-                # The options are NCCL's, and other backends reject them.
+                # These options are NCCL's, and other backends reject them.
                 arguments.pop("pg_options", None)
             # A device_id binds the group to a CUDA device, which does not exist here.
             device = arguments.get("device_id")
@@ -330,7 +331,7 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
 
 
 def nvtx_redirects() -> Iterator[Redirect]:
-    """List the redirects of NVTX markers, which raise in builds of torch without CUDA."""
+    """List the redirects for NVTX markers, which raise an error in torch builds without CUDA."""
     reason = "marks ranges for NVIDIA's profiler, which supports no other device"
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)

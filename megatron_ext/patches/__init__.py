@@ -1,4 +1,4 @@
-"""All changes to other packages: tables of patches, and the registry that applies them.
+"""All changes to other packages: patch tables, and the registry that applies them.
 
 A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator with an id and a
 target; the docstring of the decorated function is the reason: what goes wrong without the patch.
@@ -38,7 +38,7 @@ TABLES = (
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables, for all releases of Megatron."""
+    """Return the rows of all tables, for all Megatron releases."""
     modules = [*(f"{__name__}.{name}" for name in TABLES), *feature_list.PATCHES]
     patches: list[Patch] = []
     for module in modules:
@@ -50,6 +50,6 @@ def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     REGISTRY.register(rows())
     # Do this before activating the registry. If Megatron is already imported, the hook registers
-    # the redirects of the device at once, and a single sweep repairs the copies of all names.
+    # the device's redirects at once, and a single sweep repairs all copied names.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()

@@ -30,7 +30,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         requested_flags,
     )
 
-    # Nothing here may rely on a single call: upstream creates up to three parsers in one process,
+    # Don't assume that this runs only once: upstream creates up to three parsers in one process,
     # because in-process restarts and checkpoint tools parse again.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
@@ -44,14 +44,14 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         ):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
-    # Upstream's choices contain only the backends of CUDA devices and hosts; add this device's.
+    # Upstream's choices contain only the backends for CUDA devices and hosts; add this device's.
     backend = action_of.get("distributed_backend")
     if backend is not None:
         choices = list(backend.choices or ())
         if device.distributed_backend not in choices:
             backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
-        # Newer releases name some arguments after the fields of the configuration.
+        # Newer releases name some arguments after configuration fields.
         for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
             parser.set_defaults(**{name: value})
     for action in parser._actions:
@@ -60,7 +60,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _repair_help(action: Action, program: str) -> None:
-    """Escape the % signs of an invalid help text: a bare % in Megatron 0.19 breaks `--help`."""
+    """Escape the % signs in an invalid help text: a bare % in Megatron 0.19 breaks `--help`."""
     text = action.help or ""
     try:
         _ = text % {**vars(action), "prog": program}
@@ -81,7 +81,7 @@ class _Converter:
             return self._convert(word)
         except (ArgumentTypeError, TypeError, ValueError):
             raise
-        except Exception as error:  # such as the KeyError of an enumeration
+        except Exception as error:  # such as an enumeration's KeyError
             if self._has_choices:
                 return word  # argparse then rejects the word, and lists the choices
             raise ValueError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Patches on checkpoints: state of the distributed optimizer, writer processes, pickled enums."""
+"""Patches on checkpoints: distributed optimizer state, writer processes, pickled enums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 PATCHES = PatchTable()
 
 
-# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; the Adam
-# of TE and Apex keeps one for each group. `state_dict` and `load_state_dict` of upstream have code
-# for torch's Adam, but no checkpoint survives the round trip: saving asserts, loading raises, or
-# all parameters share one `step` tensor, which each of them increments. A resumed run needs all
-# rows with this condition.
+# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; Adam in
+# TE and Apex keeps one for each group. Upstream's `state_dict` and `load_state_dict` have code for
+# torch's Adam, but no checkpoint survives the round trip: saving fails an assertion, loading
+# raises, or all parameters share one `step` tensor, which each parameter increments. A resumed run
+# needs all rows with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
@@ -90,8 +90,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     # fp32 parameters are leaves that require gradients, and upstream copies into views of them.
     with torch.no_grad():
         result = call(*args, **kwargs)
-    # Take the step from the groups: in the default format (`dp_reshardable`), the `step` tensor of
-    # a parameter comes from the loader's template, not from the checkpoint.
+    # Take the step from the groups: in the default format (`dp_reshardable`), a parameter's `step`
+    # tensor comes from the loader's template, not from the checkpoint.
     for group in instance.optimizer.param_groups:
         for parameter in group["params"]:
             state = instance.optimizer.state.get(parameter)
@@ -154,7 +154,7 @@ def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 @cache
 def _enums_are_written_as_getattr() -> bool:
-    """Return whether this Python pickles an enum member as a call of `getattr`."""
+    """Return whether this Python pickles an enum member as a call to `getattr`."""
 
     class Probe(enum.Enum):
         MEMBER = 0
@@ -180,7 +180,7 @@ def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     """Python 3.11.0 to 3.11.3 pickle enums in a form that torch's loader rejects, so no run can
     resume from such a checkpoint.
     """
-    # Newer Pythons pickle a member as a call of its class with the value, which the loader accepts.
+    # Newer Pythons pickle a member as a call to its class with the value, which the loader accepts.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     enum_classes = []

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def arm() -> Device:
-    """Select the device of this process and register its redirects. Idempotent.
+    """Select this process's device and register its redirects. Idempotent.
 
     Raises:
         DeviceError: The requested device is unknown or cannot run here.
     """
     # This runs just before `megatron.core` first executes, because its `tensor_parallel/random.py`
-    # copies names of `torch.cuda` at import. If this runs later, the registry finds the copies by
+    # copies names from `torch.cuda` at import. If this runs later, the registry finds the copies by
     # identity and replaces them.
     device = devices.current()
     for variable, (value, _reason) in device.environment.items():

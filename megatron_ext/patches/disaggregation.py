@@ -61,7 +61,7 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     # Freeze the model in its provider, because Megatron's wrapper allocates a gradient for each
     # weight that requires one.
     arguments = by_name(call, args, kwargs)
-    # The parameter has another name in the function of the builders.
+    # The parameter has a different name in the builders' function.
     [provider] = [name for name in _PROVIDERS if name in arguments]
     provide = arguments[provider]
 
@@ -115,7 +115,7 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     """Megatron updates weights and averages losses, but forward ranks have neither gradients nor
     losses.
     """
-    # The losses stay on the backward ranks, which log them. The result has the same form as
+    # The losses stay on the backward ranks, which log them. The result has the same structure as
     # upstream's.
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
@@ -142,8 +142,8 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
     model = by_name(call, args, kwargs)["model"]
-    # All batches of an evaluation use the same weights: those of the last training step, or weights
-    # that the training loop has substituted.
+    # All batches in an evaluation use the same weights: either the last training step's weights, or
+    # weights that the training loop has substituted.
     with evaluation(model):
         losses, *further_results = call(*args, **kwargs)
     send_evaluation(model, losses or {})
@@ -162,7 +162,8 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
-    # Count the samples like Megatron's evaluation, because the next checkpoint stores the count.
+    # Count samples the way Megatron's evaluation does, because the next checkpoint stores the
+    # count.
     rounds = arguments.get("eval_iters") or settings.eval_iters
     # Since 0.18, evaluations may have a separate batch size.
     batch = (
@@ -188,7 +189,7 @@ def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> boo
 
 
 def _roles_here() -> Any:
-    """Return the state of this process's role, or None."""
+    """Return the state for this process's role, or None."""
     configuration = active.active()
     return None if configuration is None else configuration.roles
 

@@ -1,9 +1,9 @@
-"""The drift guard: checks that an upstream function is still the one that a patch was written for.
+"""The drift guard: checks that an upstream function is still the one a patch was written for.
 
 `fingerprints/MINOR.json` contains, for one minor release of Megatron, the hash of every file with
 targets, and the hash and signature of each target. A target may have additional hashes, `reviewed`,
-for later edits that were reviewed and that the patches still fit. A release newer than all
-fingerprints is compared with the newest ones. `tests/versions/compare.py` writes the files.
+for later edits that were reviewed and found compatible with the patches. A release newer than all
+fingerprints is compared with the newest fingerprints. `tests/versions/compare.py` writes the files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def policy() -> Literal["error", "warn", "ignore"]:
     """Return how to handle drift: `MEGATRON_EXT_DRIFT`, by default `error`.
 
     Raises:
-        UserError: The variable has another value.
+        UserError: The variable has an invalid value.
     """
     value = os.environ.get("MEGATRON_EXT_DRIFT") or "error"
     if value not in {"error", "warn", "ignore"}:
@@ -110,7 +110,7 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
         return None
     module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are unchanged, so compare the hash of the file first. Parsing the source of each
+    # Most files are unchanged, so compare the file's hash first. Parsing the source of each
     # function would slow down every import.
     if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
@@ -132,8 +132,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 
 def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
-    # Force the installation: pip keeps an installed version within the range, even if its files
-    # were edited.
+    # Force the installation: pip keeps an installed version that is within the range, even if its
+    # files were edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
     if (
         target.startswith(("megatron.legacy.", "megatron.training."))
@@ -185,7 +185,7 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 def _meaning(node: Any) -> Any:
     """Return syntax as nested tuples, equal on every Python, without parts that have no effect."""
-    # So a change to comments, docstrings, layout or annotations is not drift. `ast.dump` and
+    # Changes to comments, docstrings, layout or annotations are therefore not drift. `ast.dump` and
     # `ast.unparse` cannot be used, because their text differs between Pythons.
     if isinstance(node, ast.JoinedStr):  # Python 3.12 appends an empty string to some
         node.values = [
@@ -212,7 +212,7 @@ def _is_constant_statement(node: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _load() -> dict[str, Any]:
-    """Return the fingerprints of the installed release, or of the nearest older one."""
+    """Return the fingerprints for the installed release, or for the nearest older release."""
     return json.loads(path_of(releases.reference().version).read_text())  # type: ignore[no-any-return]
 
 

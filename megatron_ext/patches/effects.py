@@ -1,4 +1,4 @@
-"""Checks during the first steps that features have their intended effect.
+"""Checks during the first training steps that features have their intended effect.
 
 A patch has no effect if Megatron no longer calls its target. Neither the drift guard nor the losses
 reveal that. A failed check raises `EffectMissing`, which names the patch.
@@ -15,7 +15,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
-# Number of steps to check: the check before the second one covers the first update of tied copies.
+# Number of steps to check: the check before the second step covers the first update of tied copies.
 _STEPS = 2
 
 PATCHES = PatchTable(feature="effects", order=-20)
@@ -45,7 +45,7 @@ def not_logged() -> active.Active | None:
 
 
 def _acted(*patch_ids: str) -> bool:
-    # Ask which patches have run in the steps so far, on this rank, because a program's training
+    # Check which patches have run on this rank in the steps so far, because a program's training
     # loop may differ from upstream's.
     return not REGISTRY.acted.isdisjoint(patch_ids)
 
@@ -107,10 +107,10 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_frozen(chunks: list[Any]) -> None:
-    """Check that no weight of a forward rank requires a gradient.
+    """Check that no weight on a forward rank requires a gradient.
 
     Raises:
-        EffectMissing: Some weights do.
+        EffectMissing: Some weights require a gradient.
     """
     if not active.has_role("forward"):
         return
@@ -132,7 +132,7 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
     """Check that both copies of the embedding are equal on a rank with the first and last stage.
 
     Raises:
-        EffectMissing: They differ.
+        EffectMissing: The copies differ.
     """
     pipeline = in_force.pipeline
     if pipeline is None or not pipeline.is_folded:
@@ -162,7 +162,7 @@ def logged(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
-    # One check is enough: a feature without effect before the first line has none later either.
+    # One check is enough: a feature that has no effect before the first log line has none later.
     in_force.is_log_checked = True
     pipeline = in_force.pipeline
     if pipeline is not None and not _acted("schedules.forward_backward"):

@@ -66,8 +66,8 @@ def _place_segment(
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
-    # Upstream deals segments out round-robin, so reorder them such that each rank gets the segments
-    # of its stages.
+    # Upstream deals segments out round-robin, so reorder them such that each rank gets its stages'
+    # segments.
     dealt: list[str] = []
     for stages_of_chunk in zip(*stages_of, strict=True):
         dealt += [segments[stage] for stage in stages_of_chunk]
@@ -209,7 +209,7 @@ def check_optimizer_state(
     if optimizer is not None and options.get("is_loading"):
         saved_format = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-        # Only formats that index the state by parameter can be loaded by other stages.
+        # Other stages can only load formats that index the state by parameter.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
         if saved_format is not None and saved_format not in fits:
             raise DataError(
@@ -265,7 +265,7 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _stages(args: Any) -> str:
-    """Describe the stages of each rank's chunks; empty if Megatron places them."""
+    """Describe the stages on each rank, by chunk; empty if Megatron places the chunks."""
     chosen = active.pipeline()
     if chosen is None or not chosen.is_folded:
         return ""
@@ -300,7 +300,7 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads formats that identify layers by rank, so it would load the wrong layers."""
     loaded = call(*args, **kwargs)
-    # `name` is the file of this rank, two folders below the checkpoint's own.
+    # `name` is this rank's file, two folders below the checkpoint's folder.
     state, name, _, kind = loaded
     if kind is None or kind.name != "LEGACY":
         return (
@@ -347,6 +347,6 @@ def _with_fields_of_both_ends(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron sends only the fields of the first stage to a rank that also has the last stage."""
-    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets the fields of
-    # that stage only. Stages with MTP get the fields of both ends, so pretend to be one.
+    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets only that
+    # stage's fields. Stages with MTP get the fields for both ends, so pretend to be an MTP stage.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

@@ -1,7 +1,7 @@
 """Import hooks: locate Megatron's packages, and run a callback just before the first import.
 
 Python queries the finders in `sys.meta_path` just before a module executes. A finder at the front
-runs the callback and decides which Megatron is used. `sys.path` stays as the user has set it.
+runs the callback and decides which Megatron is used. `sys.path` stays as the user set it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 class _Finder(MetaPathFinder):
-    """Locates Megatron's packages and the modules of its scripts; runs callbacks before imports."""
+    """Locates Megatron's packages and its scripts' modules; runs callbacks before imports."""
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
@@ -57,12 +57,12 @@ class _Finder(MetaPathFinder):
             core = releases.installed_core()
             return _spec_in(core and core.parent, fullname)
         # `megatron` is a namespace package, so Python merges the wheel's `megatron.core` with these
-        # packages of a tree. Since 0.17, the wheel contains some of them too, but the scripts of a
-        # tree need those of the tree.
+        # packages from a tree. Since 0.17, the wheel contains some of these packages too, but a
+        # tree's scripts need the tree's versions.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return _spec_in(tree and tree / "megatron", fullname)
-        # Let all entries of `sys.path` take precedence: the user may have a module of this name.
+        # Let all entries in `sys.path` take precedence: the user may have a module with this name.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
             return _spec_in(upstream.find_tree(), fullname)
         if fullname == _TRITON_KERNELS and _lacks_triton():
@@ -81,8 +81,8 @@ def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
 
 def _lacks_triton() -> bool:
     """Return whether this Megatron always imports Triton kernels while Triton is not installed."""
-    # CPU builds and some MUSA builds of torch come without Triton, but the `megatron.training` of
-    # 0.16 always imports these kernels. The replacement module raises when they are called.
+    # CPU builds and some MUSA builds of torch come without Triton, but `megatron.training` in 0.16
+    # always imports these kernels. The replacement module raises when they are called.
     return find_spec("triton") is None and releases.installed_release() == (0, 16)
 
 
@@ -99,8 +99,8 @@ def install(before_core: Callable[[], object]) -> None:
     if _installed_finders():
         return
     # wrapt's hooks fire after a module has executed. That is too late: `megatron.core` copies names
-    # of `torch.cuda` at import, so the device's redirects must be in place before. The finder must
-    # be the first, or Python's own finders would locate an installed Megatron.
+    # from `torch.cuda` at import, so the device's redirects must already be in place. The finder
+    # must come first, or Python's own finders would locate an installed Megatron.
     sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
     REGISTRY.undo.callback(_remove)
     if "megatron.core" in sys.modules:

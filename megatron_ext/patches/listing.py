@@ -1,4 +1,4 @@
-"""Lists the patches, as a text table and as problems."""
+"""Lists patches as a text table, and reports patches with problems."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def problems(rows: Iterable[Row]) -> list[str]:
 
 def _difference(row: Row) -> str:
     """Return how a patch's target differs from its release; empty if that does not matter."""
-    # A pending row is only a problem if its module is missing: a job may never import the module.
+    # A pending row is a problem only if its module is missing: a job may never import the module.
     if row.state == "pending" and row.required:
         missing = drift.missing_module(row.target)
         if missing is not None:

@@ -1,6 +1,6 @@
-"""Patches for machines without a CUDA device: CPU hosts, and accelerators of other vendors.
+"""Patches for machines without a CUDA device: CPU hosts, and other vendors' accelerators.
 
-Some of them skip code that upstream compiles before training with a CUDA toolkit or a Makefile.
+Some patches skip code that upstream compiles before training with a CUDA toolkit or a Makefile.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     """
     import torch
 
-    # Upstream's function copies and converts CUDA tensors only. It returns any other tensor
-    # unchanged, and the dispatcher then fails to use the tensor as an array.
+    # Upstream's function copies and converts only CUDA tensors. Any other tensor is returned
+    # unchanged, and the dispatcher then fails to use it as an array.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
             return call(tensor, as_numpy=as_numpy, record_stream=record_stream)

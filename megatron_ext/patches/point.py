@@ -41,7 +41,7 @@ State = Literal[
 
 
 def by_name(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return the arguments of a target by name, whether they were passed by position or by name."""
+    """Return a target's arguments by name, whether they were passed by position or by name."""
     return dict(signature(call).bind(*args, **kwargs).arguments)
 
 
@@ -52,7 +52,7 @@ def always() -> bool:
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one attribute of another package."""
+    """One change to one attribute in another package."""
 
     id: str
     """Unique name, `area.what`. Rows for different releases may share it."""
@@ -86,17 +86,17 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """Name of the module that defines the target."""
+        """The name of the module that defines the target."""
         return self.target.partition(":")[0]
 
     @property
     def path(self) -> str:
-        """Path of the attribute inside the module."""
+        """The attribute's path inside the module."""
         return self.target.partition(":")[2]
 
     @property
     def releases(self) -> str:
-        """The releases that the row applies to, as text; empty for all."""
+        """The releases that the row applies to, as text; empty for all releases."""
         first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
         if self.since == _ANY[0]:
             return "" if self.until == _ANY[1] else f"before {end}"
@@ -122,7 +122,7 @@ class Patch:
 
 
 class PatchTable(list[Patch]):
-    """The rows of one upstream area, each written as a decorator of its function.
+    """The rows for one upstream area, each written as a decorator on its function.
 
     Args:
         defaults: Fields of `Patch` that the rows share unless they override them.
@@ -147,7 +147,7 @@ class PatchTable(list[Patch]):
 
 
 class _WhileInForce:
-    """True while one of our schedules, or a role, is active."""
+    """True while one of our schedules or a role is active."""
 
     def __bool__(self) -> bool:
         in_force = active.active()
@@ -213,7 +213,7 @@ class Site:
 
     @property
     def spreads(self) -> bool:
-        """Whether copies of the name in other modules are replaced too."""
+        """Whether to replace copies of the name in other modules too."""
         # Skip constants: for example, nearly every module binds None.
         if not (callable(self.original) and callable(self.installed)):
             return False
@@ -225,7 +225,7 @@ class Site:
 
     @property
     def can_be_found(self) -> bool:
-        """Whether every copy of the patched value is from this target, so identity finds it."""
+        """Whether every copy of the patched value comes from this target, so identity finds it."""
         return (
             callable(self.installed)
             and self.original is not MISSING
@@ -266,9 +266,9 @@ class Site:
 # -- copies of a name in other modules -------------------------------------------------------------
 
 
-# Undo must distinguish a copy of a replacement from an object that had other names before. On the
+# Undo must distinguish a copy of a replacement from an object that already had other names. On the
 # host, for example, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`, and the latter name must
-# stay. So undo restores such objects only where this module has put them, and all others
+# stay. So undo restores such objects only where this module has put them, and all other objects
 # everywhere.
 class Copy(NamedTuple):
     """A name in another module that was rebound because it is a copy of a patched name."""
@@ -280,7 +280,7 @@ class Copy(NamedTuple):
 
 
 def bound_objects() -> set[int]:
-    """Return the ids of all objects that modules of other packages bind to a name."""
+    """Return the ids of all objects that modules in other packages bind to a name."""
     ids = set()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron_ext":
@@ -296,15 +296,15 @@ def rebind(
     *,
     in_classes: bool = False,
 ) -> list[Copy]:
-    """Replace objects with others wherever a loaded module binds them to a name.
+    """Replace objects wherever a loaded module binds them to a name.
 
     Args:
         pairs: `(old, new)`; old objects are functions, methods or classes.
         untouched: Packages that keep their names.
-        in_classes: Whether to search the classes of modules too.
+        in_classes: Whether to search classes in modules too.
 
     Returns:
-        The rebound names of modules.
+        The names that were rebound in modules.
     """
     # Compare identity: a sweep by name would miss renamed copies and replace unrelated objects with
     # the same name.

@@ -8,7 +8,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.tracing import step_records
 
 _TRAINING = "megatron.training.training"
-# Act outside the patches of a disaggregated job, which replace the log on forward ranks.
+# Act outside the patches for disaggregated jobs, which replace the log on forward ranks.
 PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 

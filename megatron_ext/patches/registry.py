@@ -50,10 +50,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Registry:
-    """All patches of a process; use the module's `REGISTRY`.
+    """All patches in a process; use the module's `REGISTRY`.
 
     Args:
-        release: The Megatron release whose rows apply. None means the installed one, which is
+        release: The Megatron release whose rows apply. None means the installed release, which is
             determined when the first row is registered.
     """
 
@@ -156,8 +156,8 @@ class Registry:
         for site in self._sites.values():
             if site.first.module in modules and not site.is_installed:
                 pending_sites.append(site)
-        # Only the value of a `set` can already be bound by other modules; a patch point is new.
-        # Collecting the ids takes a sweep over all modules, so skip it without a `set`.
+        # Other modules can only have bound the value of a `set`; a patch point is new. Collecting
+        # the ids means sweeping over all modules, so skip this if there is no `set`.
         bound_ids: set[int] = set()
         if any(site.first.kind == "set" for site in pending_sites):
             bound_ids = bound_objects()
@@ -181,7 +181,7 @@ class Registry:
             modules: Names of the modules that define the originals.
         """
         # Skip our own modules (they keep originals on purpose), torch's internals (they must keep
-        # calling the originals) and the library of the proxies.
+        # calling the originals) and the proxy library.
         rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
         self._rebound_copies += rebound
         late_modules = {name for name in modules if name.startswith("megatron.")}
@@ -255,7 +255,7 @@ class Registry:
             elif copy.names.get(copy.name) is copy.new:
                 copy.names[copy.name] = copy.old
         self._rebound_copies = remaining_copies
-        # Also restore copies that other code has made since, unless one value replaces several
+        # Also restore copies that other code has created since, unless one value replaces several
         # originals. Skip only our own modules, which own the replacements. Search torch's modules
         # and classes too: some may have been imported since, and torch's compiler keeps functions
         # of `torch.cuda` in classes.
@@ -292,8 +292,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in acting[:0:-1]:
-            # Chain all but the outermost, beginning with the innermost. Each step has the target's
-            # signature, because wraps read the names of the target's parameters (`by_name`).
+            # Chain all but the outermost, starting with the innermost. Each step has the target's
+            # signature, because wraps read the target's parameter names (`by_name`).
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         _, outermost = acting[0]
         return outermost(call, instance, args, kwargs)
@@ -301,7 +301,7 @@ class Registry:
     # -- looking ---------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
-        """Return the state of every patch, even for other releases, sorted by feature and id."""
+        """Return every patch's state, even for other releases, sorted by feature and id."""
         rows = [self._row(patch) for patch in self]
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 

@@ -1,4 +1,4 @@
-"""Patches that run the chosen schedule, carry its messages, and tie random numbers to data."""
+"""Patches that run the chosen schedule, carry its messages, and seed micro-batches."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _check_built(
 
     call(*args, **kwargs)
     # Scripts with Megatron's command line may create a configuration for each micro-batch. Their
-    # flags have been checked before.
+    # flags have already been checked.
     if in_force.requested is None and in_force.runtimes is not None:
         return
     pipeline = in_force.pipeline or in_force.transport_only
@@ -154,7 +154,7 @@ def _check_without_overlap(
 
 
 def stage_of_chunk(chunk: int) -> int:
-    """Return the stage of a chunk of this rank under Megatron's round-robin placement."""
+    """Return the stage of a chunk on this rank under Megatron's round-robin placement."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -196,8 +196,8 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     try:
         result = call(*args, **kwargs)
     except SystemExit:
-        # Megatron (`--exit-interval`) or other code exits here, maybe on a single rank, so do not
-        # wait for the other ranks.
+        # Megatron (`--exit-interval`) or other code exits here, possibly on a single rank, so do
+        # not wait for the other ranks.
         log_statistics(of_all=False)
         raise
     log_statistics()
@@ -227,9 +227,9 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
     Args:
         rerun_machine: Megatron's rerun state machine, which may rewind the data and run the step
             again.
-        data_iterator: Iterator of the rank's chunk, or a list with one for each chunk; None if the
+        data_iterator: The rank's iterator, or a list with one iterator for each chunk; None if the
             rank reads no data.
-        num_batches: Batches to read from each iterator.
+        num_batches: Number of batches to read from each iterator.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     while rerun_machine.should_run_forward_backward(data_iterator):
@@ -386,7 +386,7 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
         call(*args, **kwargs)
         return
     # First create a copy with a single stage: its __post_init__ checks everything else about
-    # hyper-connections. Then hide them from the check of the configuration itself.
+    # hyper-connections. Then hide them from the real configuration's check.
     replace(
         instance,
         pipeline_model_parallel_size=1,

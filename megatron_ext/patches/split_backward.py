@@ -1,7 +1,7 @@
 """Patches that let schedules compute weight gradients after input gradients.
 
-Patches on layers act only inside `SplitBackward.defer`, which the executor opens for the backward
-of an action I.
+Patches on layers act only inside `SplitBackward.defer`, which the executor enters for the backward
+pass of an I.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATCHES = PatchTable(feature="schedules")
 
 
 def _splits() -> Any:
-    """Return the deferred weight gradients of the active runtime; None before the first step."""
+    """Return the active runtime's deferred weight gradients; None before the first step."""
     in_force = active.active()
     runtimes: Any = None if in_force is None else in_force.runtimes
     return None if runtimes is None else runtimes.splits

@@ -1,7 +1,7 @@
 """Patches that report parts of a training step to observers, if they are outside its table.
 
-A training step begins with the call of the schedule and ends after the optimizer. The executor
-itself reports the actions of our tables; patches here report those of Megatron's own schedules.
+A training step begins when the schedule is called and ends after the optimizer. The executor itself
+reports the actions in our tables; the patches here report the actions in Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.actions import Action, Kind
 from megatron_ext.tracing import digest_files
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# Attribute of an output tensor: (chunk, micro-batch) of its forward, for the backward.
+# Attribute on an output tensor: (chunk, micro-batch) of its forward pass, for the backward pass.
 _ACTION = "_megatron_ext_action"
 
 PATCHES = PatchTable(feature="trace")
@@ -53,7 +53,7 @@ def _observed() -> active.Active | None:
 def _observed_stock() -> active.Active | None:
     """Return the active configuration if it has observers and Megatron's own schedule runs."""
     in_force = _observed()
-    # The executor reports the actions of tables and roles.
+    # The executor reports the actions in tables and roles.
     if in_force is None or in_force.pipeline or in_force.job:
         return None
     return in_force
@@ -80,8 +80,8 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         subscribe(in_force)
         observers = in_force.observers
         if kwargs.get("forward_only"):
-            # An evaluation is not part of a step. End the previous step here, because its end is
-            # not reported if the program uses an optimizer other than Megatron's.
+            # An evaluation is not part of a step. Complete the previous step here, because nothing
+            # else does if the program uses an optimizer other than Megatron's.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -89,7 +89,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:
             result = schedule(*args, **kwargs)
-        # A complete step ends with the optimizer, so only report the end of a failed one.
+        # A successful step ends with the optimizer, so report only the end of a failed step.
         except BaseException:
             for observer in observers:
                 # If the device has failed, this fails again, and must not hide the first error.
@@ -132,7 +132,7 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
-    """Add a row that reports the calls of a target to observers, as a collective with this name."""
+    """Add a row that reports calls to a target to observers, as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
     def run(
@@ -184,7 +184,8 @@ def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not record the backwards of its own schedules, which --trace needs."""
-    # Megatron passes only the output that the backward starts from, which `_forward` has marked.
+    # Megatron passes only the output that the backward pass starts from, which `_forward` has
+    # marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     if isinstance(output, list):
         output = output[0]

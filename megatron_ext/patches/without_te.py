@@ -1,7 +1,7 @@
 """Patches for machines without Transformer Engine, where Megatron's own layers replace TE's.
 
-Without Transformer Engine, upstream tests little more than the import. Each of these patches
-repairs a feature that upstream intends to support but that fails.
+Without Transformer Engine, upstream tests little more than the import. Each patch repairs a feature
+that upstream intends to support but that fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     width = instance.hidden_size_per_partition
     num_tokens, num_heads = query.shape[:2]
     head_width = width // num_heads
-    # Since 0.19, the values of multi-latent attention arrive padded to the width of its keys.
+    # Since 0.19, the values in multi-latent attention arrive padded to the width of the keys.
     padding = value.shape[-1] - head_width
     value = value[..., :head_width]
     if packed.qkv_format != "thd":
@@ -51,12 +51,12 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
             "not installed; install it, or pack with qkv_format 'thd'"
         )
-    # Import it here: tables of patches are imported before torch.
+    # Import it here: patch tables are imported before torch.
     import torch
 
     # A packed batch holds several sequences one after the other, and a token attends only to tokens
-    # of its sequence, so the mask is block-diagonal. One call for each sequence computes only the
-    # blocks on the diagonal.
+    # in its own sequence, so the mask is block-diagonal. One call for each sequence computes only
+    # the blocks on the diagonal.
     is_causal = "causal" in instance.attn_mask_type.name
     outputs = []
     next_token = 0

@@ -190,7 +190,7 @@ class SplitBackward:
         return _Deferral(self, (stage, microbatch), layers)
 
     def postponing(self, stage: int) -> PostponingLayers | None:
-        """Return the forward pass's context if its backward pass will be split; may be None."""
+        """Return a context for the forward pass of a split backward pass; None if not needed."""
         # Transformer Engine's layers decide in the forward pass whether to defer.
         chunk = self._chunks.get(stage)
         return chunk.postponing if chunk and chunk.postponing.layers else None

@@ -72,7 +72,7 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
     Args:
         accumulator: The weight's AccumulateGrad node.
     """
-    # The pass does not in `torch.autograd.grad`, nor in `backward(inputs=...)` with other inputs.
+    # The result is False in `torch.autograd.grad`, and in `backward(inputs=...)` with other inputs.
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError:  # torch raises inside `torch.autograd.grad` for this weight

@@ -1,4 +1,4 @@
-"""Records training (`--trace`) and ends trainings that hang (`--hang-timeout`).
+"""Records training (`--trace`) and stops training runs that hang (`--hang-timeout`).
 
-`megatron_ext/tools/trace` reads the records; nothing in the package imports it.
+`megatron_ext/tools/trace` reads the records; nothing else in the package imports it.
 """

@@ -1,14 +1,14 @@
-"""The digest file of one rank: its format, writing and reading.
+"""The digest file of one rank: its format, its writer and its reader.
 
-A file has one JSON value in each line: first the header, then one line for each training step,
-which is written when the step is complete:
+A file has one JSON value per line: first the header, then one line for each training step, which is
+written when the step is complete:
 
     {"format":4,"rank":3,"host":"node-1",...}
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
-`crc` is the CRC-32 of the text of the records in the line. A rank that is killed leaves an
-incomplete last line, which the reader skips. Reading needs only the standard library.
+`crc` is the CRC-32 of the records' text on the line. A rank that is killed leaves an incomplete
+last line, which the reader skips. The reader needs only the standard library.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NO_MICROBATCH = -1
 
 @dataclass(frozen=True)
 class Header:
-    """The rank that wrote a file, and settings that decide which tensors of two runs correspond."""
+    """The rank that wrote a file, and settings that decide which tensors in two runs correspond."""
 
     rank: int
     host: str = ""
@@ -108,13 +108,13 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[Kind, int, str]:
-        """Identity of the tensor, independent of the ranks that hold its parts."""
+        """The tensor's identity, independent of which ranks hold its parts."""
         return self.kind, self.microbatch, self.module
 
 
 @dataclass
 class RankFile:
-    """The content of a file."""
+    """A file's content."""
 
     path: Path
     header: Header
@@ -124,7 +124,7 @@ class RankFile:
 
 
 def folder_asked_for() -> Path | None:
-    """Return the folder for the digests of this training; None if they were not requested.
+    """Return the folder for this run's digests; None if digests were not requested.
 
     Raises:
         DataError: A setting for digests was given without the folder.
@@ -142,7 +142,7 @@ def folder_asked_for() -> Path | None:
 
 
 def rounds_differently() -> bool:
-    """Return whether this training is to round the outputs of its modules differently.
+    """Return whether this run should round its modules' outputs differently.
 
     Raises:
         DataError: The variable has a value other than 0 or 1.
@@ -156,17 +156,17 @@ def rounds_differently() -> bool:
 
 
 class Writer:
-    """Writes the file of one rank.
+    """Writes one rank's file.
 
     Raises:
-        DataError: The folder cannot be written, or already has a file of this rank.
+        DataError: The folder cannot be written, or already has a file for this rank.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.path = folder / FILE_NAME.format(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Create the file exclusively, so that two trainings cannot mix their digests.
+            # Create the file exclusively, so that two runs cannot mix their digests.
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
@@ -197,10 +197,10 @@ class Writer:
 
 
 def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
-    """Return the files of a run, by rank.
+    """Return a run's files, by rank.
 
     Args:
-        folder: The folder of the run.
+        folder: The run's folder.
         settings: Further environment variables that the error must recommend for such a run.
 
     Raises:
@@ -216,7 +216,7 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
 
 
 def read(path: Path) -> RankFile:
-    """Return the content of a file.
+    """Return a file's content.
 
     Raises:
         DataError: The file is damaged, or has another format version.
@@ -236,7 +236,7 @@ def read(path: Path) -> RankFile:
             )
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
-            # Encoding the parsed records again results in the text whose checksum was written.
+            # Encoding the parsed records again yields the text whose checksum was written.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
@@ -251,7 +251,7 @@ def read(path: Path) -> RankFile:
 
 
 def _parsed(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each line.
+    """Yield each line's number and value.
 
     Raises:
         DataError: A line is not JSON.

@@ -1,14 +1,15 @@
-"""Records digests of a training's tensors, to find the first one that differs from another run.
+"""Records digests of a run's tensors, to find the first tensor that differs from another run.
 
-`MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any training enables it: each rank then writes
-`FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and `megatron_ext.tools.compare.locate` reads
-two such folders. A tensor's name does not depend on the cut, the schedule, the wire or the number
-of replicas: micro-batches are numbered within the global batch, layers within the whole model.
+Set `MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any run to enable this: each rank then
+writes `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and
+`megatron_ext.tools.compare.locate` reads two such folders. A tensor's name does not depend on how
+the model is cut, on the schedule, on the wire or on the number of replicas: micro-batches are
+numbered within the global batch, layers within the whole model.
 
-The recorder observes modules by forward hooks and gradients by hooks on activations, so it also
-works with Megatron's own schedules. It does not hook weights, because the runtime does not split
-the backward of a weight with a hook (`runtime/split.py`), which would change the recorded run.
-Instead, it reads the gradients of weights after each action.
+The recorder observes modules through forward hooks and gradients through hooks on activations, so
+it also works with Megatron's own schedules. It does not hook weights: the runtime does not defer
+the gradient of a weight with a hook (`runtime/split.py`), so hooks would change the recorded run.
+Instead, the recorder reads weight gradients after each action.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ _HIDDEN_STATES = "hidden_states"
 def subscribe(
     configuration: Active, chunks: Sequence[torch.nn.Module]
 ) -> DigestRecorder:
-    """Return the recorder of a configuration, created at the first call for a rank's chunks.
+    """Return a configuration's recorder; the first call creates it for a rank's chunks.
 
     Call it before the first step, when Megatron's process groups exist.
 
     Raises:
-        DataError: The folder cannot be written, or contains digests of another training.
+        DataError: The folder cannot be written, or contains digests from another run.
     """
     for observer in configuration.observers:
         if isinstance(observer, DigestRecorder):
@@ -81,13 +82,13 @@ def subscribe(
     operators = None if place is None else OperatorRecorder(place, folder, header)
     recorder = DigestRecorder(configuration, Writer(folder, header), operators)
     configuration.observers.append(recorder)
-    # A run that ends without `deconfigure` must complete its file too.
+    # A run that finishes without calling `deconfigure` must complete its file too.
     atexit.register(recorder.close)
     return recorder
 
 
 def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
-    """Return the identity of this rank. Megatron's process groups must exist."""
+    """Return this rank's identity. Megatron's process groups must exist."""
     pipeline, job = configuration.pipeline, configuration.job
     fields: dict[str, Any] = {}
     if pipeline is not None:
@@ -95,7 +96,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         fields["schedule"] = pipeline.name
         fields["slices"] = config.slices
         fields["slice_tokens"] = config.slice_tokens or 0
-        if config.slice_tokens == AUTO:  # the number depends on these ranks too
+        if config.slice_tokens == AUTO:  # the choice depends on the number of ranks
             fields["slice_tokens"] = f"{AUTO} on {pipeline.pp} ranks"
         fields["balance"] = config.balance
         if pipeline.placement.twin_hops:
@@ -142,7 +143,7 @@ class _Pending(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A parameter of a chunk."""
+    """A parameter in a chunk."""
 
     name: str
     """Includes the global number of its layer."""
@@ -153,7 +154,7 @@ class _Weight(NamedTuple):
 
 @dataclass(eq=False)
 class _Chunk:
-    """A model chunk of this rank."""
+    """A model chunk on this rank."""
 
     model: torch.nn.Module
     stage: int
@@ -167,19 +168,19 @@ class _Chunk:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether a backward starts by recomputing the forwards of its layers."""
+        """Whether a backward pass starts by recomputing its layers' forward passes."""
         config = getattr(unwrap_model(self.model), "config", None)
         return getattr(config, "recompute_granularity", None) == "full"
 
     @property
     def reduces_during_backward(self) -> bool:
-        """Whether the chunk's gradients are reduced while its last backward runs."""
+        """Whether the chunk's gradients are reduced while its last backward pass runs."""
         settings = getattr(self.model, "ddp_config", None)
         return bool(getattr(settings, "overlap_grad_reduce", False))
 
 
 class DigestRecorder(Observer):
-    """Records the tensors of one rank's training steps."""
+    """Records the tensors in one rank's training steps."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class DigestRecorder(Observer):
         self._num_optimizers = 0
         """Nesting depth of the optimizers in progress."""
         self._replica, self._num_replicas = _data_place()
-        # Forward ranks of a disaggregated job keep copies of weights, and no gradients.
+        # In a disaggregated job, forward ranks hold copies of weights and no gradients.
         job = configuration.job
         self._has_weights = job is None or job.role != "forward"
         self._activation_parts = [
@@ -226,11 +227,11 @@ class DigestRecorder(Observer):
     # Steps.
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Hook the modules of a rank's chunks, once."""
+        """Hook the modules in a rank's chunks, once."""
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
-        # Shared by all chunks, so that a weight of several chunks is recorded once.
+        # Shared by all chunks, so that a weight used by several chunks is recorded once.
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
             # Determine the stage here: a program may destroy its process groups before the last
@@ -256,10 +257,10 @@ class DigestRecorder(Observer):
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
         is_first = self._number == 0
-        # An optimizer other than Megatron's does not report its end, so the step ends here.
+        # Optimizers other than Megatron's do not report when they finish, so the step ends here.
         if self._awaits_weights and num_done >= self._number:
             self._end_step()
-        # Any records left are of a step that has failed or that Megatron repeats.
+        # Any records left are from a step that failed or that Megatron repeats.
         self._drop()
         self._awaits_weights = False
         self._number = 1 + num_done
@@ -283,7 +284,7 @@ class DigestRecorder(Observer):
         self._awaits_weights = True
 
     def end_iteration(self) -> None:
-        """Stop recording: the step has failed, or an evaluation begins."""
+        """Stop recording because the step has failed or an evaluation begins."""
         self._is_training = False
         if self._operators is not None:
             self._operators.stop()
@@ -291,12 +292,12 @@ class DigestRecorder(Observer):
             self._end_step()
 
     def begin_collective(self, name: str) -> None:
-        """Count the nesting of optimizers, because a chained optimizer calls other optimizers."""
+        """Count nested optimizers, because a chained optimizer calls other optimizers."""
         if name == "optimizer":
             self._num_optimizers += 1
 
     def end_collective(self, name: str) -> None:
-        """Record the weights when the outermost optimizer has ended."""
+        """Record the weights when the outermost optimizer has finished."""
         if name != "optimizer":
             return
         self._num_optimizers -= 1
@@ -327,7 +328,7 @@ class DigestRecorder(Observer):
         """Read the results from the device, between two steps, and write them.
 
         Steps without records are written too, for example on a forward rank whose stage is computed
-        by the backward rank: the reader skips a step unless all ranks have completed it.
+        by the backward rank, because the reader skips a step unless all ranks have completed it.
         """
         # Copy all fingerprints to the host with two transfers, instead of two for each record.
         fingerprints = [record.fingerprint for record in self._records]
@@ -365,18 +366,18 @@ class DigestRecorder(Observer):
     # Actions.
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object with the placement of the table and the deferred weight gradients."""
+        """Keep the object that holds the table's placement and the deferred weight gradients."""
         self._compute = compute
 
     def begin_action(self, action: Action) -> None:
-        """Note the action that begins."""
+        """Record which action begins."""
         if not self._is_training:
             return
         self._running.append(action)
         if len(self._running) == 1:
             self._position = 0
         self._deferred = frozenset()
-        # Note the weights of a W now, because `waiting` no longer contains them after the W.
+        # Record a W's weights now, because `waiting` no longer contains them after the W.
         if action.kind == "W" and self._compute is not None:
             self._deferred = self._compute.splits.waiting(
                 action.stage, action.microbatch
@@ -398,14 +399,15 @@ class DigestRecorder(Observer):
     def _record_weight_gradients(self, action: Action) -> None:
         chunk = self._chunks[self._chunk_of(action.stage)]
         is_last = action.microbatch == self._num_microbatches - 1
-        # The reduction may be adding the gradients of other replicas at this moment.
+        # The reduction may be adding other replicas' gradients at this moment.
         if is_last and chunk.reduces_during_backward:
             return
-        # An I has not computed the gradients that wait for W, and a W has computed only those.
+        # An I has not computed the gradients that wait for W, and a W has computed only those
+        # gradients.
         waiting: frozenset[int] = frozenset()
         if action.kind == "I" and self._compute is not None:
             waiting = self._compute.splits.waiting(action.stage, action.microbatch)
-        # A backward computes the gradients of the last layers first.
+        # A backward pass computes the last layers' gradients first.
         for position, weight in enumerate(reversed(chunk.weights)):
             number = id(weight.parameter)
             is_computed = (
@@ -425,7 +427,7 @@ class DigestRecorder(Observer):
         return int(stage // groups.get_pipeline_model_parallel_world_size())
 
     def _stage_of(self, index: int) -> int:
-        """Return the stage of a chunk of this rank."""
+        """Return the stage of a chunk on this rank."""
         rank = groups.get_pipeline_model_parallel_rank()
         pipeline = self._configuration.pipeline
         if pipeline is not None:
@@ -449,7 +451,7 @@ class DigestRecorder(Observer):
         operators = self._operators_of(action.stage, name, "forward")
         if operators is not None:
             operators.begin_module()
-        # With recomputation, the graph is built later, by a second forward.
+        # With recomputation, the graph is built later, by a second forward pass.
         if not torch.is_grad_enabled():
             return
         tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
@@ -485,7 +487,7 @@ class DigestRecorder(Observer):
         return replacement
 
     def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Record the output of the last stage, which the loss function takes, and its gradient."""
+        """Record the last stage's output, which is the loss function's input, and its gradient."""
         action = self._watched_action()
         tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
         if action is None or tensor is None:
@@ -498,21 +500,23 @@ class DigestRecorder(Observer):
     def _watched_action(self) -> Action | None:
         """Return the action whose modules are running; None outside of training steps.
 
-        During recomputation it is a backward, so outputs are not recorded a second time.
+        During recomputation the action is a backward action, so outputs are not recorded a second
+        time.
         """
         if not (self._is_training and self._running):
             return None
         is_pair = len(self._running) > 1
-        # With recomputation, both actions of a pair run forwards of modules, which cannot be told
-        # apart here.
+        # With recomputation, both actions in a pair run modules' forward passes, which cannot be
+        # told apart here.
         if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
             return None
-        # A pair runs a forward and a backward. Inside autograd's engine, the backward is running.
+        # A pair runs a forward and a backward action. Inside autograd's engine, the backward action
+        # is running.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self._running[-1] if is_recomputed else self._running[0]
 
     def _record_gradient(self, name: str, of: Action, gradient: torch.Tensor) -> None:
-        """Record the gradient of a tensor that a module has used in an action."""
+        """Record the gradient of a tensor that a module used in an action."""
         # Skip gradients that are not part of an action.
         if not (self._is_training and self._running):
             return
@@ -526,7 +530,7 @@ class DigestRecorder(Observer):
     def _operators_of(
         self, stage: int, name: str, direction: Direction
     ) -> OperatorRecorder | None:
-        """Return the recorder of a module's operators; None if they are not recorded."""
+        """Return the recorder for a module's operators; None if they are not recorded."""
         recorder = self._operators
         if recorder is None:
             return None
@@ -587,13 +591,14 @@ class DigestRecorder(Observer):
         action: str,
         tensor: torch.Tensor,
     ) -> None:
-        # Computing a fingerprint runs operators, which would be recorded as the module's.
+        # Computing a fingerprint runs operators, which would be recorded as if they were the
+        # module's.
         if self._operators is not None:
             return
         name = self._recorded_name(stage, name)
         part = ".".join(filter(None, parts))
-        # Some modules run several times in an action, such as the output layer with multi-token
-        # prediction. Distinguish the stage too: in a folded pipeline, a rank may hold copies of the
+        # Some modules run several times in one action, such as the output layer with multi-token
+        # prediction. Distinguish stages too: in a folded pipeline, a rank may hold copies of the
         # same module on two stages.
         place = kind, microbatch, name, part, stage
         occurrence = self._occurrences[place]
@@ -616,13 +621,13 @@ class DigestRecorder(Observer):
         )
 
     def _recorded_name(self, stage: int, name: str) -> str:
-        """Return the name of a module or parameter in the whole model."""
+        """Return a module's or parameter's name within the whole model."""
         if self._chunks[0].is_megatrons:
             return name
         return f"stage {stage}.{name}"
 
     def _number_in_batch(self, stage: int, microbatch: int) -> int:
-        """Return the number of a micro-batch in the global batch."""
+        """Return a micro-batch's number within the global batch."""
         replica, pipeline = self._replica, self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
             # The micro-batch started on the twin, the neighbour in the data-parallel group.
@@ -651,13 +656,13 @@ def _context_place() -> tuple[int, int]:
 
 
 def _part_of(letter: str, place: tuple[int, int]) -> str:
-    """Return the name of the part of a tensor on a rank; empty if the rank has all of it."""
+    """Return the name of a rank's part of a tensor; empty if the rank holds the whole tensor."""
     rank, size = place
     return f"{letter}{rank}" if size > 1 else ""
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
-    """Return the first tensor of floating-point numbers, or None."""
+    """Return the first floating-point tensor, or None."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
@@ -665,7 +670,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that the backwards of a step have accumulated; None if there is none."""
+    """Return the gradient accumulated by a step's backward passes; None if there is none."""
     # Megatron's DDP accumulates in `main_grad`, and clears `grad` in a hook.
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
@@ -689,13 +694,13 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _global_path(path: str, layer: Any) -> str:
-    """Return the path of a layer, with its number in the whole model instead of in the chunk."""
+    """Return a layer's path, with its number in the whole model instead of in the chunk."""
     match = _LAYER_INDEX.fullmatch(path)
     return path if match is None else f"{match[1]}.{layer.layer_number - 1}"
 
 
 def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the layers of a chunk, their parts, and the modules next to them, by global name."""
+    """Yield a chunk's layers, their parts, and the modules next to them, by global name."""
     layers = _layers_of(root)
     for path, layer in layers.items():
         name = _global_path(path, layer)
@@ -724,7 +729,7 @@ def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
 
 
 def _weights_of(model: torch.nn.Module, weight_ids: set[int]) -> Iterator[_Weight]:
-    """Yield the trained weights of a chunk, without those of earlier chunks."""
+    """Yield a chunk's trained weights, except for weights in earlier chunks."""
     root = unwrap_model(model)
     layers = _layers_of(root)
     shards = _shards_of(model)
@@ -753,12 +758,12 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
     shards: dict[int, slice] = {}
     wrapped: Any = model
     for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
-        # With several instances of the optimizer, each of them shards over its own ranks.
+        # With several optimizer instances, each instance shards over its own ranks.
         peers = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             length = bucket.grad_data.numel() // peers.size()
             begin = length * peers.rank()
-            # `first` and `end` are positions in the bucket, a shard is relative to its parameter.
+            # `first` and `end` are positions in the bucket; a shard is relative to its parameter.
             for parameter, (first, end) in bucket.param_to_index.items():
                 shard_begin = max(begin, first) - first
                 shard_end = min(begin + length, end) - first

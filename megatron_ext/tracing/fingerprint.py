@@ -1,7 +1,7 @@
-"""The fingerprint of a tensor: a hash of its bits, and values that show how far two tensors differ.
+"""Tensor fingerprints: a hash of the bits, and values that show how far two tensors differ.
 
-Fingerprints are computed on the tensor's device, without a copy to the host. A fingerprint is two
-small tensors, which the caller reads when the device is idle anyway.
+Fingerprints are computed on the tensor's device, without copying the tensor to the host. A
+fingerprint consists of two small tensors, which the caller reads when the device is idle anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NativeFingerprint = Callable[..., tuple[int, list[float]]]
 
 
 def native_fingerprint() -> _NativeFingerprint | None:
-    """Return the function of the native core; None if torch's operators compute fingerprints."""
+    """Return the native core's function; None if torch's operators compute fingerprints."""
     try:
         function: _NativeFingerprint = require_native().fingerprint
     except (TransportError, AttributeError):
@@ -40,7 +40,7 @@ def native_fingerprint() -> _NativeFingerprint | None:
 
 
 class Fingerprint(NamedTuple):
-    """The fingerprint of a tensor, on its device."""
+    """A tensor's fingerprint, on the tensor's device."""
 
     bits: torch.Tensor
     """`[]`, int64. A sum of integers, so it does not depend on the device or the number of
@@ -89,7 +89,8 @@ class Fingerprints:
     ) -> Fingerprint:
         """Return the fingerprint of a float32 matrix in host memory.
 
-        The native core reads the matrix once, and takes a fifth of the time of torch's operators.
+        The native core reads the matrix once, and takes a fifth of the time that torch's operators
+        need.
         """
         shape = num_rows, num_columns = matrix.shape[0], matrix.shape[1]
         device = matrix.device
@@ -109,7 +110,7 @@ class Fingerprints:
         )
 
     def _of_matrix(self, matrix: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint of a matrix, reading each block from memory once."""
+        """Return a matrix's fingerprint, reading each block from memory once."""
         device, num_rows = matrix.device, len(matrix)
         words = matrix.view(torch.int32)
         block_words = _BLOCK_WORDS.get(device.type, _BLOCK_WORDS["other"])
@@ -119,12 +120,12 @@ class Fingerprints:
         mixing_factors = column_factors.to(torch.int32)
         row_terms = self._factors_of(num_rows, device).to(torch.int32)
         row_weights = self._weights_of("rows", num_rows, device)
-        # Use each block for both sums while it is in the cache.
+        # Compute both sums over each block while it is in the cache.
         for first in range(0, num_rows, block_rows):
             rows = slice(first, first + block_rows)
             sums.add_words(words[rows], mixing_factors, row_terms[rows])
             sums.add_values(matrix[rows], row_weights[:, rows])
-        # Weight the sums of columns differently, so that swapped columns change the hash.
+        # Weight each column's sum differently, so that swapping columns changes the hash.
         bits = (sums.words.to(torch.int64) * column_factors).sum()
         column_weights = self._weights_of("columns", matrix.shape[1], device)
         projections = (sums.values * column_weights).sum(1)
@@ -144,8 +145,9 @@ class Fingerprints:
     def _weights_of(self, name: str, count: int, device: torch.device) -> torch.Tensor:
         """Return `[NUM_PROJECTIONS, count]` values of either sign, whose mean square is 1.
 
-        Their magnitudes vary, because equally many 1 and -1 would cancel and hide a difference that
-        is equal in all rows. No value is near 0, which would hide a difference in a single row.
+        Their magnitudes vary, because equal numbers of 1 and -1 would cancel and hide a difference
+        that is the same in all rows. No value is near 0, which would hide a difference in a single
+        row.
         """
         key = name, count, device
         if key not in self._weights:
@@ -169,7 +171,7 @@ class Fingerprints:
 
 
 class _Sums:
-    """Sums over the rows of a matrix, block by block."""
+    """Sums over a matrix's rows, block by block."""
 
     def __init__(self, first_words: torch.Tensor, num_values: int) -> None:
         self.words = torch.zeros_like(first_words[0])
@@ -187,7 +189,7 @@ class _Sums:
     def add_words(
         self, words: torch.Tensor, factors: torch.Tensor, terms: torch.Tensor
     ) -> None:
-        """Add the words of a block, mixed with the factors of columns and the terms of rows.
+        """Add a block's words, mixed with the column factors and the row terms.
 
         A sum of the words themselves would miss an equal change to all of them: flipped signs add
         2 ** 31 to each word, and an even number of words adds up to 0. So each word is first mixed
@@ -201,10 +203,11 @@ class _Sums:
         self.words += mixed.sum(0, dtype=torch.int32)
 
     def add_values(self, block: torch.Tensor, row_weights: torch.Tensor) -> None:
-        """Add the values of a block.
+        """Add a block's values.
 
         Each projection has different weights for rows and for columns, so projections are
-        independent whether a difference is in one row or column or is equal in all of them.
+        independent, regardless of whether a difference is in one row or column or the same in all
+        of them.
         """
         values = block.to(torch.float32)
         self.norms.append(torch.linalg.vector_norm(values))

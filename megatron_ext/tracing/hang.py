@@ -1,9 +1,9 @@
-"""Ends a hanging job, and names the rank that blocks it.
+"""Terminates a hanging job, and names the rank that blocks it.
 
-A thread on each rank checks whether the training thread makes progress. If there is none within the
+A thread on each rank checks whether the training thread makes progress. If it makes none within the
 time-out, the rank raises an alarm in the job's store. All ranks then publish their states there.
-One rank follows the waits to a verdict, with which all ranks end. Calls of the store may block
-forever, so a second thread ends the rank if the store does not answer.
+One rank works out from the states who waits for whom, and all ranks stop with that verdict. Calls
+to the store may block forever, so a second thread terminates the rank if the store does not answer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SILENT = "its process is gone, stopped, or cut off from the network"
 
 
 class RankState(NamedTuple):
-    """The current activity of a rank, as the rank reports it."""
+    """A rank's current activity, as reported by that rank."""
 
     rank: int
     activity: str = OUTSIDE
@@ -81,7 +81,7 @@ class RankState(NamedTuple):
 
     @property
     def lasting(self) -> str:
-        """The duration of the activity, and the line of the training thread if known."""
+        """The activity's duration, and the training thread's line if known."""
         lasting = f"for {self.since_s:.1f} s"
         if self.where:
             lasting += f", at {self.where}"
@@ -93,8 +93,8 @@ def made_by(message: Message) -> str:
     kind, stage, microbatch, part = message[:4]
     if kind not in ("F", "B"):
         return str(message)
-    # A message names the stage that needs it. The previous stage produces activations, the next
-    # stage gradients.
+    # A message names the stage that needs it. Activations come from the previous stage, gradients
+    # from the next stage.
     producer = stage - 1
     if kind == "B":
         producer = stage + 1
@@ -130,11 +130,11 @@ def explain(
     start: int,
     state_of_silent: Callable[[int], str] = lambda _rank: _SILENT,
 ) -> Verdict:
-    """Follow the waits from a rank to a rank that does not wait, or has not published its state.
+    """Follow waiting ranks, up to a rank that does not wait or has not published its state.
 
-    `state_of_silent` describes the process of a rank that has published no state.
+    `state_of_silent` describes the process of a rank that has not published its state.
     """
-    # Ranks in the order of their waits; `parts` describes each of them.
+    # Ranks, each waiting for the next; `parts` describes each rank.
     path = [start]
     parts = []
     while True:
@@ -144,17 +144,17 @@ def explain(
             break
         steps = state.waits_for
         if state.in_collective:
-            # It waits for ranks that have entered fewer collectives, and for ranks without a state.
+            # The rank waits for ranks that have entered fewer collectives, and for ranks without a
+            # state.
             passed = [
                 other for other in states if states[other].entered >= state.entered
             ]
             steps = [(other, "") for other in range(num_ranks) if other not in passed]
-        # A blocking call of torch.distributed does not show which ranks it waits for, so infer
-        # them.
+        # A blocking torch.distributed call does not show which ranks it waits for, so infer them.
         if not steps and state.runs_collective:
             silent = [other for other in range(num_ranks) if other not in states]
             steps = [(other, "") for other in [*silent, *_late_ranks(states, state)]]
-        # Follow ranks without a state first: they are more likely to be the cause.
+        # Follow ranks without a state first, because they are more likely to be the cause.
         steps = sorted(steps, key=lambda step: step[0] in states)
         if not steps:
             parts.append(f"{state.activity} {state.lasting}")
@@ -178,8 +178,9 @@ def explain(
 def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
     """Return the ranks that have not reached the collective in which a rank is stuck.
 
-    They are in the same part of the step, do not wait and are not in a collective. Ranks with the
-    same activity as the stuck rank come first, because tensor-parallel ranks run the same actions.
+    These ranks are in the same part of the step, are not waiting and are not in a collective. Ranks
+    with the same activity as the stuck rank come first, because tensor-parallel ranks run the same
+    actions.
     """
     late = []
     for rank, state in states.items():
@@ -215,13 +216,13 @@ def process_state(host: str, pid: int) -> str:
 
 
 def _connected_again(store: Any) -> Any:
-    """Return the store of this attempt of the job over a new connection."""
+    """Return the store for this attempt of the job, over a new connection."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
     connection: Any
     if hasattr(store, "clone"):
         connection = store.clone()
-    # The stores of torch 2.7 lack `clone`, and do not expose their prefix.
+    # Stores in torch 2.7 lack `clone` and do not expose their prefix.
     elif isinstance(
         base := getattr(store, "_underlying_non_prefix_store", store), TCPStore
     ):
@@ -231,7 +232,7 @@ def _connected_again(store: Any) -> Any:
     else:
         connection = FileStore(base.path)
     # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx), so give
-    # each attempt a prefix. Otherwise the next attempt would find the verdict of the previous one.
+    # each attempt a prefix. Otherwise, the next attempt would find the previous attempt's verdict.
     restarts = (*active.Environment.read().run, str(active.attempt() or 0))
     prefix = "/".join(("megatron_ext/hang", *restarts))
     return PrefixStore(prefix, connection)
@@ -241,10 +242,11 @@ class Watchdog:
     """The threads that watch this process.
 
     Args:
-        now: Returns the current state, which the training thread always replaces as a whole.
+        now: Returns the current state, an object that the training thread replaces but never
+            modifies.
         timeout_s: Seconds without a change of state after which the rank is considered stuck.
-        ends_process: Whether to end the process if the error is not raised within a few seconds.
-            Otherwise the caller has to end it.
+        ends_process: Whether to terminate the process if the error is not raised within a few
+            seconds. Otherwise, the caller has to terminate it.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class Watchdog:
     ) -> None:
         self._now, self.timeout_s = now, timeout_s
         self._ends_process = ends_process
-        # Short enough to notice a time-out, and alarms of other ranks, without much delay.
+        # Short enough to notice a time-out, and alarms from other ranks, without much delay.
         self._period_s = min(_ANSWER_S, timeout_s / 4)
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -277,21 +279,22 @@ class Watchdog:
         rank = dist.get_rank()
         num_ranks = dist.get_world_size()
         job = active.job()
-        # In a disaggregated job, torch.distributed contains only the ranks of one role.
+        # In a disaggregated job, torch.distributed contains only the ranks in one role.
         if job is not None:
             default = roles_in_force().store
             rank = job.rank
             num_ranks = job.ranks.num_ranks
-        # A store serves one call at a time on a connection, and the training thread may be blocked
-        # in one.
+        # A store serves one call at a time per connection, and the training thread may be blocked
+        # in a call.
         store = _connected_again(default)
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
-        # Python runs signal handlers in the main thread, but some programs train in another one.
+        # Python runs signal handlers in the main thread, but some programs train in a different
+        # thread.
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._old_handler = signal.signal(_SIGNAL, self._raise)
-        # Use daemons: a thread that is blocked in a call of the store must not keep the process
+        # Use daemons: a thread that is blocked in a call to the store must not keep the process
         # alive.
         self._threads = [
             threading.Thread(
@@ -308,7 +311,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         # A thread cannot join itself.
         if not self._threads or threading.current_thread() in self._threads:
             return
@@ -321,8 +324,8 @@ class Watchdog:
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
 
     def _watch_alone(self, rank: int) -> None:
-        """End this rank if it is stuck and the store does not answer the other thread."""
-        # Allow time for the states of the other ranks and for the verdict.
+        """Terminate this rank if it is stuck and the store does not answer the other thread."""
+        # Allow time for the other ranks' states and for the verdict.
         limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
         while not self._stop.wait(self._period_s):
             if self._verdict is None and self._lasts(limit_s):
@@ -331,9 +334,9 @@ class Watchdog:
                 return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
-        """Check the training thread and the alarms of other ranks periodically."""
+        """Periodically check the training thread and the other ranks' alarms."""
         # A stopped rank cannot publish its state later, so publish its process now, for other ranks
-        # to inspect. Don't do that in the training thread: a store that does not answer blocks its
+        # to inspect. Don't publish in the training thread: a store that does not answer blocks its
         # callers.
         with suppress(RuntimeError):
             store.set(
@@ -391,7 +394,7 @@ class Watchdog:
                 or its_state.runs_collective
             ):
                 waiting.append(waiting_rank)
-        # If no rank waits, start with the one that raised the alarm.
+        # If no rank waits, start with the rank that raised the alarm.
         start = min(waiting, default=int(store.get("alarm")))
 
         def state_of_silent(silent: int) -> str:
@@ -408,7 +411,7 @@ class Watchdog:
     def _state(self, rank: int) -> RankState:
         """Return this rank's state, with the innermost line outside of torch and this package."""
         where = ""
-        # Walk from the innermost frame outwards, to the first one that is informative.
+        # Walk from the innermost frame outwards, to the first frame that is informative.
         frame = sys._current_frames().get(self._training)
         runs_collective = False
         while frame is not None and not where:
@@ -432,10 +435,10 @@ class Watchdog:
             raise HangError(self._verdict.message, self._verdict.culprit)
 
     def _end(self, rank: int, verdict: Verdict) -> None:
-        """Raise the verdict in the training thread; if that does not end it, end the process.
+        """Raise the verdict in the training thread; if that fails, terminate the process.
 
-        A thread that waits in native code cannot raise the verdict, so its process ends, unless
-        `ends_process` is false.
+        A thread that waits in native code cannot raise the verdict, so its process is terminated
+        unless `ends_process` is false.
         """
         self._verdict = verdict
         if self._is_main:

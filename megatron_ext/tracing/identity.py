@@ -1,4 +1,4 @@
-"""The identity of this rank and the settings of its run, for the first line of its trace file."""
+"""Provides this rank's identity and its run's settings, for the first line of its trace file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(configuration: Active) -> Identity:
-    """Return the identity of this rank. Megatron's process groups must exist."""
+    """Return this rank's identity. Megatron's process groups must exist."""
     args = megatron_arguments() or getattr(configuration.host, "arguments", None)
     place = _place(configuration)
     header = Header(
@@ -67,13 +67,13 @@ def identity_of(configuration: Active) -> Identity:
     assert tracing is not None
     is_dynamic = configuration.config.dynamic is not None
     default = Path("benchmark") / directory_name(place.sizes, dynamic=is_dynamic)
-    # All ranks share the table, so only one writes it.
+    # All ranks share the table, so only one rank writes it.
     schedule = _schedule(configuration, args) if place.rank == 0 else None
     return Identity(Path(tracing.directory or default), header, schedule)
 
 
 class _Place(NamedTuple):
-    """The position of a rank in its job and its groups; see `Header`."""
+    """A rank's position in its job and its groups; see `Header`."""
 
     rank: int
     num_ranks: int
@@ -93,8 +93,8 @@ def _place(configuration: Active) -> _Place:
     data = groups.get_data_parallel_rank(with_context_parallel=True)
     tensor = groups.get_tensor_model_parallel_rank()
     job = configuration.job
-    # In a disaggregated job, forward ranks are the first half of the pipeline, backward ranks the
-    # second.
+    # In a disaggregated job, forward ranks are the first half of the pipeline, and backward ranks
+    # the second half.
     if job is not None:
         sizes = data_size, 2 * pipeline_size, job.ranks.tp
         return _Place(job.rank, job.ranks.num_ranks, data, job.position, tensor, sizes)
@@ -114,7 +114,7 @@ def _clock_name() -> str:
 
 
 def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
-    """Return the settings that may explain a duration, and versions."""
+    """Return versions, and the settings that may explain a duration."""
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
         value = getattr(args, name, None)
@@ -159,7 +159,7 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
 
 
 def _schedule(configuration: Active, args: Any) -> Schedule | None:
-    """Return the table of a full batch; None without a pipeline or a matching table."""
+    """Return the table for a full batch; None without a pipeline or a matching table."""
     connected = configuration.pipeline or configuration.transport_only
     if connected is not None:
         return connected.full

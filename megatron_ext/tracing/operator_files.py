@@ -1,13 +1,13 @@
-"""The operators that one rank runs inside a module: the place to record, and the file format.
+"""Operators that one rank runs inside a module: which place to record, and the file format.
 
-A file has one JSON value in each line: first the header, then one line for each operator, in the
-order in which they ran:
+A file has one JSON value per line: first the header, then one line for each operator, in the order
+in which they ran:
 
     {"rank":0,"host":"node-1","tensor":0,"context":0,"action":"2F0","place":"1:0:forward:...",
      "format":3}
     ["aten.mm.default",[[16,32]],"9f...",1.5,[...]]
 
-Reading needs only the standard library.
+The reader needs only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Place:
-    """A module in a forward or backward of one micro-batch."""
+    """A module in one micro-batch's forward or backward pass."""
 
     iteration: int
     microbatch: int
@@ -64,7 +64,7 @@ class Place:
 
 
 def place_asked_for() -> Place | None:
-    """Return the place whose operators to record in this training; None if none was requested.
+    """Return the place whose operators this run should record; None if none was requested.
 
     Raises:
         DataError: The variable is not a place, or torch cannot record operators.
@@ -105,7 +105,7 @@ class Operator(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The operator with the shapes of its results."""
+        """The operator and its result shapes."""
         return f"{self.name} -> {', '.join(map(str, self.shapes))}"
 
 
@@ -126,21 +126,21 @@ class OperatorHeader:
 
 @dataclass(frozen=True)
 class OperatorFile:
-    """The content of a file."""
+    """A file's content."""
 
     header: OperatorHeader
     operators: list[Operator]
 
 
 def write(folder: Path, content: OperatorFile) -> None:
-    """Write the file of a rank."""
+    """Write a rank's file."""
     lines = [json.dumps(asdict(content.header)), *map(json.dumps, content.operators)]
     path = folder / FILE_NAME.format(content.header.rank)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
-    """Return the files of a run, by tensor- and context-parallel rank; empty if there are none.
+    """Return a run's files, by tensor- and context-parallel rank; empty if there are none.
 
     Raises:
         DataError: A file is damaged, or has another format version.

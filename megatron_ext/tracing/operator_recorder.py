@@ -1,8 +1,8 @@
 """Records the operators that run inside one module, with a fingerprint of each result.
 
 torch's DebugMode observes every operator of an action. Hooks on the module mark where its operators
-begin and end. DebugMode is active in a single action only, because it makes every operator several
-times as slow.
+begin and end. DebugMode is active only during a single action, because it slows every operator down
+several times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COLLECTIVES = (
 
 
 class OperatorRecorder:
-    """Records the operators of one place on one rank."""
+    """Records the operators at one place on one rank."""
 
     def __init__(self, place: Place, folder: Path, header: Header) -> None:
         self.place = place
@@ -59,11 +59,11 @@ class OperatorRecorder:
         """Slice of the micro-batch -> its operators, in the order in which they ran."""
 
     def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
-        """Watch the operators of an action if it is the action of the place.
+        """Watch an action's operators if the place is in this action.
 
         Args:
-            iteration: Number of the training step.
-            microbatch: Number of the action's micro-batch in the global batch.
+            iteration: The training step's number.
+            microbatch: The number of the action's micro-batch within the global batch.
             action: The action that begins.
         """
         is_place = (iteration, microbatch) == (
@@ -85,17 +85,17 @@ class OperatorRecorder:
         self._mode.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
 
     def begin_module(self) -> None:
-        """Mark where the operators of the module begin."""
+        """Mark where the module's operators begin."""
         if self._mode is not None and self._first is None:
             self._first = len(self._operators)
 
     def end_module(self) -> None:
-        """Mark where the operators of the module end."""
+        """Mark where the module's operators end."""
         if self._mode is not None and self._first is not None:
             self._end = len(self._operators)
 
     def end_action(self, action: Action) -> None:
-        """Write the operators of the module if it ran in this action."""
+        """Write the module's operators if the module ran in this action."""
         if self._mode is None or action is not self._action:
             return
         self.stop()
@@ -116,7 +116,7 @@ class OperatorRecorder:
             str(action),
             str(self.place),
         )
-        # Write the file again with each slice of the micro-batch, so that it is always complete.
+        # Rewrite the file after each slice of the micro-batch, so that it is always complete.
         self._recorded[action.slice] = operators
         of_all_slices: list[Operator] = []
         for operators_of_slice in self._recorded.values():
@@ -124,7 +124,7 @@ class OperatorRecorder:
         write(self._folder, OperatorFile(written, of_all_slices))
 
     def stop(self) -> None:
-        """Stop watching operators, because the action has ended or failed."""
+        """Stop watching operators, because the action has completed or failed."""
         if self._mode is not None:
             self._mode.close()
             self._mode = None
@@ -137,7 +137,7 @@ class OperatorRecorder:
         _kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Keep the name and the fingerprint of an operator, if its result can be compared."""
+        """Keep an operator's name and fingerprint if its result can be compared."""
         # Skip views (they compute nothing), empty tensors (their bits are arbitrary) and
         # collectives (their results may not have arrived).
         if getattr(operator, "is_view", False) or operator.namespace in _COLLECTIVES:

@@ -1,8 +1,8 @@
-"""Records the spans of one rank into its trace file during training.
+"""Records one rank's spans in its trace file during training.
 
-The recorder collects the spans of an iteration and writes them with a single call at its end. On
-asynchronous devices, the start and end of a span are events in the device's stream, which are read
-when all of them have completed.
+The recorder collects an iteration's spans and writes them in a single call when the iteration ends.
+On asynchronous devices, the start and end of a span are events in the device's stream, which are
+read when all of them have completed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def _title(name: str, attributes: Mapping[str, Any]) -> str:
-    """Return the text that a viewer shows on a span."""
+    """Return the text that a viewer shows for a span."""
     if name == "wait":
         if "on" in attributes:
             return f"wait for rank {attributes['on']}"
@@ -54,7 +54,7 @@ def _title(name: str, attributes: Mapping[str, Any]) -> str:
 
 
 class HostClock:
-    """The host's time in nanoseconds, on the clock that all processes of a host share."""
+    """The host's time in nanoseconds, on the clock that all processes on the host share."""
 
     def begin(self) -> int:
         """Start an iteration; return its start time."""
@@ -65,7 +65,7 @@ class HostClock:
         return time.monotonic_ns()
 
     def resolve(self, stamps: list[int], _timeout_s: float | None) -> list[int]:
-        """Return the times of stamps, without waiting: all of them have passed."""
+        """Return the times of stamps without waiting, because all of them have passed."""
         return stamps
 
 
@@ -93,7 +93,7 @@ class DeviceClock:
         return event
 
     def resolve(self, stamps: list[Any], timeout_s: float | None) -> list[int] | None:
-        """Wait for all events; return their times in nanoseconds on the clock of the host.
+        """Wait for all events; return their times in nanoseconds on the host's clock.
 
         Returns None if the device does not reach the last event within the time-out.
         """
@@ -116,14 +116,14 @@ class DeviceClock:
 class Recorder:
     """The trace of one rank.
 
-    The first traced iteration creates the file, because the ranks of the groups are known by then.
-    If the disk is full, the trace ends with a warning and training continues.
+    The first traced iteration creates the file, because the ranks in the groups are known by then.
+    If the disk is full, tracing stops with a warning and training continues.
 
     Args:
-        identity: Returns the folder of the run, the header of this rank, and on the first rank the
-            table of a full batch, if there is one.
-        clock: The clock of the host or of a device.
-        sampling: The iterations to record: the first few of each interval. None records none.
+        identity: Returns the run's folder, this rank's header and, on the first rank, the table for
+            a full batch, if there is one.
+        clock: The host's clock or a device's clock.
+        sampling: The iterations to record: the first few in each interval. None records none.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Recorder:
         """Spans of the iteration: name, stamps of start and end, attributes."""
 
     def begin_iteration(self, number: int) -> None:
-        """Start the iteration with this number; end the previous one if it is still open."""
+        """Start the iteration with this number; end the previous iteration if it is still open."""
         self.end_iteration()
         self._index += 1
         self._number = number
@@ -159,7 +159,7 @@ class Recorder:
             or self._index % sampling.interval >= sampling.num_iterations
         ):
             return
-        # Open the file here, because its name contains ranks of groups that do not exist before.
+        # Open the file here, because its name contains ranks in groups that do not exist earlier.
         if self._file is None:
             self._open()
         if self._file is not None:
@@ -174,7 +174,7 @@ class Recorder:
         self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None
     ) -> None:
         """Record a span from `begin` to now, or to `end`."""
-        # Tracing may have ended after `begin` was stamped.
+        # Tracing may have stopped after `begin` was stamped.
         if not self.active:
             return
         if end is None:
@@ -216,13 +216,14 @@ class Recorder:
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
         # Put the iteration last: readers recognise a complete line by it.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
-        # Continue the list that the first line has opened: a comma, and events without brackets.
+        # Continue the list that the first line opened: write a comma, then the events without
+        # brackets.
         self._put(f",{_encode(events)[1:-1]}\n")
 
     def _event(
         self, name: str, begin_ns: int, end_ns: int, attributes: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the Chrome-trace event of a span."""
+        """Return the Chrome-trace event for a span."""
         # Chrome traces use microseconds.
         event: dict[str, Any] = {
             "name": _title(name, attributes), "cat": name, "ph": "X", **self._row,
@@ -241,7 +242,7 @@ class Recorder:
         """Return the number by which viewers connect the two ends of a message with an arrow.
 
         Sender and receiver compute it independently. Unlike hashes of strings, Python's hashes of
-        integers are the same in every process. JavaScript can represent integers of 53 bits.
+        integers are the same in every process. JavaScript can represent 53-bit integers.
         """
         ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
         parts = (attributes.get(key, 0) for key in _PARTS)
@@ -295,7 +296,7 @@ class Recorder:
         self._put(f"{_encode(self._first_events(header))[:-1]}\n")
 
     def _first_events(self, header: Header) -> list[dict[str, Any]]:
-        """Return the events of the first line: the header, and the names of the rows."""
+        """Return the events on the first line: the header and the row names."""
         process = self._row["pid"]
         process_name = f"data {header.data} pipeline {header.pipeline}"
         row_name = f"rank {header.rank} on {header.host}"
@@ -317,7 +318,7 @@ class Recorder:
         return events
 
     def _put(self, line: str) -> None:
-        """Append a line to the file; end the trace on failure."""
+        """Append a line to the file; stop tracing on failure."""
         assert self._file is not None
         try:
             self._file.write(line)
@@ -326,7 +327,7 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """End the trace; a full disk must not end the training."""
+        """Stop tracing; a full disk must not stop training."""
         remedy = "this rank ends its trace, and training continues"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._sampling, self.active = None, False

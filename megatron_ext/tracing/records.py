@@ -1,19 +1,19 @@
-"""The trace file of one rank: its name, its records and their format.
+"""One rank's trace file: its name, its records and their format.
 
 Folders and files have the same names as in MegatronApp's DPP:
 
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
 A file is a JSON list of Chrome-trace events, which Perfetto can open. The first line describes the
-rank and the run. Each further line contains the spans of one iteration, on the clock of the rank,
-and at its end the iteration itself with its values (shown as two lines here):
+rank and the run. Each further line contains one iteration's spans, on the rank's clock, followed by
+the iteration itself with its values (shown as two lines here):
 
     [{"name":"run","ph":"M","args":{"format":5,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
     ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"wires":{"2":"shm"},...}}
 
-The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
-the end of the run.
+The recorder only appends lines, so a file is readable at any time; the closing bracket is written
+at the end of the run.
 
 The category (`cat`) is the type of a span. Attributes by category (slice 0 is omitted):
 
@@ -26,7 +26,7 @@ The category (`cat`) is the type of a span. Attributes by category (slice 0 is o
                    microbatch, layer (its index within the stage)
     reduce, optimizer, weights
 
-An iteration has `wires` (global rank of a peer -> the wire to it), `failed` if an error ended it,
+An iteration has `wires` (global rank of a peer -> the wire to it), `failed` if an error stopped it,
 `slice_sizes` if slices depend on lengths (`Schedule.slice_sizes`) and, on ranks that read data,
 `lengths` (micro-batch -> number of tokens, and sum of the squared lengths of its samples).
 """
@@ -61,7 +61,7 @@ ACTION_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Header:
-    """Identity of the rank that wrote a file, and of its run."""
+    """The identity of the rank that wrote a file, and of its run."""
 
     rank: int
     """Global rank."""
@@ -89,7 +89,7 @@ class Header:
 
     @property
     def label(self) -> str:
-        """The text for users."""
+        """The text shown to users."""
         places = (self.data, self.pipeline, self.tensor)
         named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
         parts = [f"{name} {place}" for name, place, size in named if size > 1]
@@ -99,7 +99,7 @@ class Header:
 
 
 def directory_name(sizes: tuple[int, int, int], *, dynamic: bool) -> str:
-    """Return the folder of a run, by the sizes of its data, pipeline and tensor groups."""
+    """Return a run's folder, by the sizes of its data, pipeline and tensor groups."""
     data, pipeline, tensor = sizes
     kind = "dpp-True" if dynamic else "pp"
     return f"data-{data}-pipeline-{pipeline}-tensor-{tensor}-{kind}"

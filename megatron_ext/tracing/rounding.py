@@ -1,9 +1,9 @@
-"""Rounds the outputs of modules differently, to learn how much rounding changes a training.
+"""Rounds module outputs differently, to learn how much rounding changes a training run.
 
-Two runs that sum in different orders differ by rounding. A run with random changes to the last
-digits of outputs shows how such differences grow through the layers and steps of a model, with its
-data and in its precision. The changes do not depend on any order, so tolerances that are learned
-from such a run do not hide a wrong order.
+Two runs that sum in different orders differ by rounding. A run with random changes in the last
+digits of outputs shows how such differences grow through a model's layers and steps, with its data
+and in its precision. The changes do not depend on any order, so tolerances learned from such a run
+do not hide a wrong order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
     """Return a tensor whose elements differ by at most about two roundings of its dtype.
 
-    The result depends only on the tensor and the seeds, so a recomputed forward and tensor-parallel
-    ranks with copies of the tensor get the same result.
+    The result depends only on the tensor and the seeds, so a recomputed forward pass and
+    tensor-parallel ranks with copies of the tensor get the same result.
 
     Args:
-        tensor: Values of any shape and floating-point dtype.
+        tensor: A tensor of any shape and floating-point dtype.
         seeds: Values that identify the tensor, such as its module's name and its micro-batch.
     """
     generator = torch.Generator(device=tensor.device)

@@ -1,8 +1,8 @@
-"""Bubble, traffic and order of the steps since the last log line, for TensorBoard and W&B.
+"""Reports bubble, traffic and order since the last log line to TensorBoard and W&B.
 
-Every rank counts the work of its steps. At each log line, an all-reduce of a few numbers sums the
-counts of all ranks. Only runs with `--trace` or a writer pay for this additional collective. The
-scalars cover only schedules of this package, because waiting cannot be distinguished from work in
+Every rank counts the work in its steps. At each log line, an all-reduce of a few numbers sums the
+counts over all ranks. Only runs with `--trace` or a writer pay for this additional collective. The
+scalars cover only this package's schedules, because waiting cannot be distinguished from work in
 Megatron's own schedules.
 """
 
@@ -24,7 +24,7 @@ _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Environment variable that programs set to 1 on all ranks if they show `upstream/person_view.py`
 instead of the log."""
 # Share of the pipelines' time in which ranks are idle; bytes of activations and gradients that all
-# ranks send per second; share of the actions that ran before an earlier action of the table.
+# ranks send per second; share of the actions that ran before an earlier action in the table.
 _BUBBLE, _SENT, _JUMPED = (
     "pipeline/bubble",
     "pipeline/sent bytes per s",
@@ -35,8 +35,8 @@ _BUBBLE, _SENT, _JUMPED = (
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
     """Return whether the scalars have a destination.
 
-    All ranks must get the same result, because `report` is collective, so ask the settings rather
-    than the writers, which exist on one rank only.
+    All ranks must get the same result, because `report` is collective, so check the settings rather
+    than the writers, which exist on only one rank.
     """
     traces = active.required().config.tracing is not None
     shown = os.environ.get(_SHOWN) == "1"
@@ -44,7 +44,7 @@ def are_asked_for(settings: Mapping[str, Any]) -> bool:
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
-    """Write the scalars of a log line, with the writers that this rank has.
+    """Write the scalars for a log line, with the writers that this rank has.
 
     The rank that logs to a terminal also prints a line. Collective over all ranks.
     """
@@ -60,7 +60,7 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
         wandb.log(scalars, iteration)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last and (os.environ.get(_SHOWN) == "1" or sys.stdout.isatty()):
-        # Write to stdout, where Megatron prints the log line of the step right after this.
+        # Write to stdout, where Megatron prints the step's log line right after this.
         sys.stdout.write(f"{line_of(scalars)}\n")
         sys.stdout.flush()
 
@@ -77,21 +77,21 @@ def line_of(scalars: Mapping[str, float]) -> str:
 
 
 def since_last() -> dict[str, float] | None:
-    """Return the scalars of all ranks since the last call, by tag; None if no step ran."""
+    """Return the scalars over all ranks since the last call, by tag; None if no step ran."""
     import torch
     import torch.distributed as dist
 
     from megatron_ext import devices
     from megatron_ext.runtime.runtime import in_force, totals
 
-    # The totals cover all steps so far, so subtract those at the last call.
+    # The totals cover all steps so far, so subtract the totals at the last call.
     work, sent_bytes = totals()
     counts = [
         work.busy_s, work.wall_s, float(work.out_of_order), float(work.actions), float(sent_bytes),
     ]  # fmt: skip
     now_s = time.monotonic()
     runtimes = in_force()
-    # At the first call, take the time within steps as the time that has passed.
+    # At the first call, use the time within steps as the elapsed time.
     last_s, last_counts = runtimes.last_counts or (
         now_s - work.wall_s,
         [0.0] * len(counts),
@@ -102,7 +102,7 @@ def since_last() -> dict[str, float] | None:
     # The backend of the default group accepts only tensors on its device.
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
-    # Give each rank a row: the sum then gathers all values, including the largest wall time.
+    # Give each rank a row, so that the sum gathers all values, including the largest wall time.
     ranks = torch.zeros(
         dist.get_world_size(), len(new), dtype=torch.float32, device=device
     )
@@ -115,8 +115,8 @@ def since_last() -> dict[str, float] | None:
         _SENT: sum(sent) / max(fmean(passed_s), 1e-9),
         _JUMPED: sum(jumped) / sum(actions),
     }
-    # On other devices, the call of an action returns while the device still computes, so the busy
-    # time is unknown.
+    # On other devices, the call that runs an action returns while the device is still computing, so
+    # the busy time is unknown.
     if backend.is_host:
         # Divide by the longest wall time: ranks that finish early wait for the last rank.
         scalars[_BUBBLE] = max(0.0, 1 - fmean(busy_s) / max(wall_s))

@@ -1,4 +1,4 @@
-"""The observer behind `--trace`, `--hang-timeout` and spans in Megatron's telemetry."""
+"""Implements the observer behind `--trace`, `--hang-timeout` and spans in Megatron's telemetry."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def subscribe(configuration: Active) -> None:
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
-        # With in-process restarts, do not end processes: NVRx ends the stuck rank, and restarts the
-        # ranks that wait for it.
+        # With in-process restarts, do not terminate processes: NVRx terminates the stuck rank, and
+        # restarts the ranks that wait for it.
         restarts_in_process = active.attempt() is not None
         session.watchdog = Watchdog(
             lambda: session.state, timeout_s, ends_process=not restarts_in_process
@@ -69,7 +69,7 @@ def subscribe(configuration: Active) -> None:
     clock = HostClock() if device.is_host else DeviceClock(device)
     session.recorder = Recorder(lambda: identity_of(configuration), clock, sampling)
     configuration.observers.append(session)
-    # A run that ends without `deconfigure` must close its file too.
+    # A run that finishes without calling `deconfigure` must close its file too.
     atexit.register(session.close)
 
 
@@ -107,7 +107,7 @@ class Session(Observer):
         """Number of the training step, counted over all resumed runs."""
 
     def close(self) -> None:
-        """End the file of the recorder and the threads of the watchdog."""
+        """Close the recorder's file and stop the watchdog's threads."""
         atexit.unregister(self.close)  # atexit would keep the configuration alive
         self.end_iteration()
         self.recorder.close()
@@ -128,7 +128,7 @@ class Session(Observer):
         if self._number == previous_number:
             # Megatron's rerun state machine has discarded the previous attempt at this step.
             self.recorder.notes["failed"] = True
-        # With an optimizer other than Megatron's, nothing else has ended the previous step.
+        # With an optimizer other than Megatron's, nothing else has completed the previous step.
         self.end_iteration()
         # Report before the watchdog starts, because it measures the time since the last report.
         self._report("begins a step")
@@ -143,9 +143,9 @@ class Session(Observer):
         self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
-        """Write the remaining data of the step."""
+        """Write the step's remaining data."""
         self._compute = None
-        # After an error, the counts of collectives and spans are not balanced.
+        # After an error, the collective and span counts are not balanced.
         self._collectives = 0
         failed = bool(self._open_spans)
         while self._open_spans:
@@ -172,11 +172,11 @@ class Session(Observer):
             self._report(OUTSIDE)
 
     def begin_collective(self, name: str) -> None:
-        """Report a collective: the rank waits for all ranks that have not entered it."""
+        """Report that this rank is in a collective, which blocks until all ranks enter it."""
         self._collectives += 1  # chained optimizers nest
         if self._collectives == 1:
             self._entered += 1
-            # `end_schedule` has stopped the watch; the optimizer resumes it, as part of the step.
+            # `end_schedule` has stopped the watchdog; the optimizer resumes it as part of the step.
             report = self._report if name == "optimizer" else self._now
             report(f"is in {_COLLECTIVES[name]}", in_collective=True)
             self._begin()
@@ -193,24 +193,24 @@ class Session(Observer):
     # Actions.
 
     def read(self, microbatch: int, item: Any) -> None:
-        """Note the length of a micro-batch in the trace."""
+        """Record a micro-batch's length in the trace."""
         if self.recorder.active and (size := item_size(item)) is not None:
             self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object that holds the activations of a step, and note the sizes of slices."""
+        """Keep the object that holds a step's activations, and record the slice sizes."""
         self._compute = compute
         slice_sizes = compute.table.schedule.slice_sizes
         if self.recorder.active and slice_sizes:
             self.recorder.notes["slice_sizes"] = slice_sizes
 
     def begin_action(self, action: Action) -> None:
-        """Report the action that begins."""
+        """Report which action begins."""
         self._now(f"runs {action}")
         self._begin(ACTION_NAMES[action.kind])
 
     def end_action(self, position: int, action: Action) -> None:
-        """Record an action, and after a stage's first forward the size of its activations."""
+        """Record an action and, after a stage's first forward pass, the size of its activations."""
         stage, kind, microbatch, slice_index = action
         attributes = {"microbatch": microbatch, "stage": stage}
         if slice_index:
@@ -231,7 +231,7 @@ class Session(Observer):
         self._begin()
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
-        """Record the exchange."""
+        """Record the token exchange."""
         about = {"of": kind, "microbatch": microbatch, "stage": stage, "layer": layer}
         self._end("exchange", about)
 
@@ -242,7 +242,7 @@ class Session(Observer):
         model: torch.nn.Module,
         slice_index: int = 0,
     ) -> None:
-        """Measure the bytes that the first recorded forward of a stage, or of its slice, keeps."""
+        """Measure how many bytes a stage's (or slice's) first recorded forward pass keeps."""
         # Skip models that offload: reading a tensor that Megatron has moved to the host would load
         # it back, and Megatron's backward would fail.
         config = getattr(model, "config", None)
@@ -252,7 +252,7 @@ class Session(Observer):
             self._activation_bytes[stage, slice_index] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Note how far the step deviated from the table's order."""
+        """Record how far the step deviated from the table's order."""
         self._compute = None
         if self.recorder.active:
             self.recorder.notes["out_of_order"] = num_out_of_order(executed)
@@ -260,7 +260,7 @@ class Session(Observer):
     # Messages, in and between steps.
 
     def connected(self, wires: Mapping[int, str]) -> None:
-        """Note which wire reaches which peer."""
+        """Record which wire reaches which peer."""
         self.recorder.wires |= wires
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
@@ -275,12 +275,12 @@ class Session(Observer):
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
         attributes = {"to": target, **_attributes_of(message), "bytes": num_bytes}
-        # Weights are sent between steps, so they are not traffic of the pipeline.
+        # Weights are sent between steps, so they are not pipeline traffic.
         name = "weights" if message.kind == "W" else "send"
         self._end(name, attributes)
 
     def begin_receive(self, message: Message, source: int) -> None:
-        """Report the sender that the rank waits for."""
+        """Report which sender the rank waits for."""
         self._now("waits", [(source, made_by(message))])
         self._begin("receive")
 
@@ -300,7 +300,7 @@ class Session(Observer):
                 cause = _CAUSES.get(message.kind, "input")
                 awaited = {"cause": cause, "on": source, **message_attributes}
                 # On a host, split the span where the wait ended. On a device, only the event at the
-                # end shows when the message had arrived, so all of it is a wait.
+                # end shows when the message had arrived, so the whole span counts as a wait.
                 arrival = end
                 if isinstance(begin, int):
                     arrival = begin + round(1e9 * waited_s)
@@ -312,7 +312,7 @@ class Session(Observer):
         self._now("continues")
 
     def begin_wait(self, cause: WaitsFor) -> None:
-        """Report the events that would end the wait."""
+        """Report the events that the rank waits for."""
         if cause == "slot":
             self._now("waits until a message that it sent is received")
         else:
@@ -334,7 +334,7 @@ class Session(Observer):
         self._now("continues")
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """Remove messages from the outstanding ones."""
+        """Remove these messages from the outstanding messages."""
         for message in messages:
             self._outstanding.pop(message, None)
 
@@ -370,7 +370,7 @@ class Session(Observer):
         self._open_spans.append((begin, end_span))
 
     def _end(self, name: str, attributes: Mapping[str, Any]) -> None:
-        # Spans are nested, so the last one that was opened ends.
+        # Spans are nested, so end the span that was opened last.
         begin, end_span = self._open_spans.pop()
         if begin is not None:
             self.recorder.add(name, begin, attributes)
@@ -379,7 +379,7 @@ class Session(Observer):
 
 
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
-    """Return the bytes of all storages that the graph of the outputs keeps, without weights.
+    """Return the bytes of all storages that the outputs' graph keeps, except weights.
 
     Hooks for saved tensors would be simpler, but they pass copies of the parameters to the
     backward, which lack the attributes that Megatron sets on parameters.
@@ -399,7 +399,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
 
 def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """Yield the tensors that the graph nodes of these outputs keep, possibly several times."""
-    # Visit each node once: nodes of the graph may be reached on several paths.
+    # Visit each node once, because several paths may lead to the same node.
     queue: list[Any] = []
     for output in outputs:
         if output is not None and output.grad_fn is not None:
@@ -415,7 +415,7 @@ def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Ten
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that one node of a graph keeps."""
+    """Yield the tensors that one graph node keeps."""
     # torch's own nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
     names = [name for name in dir(node) if name.startswith("_saved_")]
     for name in names or ["saved_tensors"]:

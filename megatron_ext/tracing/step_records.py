@@ -1,8 +1,8 @@
-"""Records losses and gradient norms of each step in full precision, with time and memory.
+"""Records each step's losses and gradient norm in full precision, with time and memory.
 
-Megatron's log rounds these numbers to a few digits. Each rank writes lines of JSON to
-`rank-R.jsonl` in a folder: first its identity, then one line per step. `megatron-ext compare`
-enables this for its launches with two environment variables, also with Megatron's own schedules.
+Megatron's log rounds these numbers to a few digits. Each rank writes JSON lines to `rank-R.jsonl`
+in a folder: first its identity, then one line per step. `megatron-ext compare` enables this for its
+launches with two environment variables, also with Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = "MEGATRON_EXT_STEPS_LIMIT"
 
 
 class StepRecord:
-    """The file of one rank, and the steps that it has recorded.
+    """One rank's file, and the steps recorded in it.
 
     Args:
         path: The file. Its folder is created.
@@ -47,7 +47,7 @@ class StepRecord:
         return self._num_steps >= self._limit
 
     def begin(self) -> None:
-        """Note the start of the next step."""
+        """Record the start of the next step."""
         self._begin_s = time.monotonic()
 
     def add(
@@ -61,10 +61,10 @@ class StepRecord:
         """Append a step that has just ended.
 
         Args:
-            iteration: Number of the step, counted over all resumed runs.
-            losses: Tensors of one element by name; empty except on the last stage.
-            gradient_norm: A number, a tensor of one element, or None if it was not computed.
-            skipped: Whether the optimizer skipped the update of the weights.
+            iteration: The step's number, counted over all resumed runs.
+            losses: One-element tensors, by name; empty except on the last stage.
+            gradient_norm: A number, a one-element tensor, or None if it was not computed.
+            skipped: Whether the optimizer skipped the weight update.
         """
         # The conversions wait for the device, so read the clock after them.
         loss_values = {name: float(loss) for name, loss in losses.items()}
@@ -96,7 +96,8 @@ class StepRecord:
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Line buffering: the steps of a rank that is killed later are in the file.
+            # Use line buffering, so that the file contains all steps even if the rank is killed
+            # later.
             self._file = self._path.open("w", encoding="utf-8", buffering=1)
             self._file.write(json.dumps(_header()) + "\n")
         self._file.write(json.dumps(content) + "\n")
@@ -113,7 +114,7 @@ def _header() -> dict[str, Any]:
 
 
 def requested() -> StepRecord | None:
-    """Return the record of the active configuration; None if the environment requests none."""
+    """Return the active configuration's record; None if the environment requests none."""
     folder = os.environ.get(FOLDER)
     in_force = active.active()
     if not folder or in_force is None:

@@ -1,4 +1,4 @@
-"""Actions, messages and waits as spans of Megatron's OpenTelemetry (0.20, with nemo-lens)."""
+"""Reports actions, messages and waits as spans in Megatron's OpenTelemetry (0.20, nemo-lens)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ACTIONS, _MESSAGES = "microbatch", "communication"
 
 
 def is_on() -> bool:
-    """Return whether Megatron, or another host, has enabled spans of actions or messages."""
+    """Return whether Megatron, or another host, has enabled spans for actions or messages."""
     # Don't import the module: if telemetry is set up, the host has imported it.
     state = sys.modules.get("nemo.lens.state")
     return state is not None and any(
@@ -22,10 +22,9 @@ def is_on() -> bool:
 
 
 def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
-    """Begin a span inside the span of the step; return the function that ends it.
+    """Begin a span inside the step's span; return the function that ends it.
 
-    The function takes the attributes of the span. Nested spans must end before the spans around
-    them.
+    The function takes the span's attributes. Nested spans must end before the spans around them.
     """
     from nemo.lens.helpers import managed_span
 

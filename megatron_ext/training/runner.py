@@ -1,7 +1,7 @@
 """Runs a training script: upstream's own if a Megatron-LM tree is present, otherwise one for GPT.
 
 Without a tree, `megatron_ext/training/wheel.py` runs in place of `pretrain_gpt.py`. It uses the
-`megatron.training` of the wheel (0.17 or newer).
+wheel's `megatron.training` (0.17 or newer).
 
 The runner arms the patches and then runs the script's file unmodified, as `__main__`. An error that
 the user can fix is reported in one line, with exit code 2.
@@ -39,7 +39,7 @@ from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.upstream.scripts import find_script
 
-# Text of the error that a gloo or NCCL collective raises after another rank has ended.
+# Text of the error that a gloo or NCCL collective raises after another rank has exited.
 _LOST = re.compile(
     r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited"
 )
@@ -49,7 +49,7 @@ _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
 def choose(script: str) -> Path | None:
-    """Return the file of a script (`find_script`), and select the tree that contains it."""
+    """Return a script's file (`find_script`), and select the tree that contains it."""
     path = find_script(script)
     if path is not None and upstream.is_tree(path.parent):
         # Everything else in this process, and its child processes, find the tree by this variable.
@@ -70,14 +70,14 @@ def execute(script: Path | None) -> None:
 
         wheel.main()
         return
-    # Like `python SCRIPT`, let the script import its neighbours. Our import finder still ignores
+    # As with `python SCRIPT`, let the script import its neighbours. Our import finder still ignores
     # the tree's megatron.core.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _address_of_one() -> None:
-    """Set the rendezvous variables that torch needs if one process runs without a launcher."""
+    """Set the rendezvous variables that torch needs if a single process runs without a launcher."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
@@ -105,7 +105,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             return missing_package
     raised_in = frames[-1]
     is_megatrons = _is_of_megatron(raised_in)
-    # Megatron checks some rules when it creates its configuration, instead of in validate_args.
+    # Megatron checks some rules when it creates its configuration rather than in validate_args.
     is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
@@ -122,7 +122,7 @@ def _explained(error: BaseException) -> MegatronExtError | None:
 
 
 def _ended_by_restarts(error: BaseException) -> MegatronExtError | None:
-    """Return the error that ended `--inprocess-restart`; None if the traceback is more helpful."""
+    """Return the error that stopped in-process restarts; None if the traceback is clearer."""
     if type(error).__name__ == "RestartAbort":
         return PeerDied(
             "--inprocess-restart: fewer ranks are left than --inprocess-active-world-size, or "
@@ -175,13 +175,13 @@ def _is_in_extra(package: str, extra: str) -> bool:
 
 
 def _lost_peer(error: RuntimeError) -> PeerDied | None:
-    """Return the error for a collective that failed because another rank has ended."""
+    """Return the error for a collective that failed because another rank has exited."""
     # The script itself may raise an error with the same text about another connection.
     is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
     lost_connection = _LOST.search(str(error))
     if not is_torchs or lost_connection is None:
         return None
-    # The innermost frame outside of torch has called the collective.
+    # The innermost frame outside of torch called the collective.
     for caller in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(caller.filename)
         if "torch" not in path.parts:
@@ -195,7 +195,7 @@ def _lost_peer(error: RuntimeError) -> PeerDied | None:
 def run(script: str, argv: Sequence[str]) -> int:
     """Run a patched script in this process, with these arguments; return the exit code.
 
-    Errors of other packages propagate with their traceback.
+    Errors from other packages propagate with their traceback.
     """
     if {"-h", "--help"} & set(argv):
         if os.environ.get("RANK", "0") != "0":
@@ -215,7 +215,7 @@ def run(script: str, argv: Sequence[str]) -> int:
         try:
             _run(script, argv)
         except BaseException as error:
-            # The launcher terminates all ranks as soon as one has ended. Ignore its signal, so that
+            # The launcher terminates all ranks as soon as one exits. Ignore its signal, so that
             # this rank still reports its own reason and exits with its own code.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if interrupted.is_set():
@@ -245,10 +245,10 @@ def _without_stacks(_coordinator: ModuleType) -> None:
 def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
     path = choose(script)
-    # Megatron parses the command line of the process.
+    # Megatron parses the process's command line.
     sys.argv = [str(path or script), *argv]
     # Select the device (from --device-backend) before Megatron is imported, because Megatron copies
-    # names of torch.cuda.
+    # names from torch.cuda.
     devices.current()
     if path is None and os.environ.get("RANK", "0") == "0":
         print(

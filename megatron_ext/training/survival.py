@@ -1,8 +1,9 @@
 """Adds this package's steps to in-process restarts, which NVIDIA's NVRx performs.
 
-When a rank is lost, NVRx ends the training function on the surviving ranks, and calls it again on
-them and on reserve ranks. Between the two calls, each rank must end its waits for the lost rank,
-release the state that this package keeps, and number its new transports like all other ranks.
+When a rank is lost, NVRx stops the training function on the surviving ranks, and calls it again on
+them and on reserve ranks. Between the two calls, each rank must stop waiting for the lost rank,
+release the state that this package keeps, and number its new transports the same way as the other
+ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class StoreConnection:
-    """The connection of an attempt to the rendezvous store of its ranks.
+    """An attempt's connection to its ranks' rendezvous store.
 
     A rank that waits in the store for a lost rank waits for minutes, and torch cannot cancel the
-    wait. Shutting the connection down ends it. The store that Megatron passes serves all attempts,
-    so each attempt needs a connection that nothing else uses.
+    wait. Shutting down the connection unblocks the rank. The store that Megatron passes serves all
+    attempts, so each attempt needs a connection that nothing else uses.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class StoreConnection:
         return PrefixStore(f"attempt {active.attempt()}", connection)
 
     def shut_down(self) -> None:
-        """End all waits of this attempt in the store, now and later. Called by another thread."""
+        """Unblock this attempt's calls to the store, now and later. Called from another thread."""
         self._is_over = True
         for opened in self._sockets:
             opened.shut_down()
@@ -88,8 +89,8 @@ class BeginAttempt(Initialize):
     """Runs before each call of the training function, also on reserve ranks."""
 
     def __call__(self, state: Any) -> Any:
-        """Number the attempt, so that all ranks give the same names to their transports."""
-        # NVRx calls this only after it has received the state of every rank.
+        """Number the attempt, so that all ranks give their transports the same names."""
+        # NVRx calls this only after it has received every rank's state.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
         devices.current().follow_collectives()
@@ -102,17 +103,17 @@ class BeginAttempt(Initialize):
             )
             sys.stderr.flush()
         if state.iteration == 0:
-            # NVRx collects garbage twice in each restart, which took 0.65 of 1.9 s. Most objects
-            # belong to imported modules and never become garbage, so exclude them.
+            # NVRx collects garbage twice per restart, which took 0.65 of 1.9 s. Most objects belong
+            # to imported modules and never become garbage, so exclude them.
             gc.freeze()
         return state
 
 
 class EndWaits(Abort):
-    """Runs in a thread of NVRx, while the training function may wait for a lost rank."""
+    """Runs in an NVRx thread, while the training function may be waiting for a lost rank."""
 
     def __call__(self, state: Any) -> Any:
-        """End the waits for messages, and the waits in collectives that torch cannot abort."""
+        """Unblock calls that wait for messages or in collectives that torch cannot abort."""
         configuration = active.active()
         if configuration is not None:
             with _errors_logged(state.rank, "transports"):
@@ -128,7 +129,7 @@ class EndWaits(Abort):
 
 @contextmanager
 def _errors_logged(rank: int, waits: str) -> Iterator[None]:
-    """Log an error of the body instead of raising it, so that the next waits are ended too."""
+    """Log an error in the body instead of raising it, so that the next calls are unblocked too."""
     try:
         yield
     except Exception:  # noqa: BLE001 - transports and devices raise various errors
@@ -136,7 +137,7 @@ def _errors_logged(rank: int, waits: str) -> Iterator[None]:
 
 
 class EndConfiguration(Finalize):
-    """Runs after the training function has ended, and before NVRx calls it again."""
+    """Runs after the training function has returned or raised, and before NVRx calls it again."""
 
     def __init__(self) -> None:
         self._last_failure: tuple[str, int] | None = None
@@ -146,17 +147,16 @@ class EndConfiguration(Finalize):
         """
 
     def __call__(self, state: Any) -> Any:
-        """Close the transports and all other state of the configuration.
+        """Close the configuration's transports and all its other state.
 
         Raises:
-            Exception: The error of the training function, if a restart would only repeat it.
+            Exception: The training function's error, if a restart would only repeat it.
         """
-        # NVRx aborts an attempt at most once, in a thread that has ended by now. Reset the
+        # NVRx aborts an attempt at most once, in a thread that has finished by now. Reset the
         # connection here rather than in `BeginAttempt`, because the next attempt's thread starts
         # before that.
         store_connection.end_attempt()
-        # Ask this first: Megatron's arguments contain the number of the step, and are destroyed
-        # next.
+        # Check this first: Megatron's arguments contain the step number, and are destroyed next.
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
         _clear_caches_of_megatron()
@@ -189,7 +189,7 @@ class EndConfiguration(Finalize):
 
 
 def _clear_caches_of_megatron() -> None:
-    """Empty the caches of Megatron's methods (`functools.lru_cache`).
+    """Clear the caches on Megatron's methods (`functools.lru_cache`).
 
     A cache also keeps the instances alive. Rotary embeddings hold a process group, with threads and
     connections.
@@ -209,7 +209,7 @@ def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an NVRx wrapper with this package's steps added."""
     # NVRx calls the last step of a composition first, so put ours last. They must run first: NVRx
     # interrupts the training thread between two lines of Python, and a thread that waits for a
-    # message executes none.
+    # message executes no Python code.
     composed = dict(settings)
     for name, step in (
         ("initialize", BeginAttempt()),

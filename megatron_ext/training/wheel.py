@@ -44,7 +44,7 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
-# A loss that is this many times larger than the largest so far is a spike; upstream's value.
+# A loss this many times larger than the largest so far is a spike; this is upstream's value.
 _SPIKE = 10
 
 # Setting that only upstream's script handles -> the value that turns it off.
@@ -58,7 +58,7 @@ _SCRIPT_ONLY = {
     "use_legacy_models": False,
 }
 
-# Further settings that only upstream's script handles for wheels without model builders (0.17,
+# Further settings that only upstream's script handles, for wheels without model builders (0.17,
 # 0.18).
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
@@ -74,7 +74,7 @@ _RESTART = "--inprocess-restart"
 def main() -> None:
     """Train GPT with upstream's loop; flags are read from `sys.argv`, as in upstream's script.
 
-    With `--inprocess-restart`, training starts again after the loss of a rank.
+    With `--inprocess-restart`, training restarts after a rank is lost.
     """
     if _RESTART not in sys.argv:
         _train()
@@ -92,8 +92,8 @@ def _train(restart_store: Any = None) -> None:
     """Train; `restart_store` outlives restarts, and connects the ranks of each attempt."""
     if restart_store is not None:
         _config.cache_clear()  # it holds the arguments of the previous attempt
-        # Megatron reduces the start time over all ranks that have set it. A rank that was in
-        # reserve has not, so the other ranks would wait for it: set it on every rank.
+        # Megatron reduces the start time over all ranks that have set it. A former reserve rank has
+        # not set it, so the other ranks would wait for that rank: set it on every rank.
         import_module("megatron.training.training").set_startup_timestamps(time.time())
 
     # This mark makes upstream call the function on every rank: core's dataset builder is
@@ -195,7 +195,7 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
         )
     kind = "with_transformer_engine" if use_te else "local"
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
-    # The parameters are named like the fields of the configuration. `fp8` is deprecated, and warns.
+    # The parameters are named like the configuration's fields. `fp8` is deprecated, and warns.
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
@@ -269,7 +269,7 @@ def _step(
 
 
 def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this context-parallel rank's part of each sequence."""
+    """Return this context-parallel rank's part of every sequence."""
     # Some releases do not accept the group, and some have no hybrid context parallelism.
     options = {
         "cp_group": parallel_state.get_context_parallel_group(),
@@ -282,9 +282,9 @@ def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _fields_read(vp_stage: int | None) -> list[str]:
-    """Return the fields of the batch that a stage reads.
+    """Return the batch fields that a stage reads.
 
-    Only the first stage, the last stage and stages with MTP read any.
+    Only the first stage, the last stage and stages with MTP read fields.
     """
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     has_mtp = mtp_on_this_rank(_config(), vp_stage=vp_stage)
@@ -301,7 +301,7 @@ def _fields_read(vp_stage: int | None) -> list[str]:
 def _batch(
     data_iterator: Iterator[Any] | None, vp_stage: int | None, num_samples: int
 ) -> dict[str, torch.Tensor]:
-    """Fetch the fields of a stage, `[b, s]` each.
+    """Fetch a stage's fields, `[b, s]` each.
 
     The first tensor-parallel rank reads them and broadcasts them to its group.
     """
@@ -399,7 +399,7 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     for field in fields(GPTDatasetConfig):
         if hasattr(args, field.name):
             settings[field.name] = getattr(args, field.name)
-    # Add the fields whose arguments have other names or that combine several arguments.
+    # Add the fields whose arguments have different names, or that combine several arguments.
     settings |= {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
