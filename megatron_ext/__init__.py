@@ -5,8 +5,8 @@ Importing this package arms its patches, so import it first:
     import megatron_ext
     from megatron.training import pretrain
 
-or leave the script unchanged and start it with `python -m megatron_ext SCRIPT.py FLAGS`. If none of
-this package's flags is used, training on a CUDA machine is the same as without the import.
+or leave the script unchanged and start it with `python -m megatron_ext SCRIPT.py FLAGS`. If no flag
+from this package is used, training on a CUDA machine behaves as it does without the import.
 `MEGATRON_EXT_DISABLE=1` makes the import do nothing; `deactivate()` undoes it. The import loads
 neither torch nor Megatron: each patch is applied when its target module is imported.
 """
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
-    # `routes` is itself a module; all other names are attributes of theirs.
+    # `routes` is itself a module. Every other name is an attribute of its module.
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
@@ -96,7 +96,7 @@ def activate() -> None:
 def deactivate() -> None:
     """Undo all changes: attributes, their copies, import hooks and environment variables.
 
-    This also ends the active configuration.
+    This also deactivates the active configuration.
     """
     from megatron_ext.patches.registry import REGISTRY
 
@@ -105,7 +105,7 @@ def deactivate() -> None:
 
 
 def deconfigure() -> None:
-    """End the active configuration: Megatron's own schedules run again."""
+    """Deactivate the configuration, so that Megatron's own schedules run again."""
     from megatron_ext.config.active import clear_configuration
 
     clear_configuration()

@@ -25,12 +25,12 @@ from megatron_ext.version import __version__
 _REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
 """Packages that may be missing from an environment; `main` reports them in one line."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of writing to a disk that is full, over quota or limited in file size."""
+"""Errors raised when the disk is full, a quota is exceeded or a file is too large."""
 _REMOVED = {
     "--fp8": "use --precision fp8",
     "--markdown": "python website/patch_table.py prints that table",
 }
-"""Flags of 0.1.0 that were removed -> what to do instead."""
+"""Flags from 0.1.0 that were removed -> what to do instead."""
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
@@ -70,8 +70,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; the parser of the subcommand reports unknown ones."""
-        # argparse would report them with the usage of the main parser.
+        """Parse the arguments; the subcommand's parser reports unknown arguments."""
+        # argparse would report them with the main parser's usage.
         parsed, unknown_words = self.parse_known_args(args, namespace)
         if unknown_words:
             command = getattr(parsed, "parser", self)
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview(commands: dict[str, str]) -> str:
-    """Return the help of `megatron-ext` itself, from the help line of each command."""
+    """Return the help text of `megatron-ext` itself, built from each command's help line."""
     lines = [
         "usage: megatron-ext COMMAND ...",
         "",
@@ -111,7 +111,7 @@ def lacking(error: ModuleNotFoundError) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the `megatron-ext` command with all subcommands."""
+    """Return the parser for the `megatron-ext` command, with all subcommands."""
     from megatron_ext.tools import plan_command, schedule_commands
     from megatron_ext.tools.compare import compare_commands as compare
     from megatron_ext.tools.doctor import doctor_command as doctor

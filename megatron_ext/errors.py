@@ -70,7 +70,7 @@ def _restored(
 
 
 class UserError(MegatronExtError):
-    """A request of the user is impossible; the message says what would work."""
+    """The user's request is impossible; the message says what would work."""
 
 
 class ArgumentsError(UserError):
@@ -116,7 +116,7 @@ class HangError(MegatronExtError):
     """No rank makes progress; the message names the rank that all other ranks wait for.
 
     Args:
-        message: The waits, from one rank to the next.
+        message: Which rank waits for which, in order.
         rank: Global rank that all other ranks wait for; None if several wait for each other.
     """
 
@@ -167,7 +167,7 @@ class MessageMismatch(TransportError):
 
 
 def shortened(text: str, limit: int = _MAX_WORD) -> str:
-    """Return the text without its middle if it has more characters than the limit."""
+    """Return the text, with its middle cut out if it has more characters than the limit."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -192,7 +192,7 @@ def line_of(message: object) -> str:
 
 
 def reworded(message: str, wording: Wording) -> str:
-    """Return a message with each `--flag` and `--flag=value` in it as the reader knows it."""
+    """Return a message in which each `--flag` and `--flag=value` is worded for the reader."""
     return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
 
 
@@ -280,7 +280,7 @@ def message_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a failure in one short line, even if the error has no text."""
+    """Return the reason for a failure in one short line, even if the error has no text."""
     if isinstance(error, EOFError):
         return "it ends too early"
     if isinstance(error, OSError) and error.strerror:

@@ -36,7 +36,7 @@ TABLES = {
 """Option of `schedules.generate` -> subclass of `schedules.table.table_change.TableChange`."""
 
 PATCHES = (
-    # Layers that keep the keys and values of earlier slices.
+    # Layers that keep the keys and values from earlier slices.
     "megatron_ext.features.slices.sliced_layers",
     # Token exchanges that make the host wait: weight gradients run during the wait.
     "megatron_ext.features.pairs.awaited_tokens",

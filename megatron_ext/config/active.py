@@ -1,8 +1,8 @@
-"""The pipeline of a job, and the active configuration of this process.
+"""A job's pipeline, and this process's active configuration.
 
-A `Pipeline` combines a configuration with the sizes of a job. `Active` is the configuration that is
-in force: patches and the executor read the user's settings from it. State that outlives a step is a
-field of `Active`, so it is released together with the configuration.
+A `Pipeline` combines a configuration with a job's sizes. `Active` is the configuration in force:
+patches and the executor read the user's settings from it. State that outlives a step is a field of
+`Active`, so it is released together with the configuration.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline of one job under a configuration, for any number of micro-batches."""
+    """One job's pipeline under a configuration, for any number of micro-batches."""
 
     config: PipelineConfig
     pp: int
-    """Number of pipeline ranks, as on the command line (BitPipe: of both twins together)."""
+    """Number of pipeline ranks, as on the command line (for BitPipe, in both twins together)."""
     num_microbatches: int
     """Micro-batches in a full batch for one of Megatron's replicas (BitPipe: for one twin)."""
     splits: bool = True
-    """Whether a dynamic order may split full backwards; False if the model's layers cannot."""
+    """Whether a dynamic order may split full backward passes; False if the model's layers
+    cannot."""
     over_torch: bool = False
     """Whether transport `auto` selects torch.distributed on this rank."""
     # Caches, keyed by number of micro-batches. They are excluded from `__init__`, so that `replace`
@@ -63,11 +64,11 @@ class Pipeline:
     _fills: dict[int, bool] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Number of micro-batches -> whether every W of the table results from splitting a B."""
+    """Number of micro-batches -> whether every W in the table results from splitting a B."""
     _policies: dict[int, Callable[[int], Policy]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Number of micro-batches -> a function that creates the policy of a rank."""
+    """Number of micro-batches -> a function that creates a rank's policy."""
 
     @property
     def name(self) -> str:
@@ -81,7 +82,7 @@ class Pipeline:
 
     @property
     def dynamic(self) -> DynamicOrder | None:
-        """Settings of the dynamic order, or None if every rank runs the order of the table."""
+        """Settings for the dynamic order, or None if every rank runs in table order."""
         return self.config.dynamic
 
     @property
@@ -91,12 +92,12 @@ class Pipeline:
         Other dynamic orders use `dynamic.margin`.
         """
         assert self.dynamic is not None
-        # The default is 0: one longest micro-batch can be half of a table's memory, or more.
+        # The default is 0: a single longest micro-batch can take half of a table's memory or more.
         return self.dynamic.extra_activations or 0
 
     @property
     def transport(self) -> TransportName:
-        """The transport of tensors between ranks."""
+        """The transport for tensors between ranks."""
         return "torch" if self.over_torch else self.config.wire
 
     @property
@@ -106,12 +107,12 @@ class Pipeline:
 
     @cached_property
     def placement(self) -> Placement:
-        """The rank of each stage; it does not depend on the number of micro-batches."""
+        """The rank of each stage, which does not depend on the number of micro-batches."""
         return self.schedule(self.num_microbatches).placement
 
     @property
     def full(self) -> Schedule:
-        """The table of a full batch."""
+        """The table for a full batch."""
         return self.schedule(self.num_microbatches)
 
     @property
@@ -128,7 +129,7 @@ class Pipeline:
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
-        """Return the same pipeline, with slices for a given fraction of attention in a forward."""
+        """Return this pipeline, with slices for a given share of attention in a forward pass."""
         costs = replace(self.costs, attention=share)
         return replace(self, config=replace(self.config, costs=costs))
 
@@ -138,18 +139,18 @@ class Pipeline:
         This is the generator's table, with one exception: if activations cross over to the twin an
         odd number of times (dualpipe), they stay on one twin instead. Otherwise the last stage
         would be on the twin of the first stage. Megatron treats the twin as another replica, which
-        reads different samples, so activations would meet the wrong labels.
+        reads different samples, so activations would be matched with the wrong labels.
 
         Raises:
-            ScheduleError: The schedule has no table for that number, or its table is wrong or would
-                deadlock.
+            ScheduleError: The schedule has no table for that number, or its table is invalid or
+                would deadlock.
         """
         if num_microbatches not in self._tables:
             table = self._generated(
                 num_microbatches, self.costs, slices=self.config.slices
             )
-            # Validate generated tables too: with a wrong table from a plug-in, the job would hang
-            # in the middle of a step.
+            # Validate generated tables too: a wrong table from a plug-in would hang the job in the
+            # middle of a step.
             validate(table)
             if self.transport == "torch":
                 # torch.distributed may match messages by their order, so check that this order
@@ -159,9 +160,9 @@ class Pipeline:
         return self._tables[num_microbatches]
 
     def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
-        """Return the table of one step whose micro-batches have slices of these sizes.
+        """Return the table for one step whose micro-batches have slices of these sizes.
 
-        The table is neither validated nor cached, because every step has other lengths.
+        The table is neither validated nor cached, because the lengths differ in every step.
 
         Args:
             slice_sizes: The slices of each micro-batch.
@@ -175,12 +176,12 @@ class Pipeline:
     def _generated(
         self, num_microbatches: int, costs: Costs, **slices: Any
     ) -> Schedule:
-        """Generate a table; `slices` are the keyword arguments of `generate` about slices."""
+        """Generate a table; `slices` holds `generate`'s keyword arguments about slices."""
         config = self.config
         table = generate(
             self.name,
             self.pp,
-            # For Megatron, a replica is one twin. A table contains both.
+            # Megatron treats each twin as a replica, but a table contains both twins.
             num_microbatches * config.twins,
             config.chunks,
             costs,
@@ -204,8 +205,8 @@ class Pipeline:
                 table, placement=replace(table.placement, twin_hops=frozenset())
             )
         if config.dynamic is not None and self.splits:
-            # W may fill any idle time only if it comes from this split. A table that already has W
-            # determines their places, and with recomputed layers W runs right after I.
+            # W may fill any idle time only if it comes from this split. If the table already has W,
+            # it determines their places. With recomputed layers, W runs right after I.
             self._fills[num_microbatches] = not (
                 table.splits_backward or config.weights_at_once
             )
@@ -218,7 +219,7 @@ class Pipeline:
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
-        """Return the policy that chooses the next action of a rank, for one step."""
+        """Return the policy that chooses a rank's next action, for one step."""
         if num_microbatches not in self._policies:
             table = self.schedule(num_microbatches)
             self._policies[num_microbatches] = self.policies_of(table, self.costs)
@@ -310,10 +311,10 @@ class Closing(Protocol):
 
 
 class Aborting(Closing, Protocol):
-    """State that is closed with the configuration, and whose waits another thread can end."""
+    """State that is closed with the configuration. Another thread can make it stop waiting."""
 
     def abort(self, reason: str) -> None:
-        """End all waits for other ranks, on this rank and on its peers."""
+        """Stop waiting for other ranks, on this rank and on its peers."""
 
 
 @dataclass(eq=False)
@@ -326,16 +327,16 @@ class Active:
     transport_only: Pipeline | None = None
     """Megatron's own schedule if our transport carries its messages, else None."""
     job: Job | None = None
-    """The disaggregated job of this process, or None if forwards and backwards share ranks."""
+    """This process's disaggregated job, or None if forward and backward passes share ranks."""
     choice: Choice | None = None
     """The schedule that `auto` has chosen, or None if `auto` has not chosen one."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch, or None if Megatron's generators are not
     reseeded."""
     requested: PipelineConfig | None = None
-    """The argument of `configure`, or None if the configuration comes from flags."""
+    """The argument to `configure`, or None if the configuration comes from flags."""
     is_sized: bool = True
-    """Whether the sizes of the job are known; False: a host has not given them yet."""
+    """Whether the job's sizes are known; False until a host provides them."""
     observers: list[Observer] = field(default_factory=list)
     """Observers of the runtime. They are passed to the runtime when it is created, so append to
     this list before the first step."""
@@ -350,7 +351,7 @@ class Active:
     host: Closing | None = None
     """State of a third-party training loop (`hosts/`); None before the loop provides its sizes."""
     steps: Closing | None = None
-    """The file of `megatron-ext compare` that records each step (`tracing/step_records.py`)."""
+    """The file in which `megatron-ext compare` records each step (`tracing/step_records.py`)."""
     checked_steps: int = 0
     """Number of training steps whose effects were checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False
@@ -359,7 +360,7 @@ class Active:
     """Whether `patches/effects.py` has checked the first line of the log."""
 
     def abort(self, reason: str) -> None:
-        """End this process's waits for messages. Another thread than the training's calls this."""
+        """Stop waiting for messages in this process. Not called by the training thread."""
         if self.runtimes is not None:
             self.runtimes.abort(reason)
 
@@ -368,7 +369,7 @@ class Active:
         for observer in self.observers:
             observer.close()
         self.observers.clear()
-        # The order matters: each of these may use the ones that follow it.
+        # The order matters: each object may use the objects closed after it.
         for state in (self.runtimes, self.roles, self.host, self.steps):
             if state is not None:
                 state.close()
@@ -377,13 +378,14 @@ class Active:
 
 @dataclass
 class _InForce:
-    """What this process remembers from one configuration to the next."""
+    """State that this process keeps from one configuration to the next."""
 
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
     """Purpose -> number of transports opened so far in this attempt, under any configuration."""
     attempt: int | None = None
-    """How often the job has restarted within the same processes, or None if it cannot do so."""
+    """How often the job has restarted in the same processes, or None if it cannot restart in
+    them."""
 
 
 # The one active configuration.
@@ -422,9 +424,9 @@ def name_transport(purpose: str) -> str:
 
 
 def begin_attempt(number: int | None) -> None:
-    """Set the number of the attempt, in a job that restarts within the same processes.
+    """Set the attempt number in a job that restarts within the same processes.
 
-    The count of transports restarts too, because a rank that was in reserve has opened none so far.
+    The transport count restarts too, because a reserve rank has not opened any transports yet.
     """
     _PROCESS.attempt = number
     _PROCESS.num_transports.clear()
@@ -464,7 +466,7 @@ def transport_only() -> Pipeline | None:
 
 
 def job() -> Job | None:
-    """Return the disaggregated job of this process; None if forwards and backwards share ranks."""
+    """Return this process's disaggregated job; None if forward and backward passes share ranks."""
     in_force = active()
     return None if in_force is None else in_force.job
 
@@ -481,10 +483,11 @@ def is_folded() -> bool:
     return running is not None and running.is_folded
 
 
-# Megatron's generators continue from one forward to the next, so another order of micro-batches
-# draws other dropout masks. With `--microbatch-rng`, each forward reseeds every generator from the
-# run's seed, the iteration, the stage and the micro-batch. So all schedules with the same stages
-# draw the same masks, and so does a resumed run. `runtime/compute.py` sets the generators.
+# Megatron's generators continue from one forward pass to the next, so a different order of
+# micro-batches draws different dropout masks. With `--microbatch-rng`, each forward pass reseeds
+# every generator from the run's seed, the iteration, the stage and the micro-batch. So all
+# schedules with the same stages draw the same masks, and so does a resumed run.
+# `runtime/compute.py` sets the generators.
 
 
 def draws_by_microbatch() -> bool:

@@ -71,8 +71,8 @@ def question_of(
     batches = _batches(args)
     # The settings read below follow from the sizes alone, so they are the same for every schedule.
     reference = completed(vars(args), cut, replace(config, schedule=choice.REFERENCE))
-    # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as a choice of
-    # the user.
+    # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as the user's
+    # choice.
     chunks = cut.chunks_if_even
     if chunks == 1:
         chunks = None
@@ -118,13 +118,13 @@ class WaitingChoice:
     reason: str
     """The reason why no W can wait, or the memory that the waiting W need."""
     basis: str = ""
-    """The devices for which the number was chosen. Empty: it does not depend on devices."""
+    """The devices for which the number was chosen. Empty if the number does not depend on them."""
 
 
 def waiting_weights(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> WaitingChoice:
-    """Return the number of W that fit into the memory that the planner's forecast leaves free.
+    """Return the number of W that fit into the memory left free in the planner's forecast.
 
     Args:
         args: Megatron's arguments before its validation, or equivalent sizes.
@@ -180,7 +180,7 @@ def memory_here() -> DeviceKind | None:
     name, memory_gib = devices.name_and_memory()
     if memory_gib is None:
         return None
-    # The description needs a speed, so take that of an H100 if the kind is unknown.
+    # The description needs a speed, so use an H100's speed if the kind is unknown.
     return replace(kind_of(name) or DEVICES["h100"], name=name, memory_gib=memory_gib)
 
 

@@ -1,4 +1,4 @@
-"""The batch sizes of a run, and the resulting numbers of micro-batches."""
+"""A run's batch sizes, and the resulting numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.schedules.table.table_files import load_csv
 
 @dataclass(frozen=True)
 class Batches:
-    """The batch sizes of a run, and the numbers of micro-batches per model replica."""
+    """A run's batch sizes, and the numbers of micro-batches per model replica."""
 
     micro_batch: int
     """Samples per micro-batch."""
@@ -95,7 +95,7 @@ def _check_evaluation(
     """Reject an evaluation whose batch does not divide among the replicas of mirrored pipelines."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
-    # The batch of the training has already been checked, or Megatron rounds it down.
+    # The training batch has already been checked, or Megatron rounds it down.
     is_training_batch = (eval_batch, eval_step) == (
         global_batch,
         micro_batch * replicas,
@@ -120,13 +120,13 @@ class _GlobalBatches(NamedTuple):
     """The global batch sizes that the flags request."""
 
     sizes: list[int]
-    """All global batch sizes of the run; the full batch is the last one."""
+    """All global batch sizes in the run; the last one is the full batch."""
     remedy: str
     """Flags with sizes that are multiples of a step, for an error message."""
 
 
 def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatches:
-    """Return all global batch sizes of the run.
+    """Return all global batch sizes in the run.
 
     `step` is the number of samples in one micro-batch on every replica.
     """

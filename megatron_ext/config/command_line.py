@@ -1,8 +1,9 @@
-"""Parses the command line of a training as the training itself does, but without importing torch.
+"""Parses a training command line as the training job itself does, but without importing torch.
 
 Megatron's flags come from its sources (`megatron_ext/upstream/flag_list.py`), ours from `flags.py`,
-and a script's flags from the file of the script. If Megatron is not installed, the types of its
-flags are guessed: a flag without a value is a switch, and a word that looks like a number is one.
+and a script's flags from the script's file. If Megatron is not installed, the types of its
+flags are guessed: a flag without a value is a switch, and a word that looks like a number is
+    treated as one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SCRIPT = "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The settings in a training's command line."""
+    """The settings in a training command line."""
 
     settings: dict[str, Any]
     """Values by the names of Megatron's arguments and ours. Flags that are not given are absent."""
@@ -50,7 +51,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Return the settings in a training's command line and in the flags of the environment.
+    """Return the settings in a training command line and in the environment's flags.
 
     Args:
         words: The flags, optionally preceded by a script.
@@ -68,13 +69,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     flags = megatron_flags()
     for flag in flags:
         flag.add_to(parser)
-    # A user's script may define flags outside of its own file, so accept unknown flags for it.
+    # A user's script may define flags outside its own file, so accept unknown flags for it.
     is_user_script = script is not None and not is_megatrons(script)
     if script is not None and is_user_script:
         for flag in script_flags(Path(script)):
             flag.add_to(parser)
     add_arguments(parser)
-    # Set the flags of the environment as defaults, as in a job, so that the words override them.
+    # Set the environment's flags as defaults, as a job does, so that the words override them.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
@@ -92,7 +93,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | None]:
-    """Return, for each flag among the words, a similar flag of the parser, or None."""
+    """Return a similar flag that the parser knows, or None, for each flag among the words."""
     spellings: list[str] = []
     for action in parser._actions:
         spellings += action.option_strings

@@ -24,19 +24,19 @@ def completed(
     """Return a configuration with all settings that depend on the job filled in.
 
     Args:
-        settings: Settings of the job, by the names of Megatron's arguments.
+        settings: The job's settings, by Megatron's argument names.
         cut: How these settings cut the model.
         config: The user's configuration.
 
     Raises:
-        ArgumentsError: The sizes contradict each other about the stages of each rank.
+        ArgumentsError: The sizes contradict each other on the number of stages per rank.
     """
     # Disaggregation implies a schedule, and Megatron builds its stages from Megatron's flags.
     if config.disaggregation is not None:
         # Both roles must draw the same random numbers. Always set this, because the flags do not
         # show all random numbers that a model draws.
         return replace(config, microbatch_rng=True)
-    # A dynamic order without a schedule starts from the table of Megatron's own schedule.
+    # A dynamic order without a schedule starts from the table for Megatron's own schedule.
     if config.schedule is None and config.dynamic is not None:
         config = replace(config, schedule=base_table(cut.chunks))
     if config.schedule is None:
@@ -61,7 +61,7 @@ def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
 
 
 def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
-    """Return whether forwards and backwards run as pairs."""
+    """Return whether forward and backward passes run as pairs."""
     # The sizes passed to `configure` do not include experts, so trust the program's setting.
     if "num_experts" not in settings and config.pairs:
         return True
@@ -91,7 +91,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     """Return a configuration whose `stash_ratio` counts the memory held between I and W.
 
     Args:
-        config: The configuration. A ratio that it already has is kept.
+        config: The configuration. An existing ratio is kept.
         settings: Settings of the job, or the fields of a `TransformerConfig`.
     """
     if config.stash_ratio > 1:
@@ -121,7 +121,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
         kept_inputs=1 / recomputed_layers.at_a_time,
         divides_inputs=bool(settings.get("distribute_saved_activations")),
     )
-    # If all layers are recomputed, run W right after I, so that a rank holds the operands of only
+    # If all layers are recomputed, run W right after I, so that a rank holds the operands for only
     # one W at a time. A table from a file keeps its order.
     at_once = config.weights_at_once or (
         recomputed_layers.share == 1 and config.generator is not None

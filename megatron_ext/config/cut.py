@@ -1,8 +1,8 @@
-"""The user's cut of a model into stages, as Megatron interprets it.
+"""How the user's flags cut a model into stages, as Megatron interprets them.
 
 Five groups of Megatron's flags cut a model into stages: the number of virtual stages, the number of
 layers per virtual stage, a layout, the segments of a hybrid pattern, and other numbers of layers on
-the first and the last rank. Flags of different groups exclude each other.
+the first and the last rank. Flags from different groups are mutually exclusive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-# Arguments with a file or a text that describes each layer.
+# Arguments that give a file or a text describing each layer.
 _HETEROGENEOUS = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
@@ -36,18 +36,18 @@ EVEN_CUT = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
-"""Arguments about the cut that a layout replaces."""
+"""Arguments for cutting the model that a layout replaces."""
 
 
 class CutFlag(NamedTuple):
-    """A flag that sets the stages of each rank, with its value."""
+    """A flag that sets the number of stages on each rank, with its value."""
 
     flag: str
     value: Any
 
 
 class EndWeights(NamedTuple):
-    """Work of the first and the last stage besides their layers, in units of one layer."""
+    """Work that the first and the last stage do besides their layers, in units of one layer."""
 
     first: float
     last: float
@@ -60,18 +60,18 @@ class UserCut:
     sizes: JobSizes
     pattern: str | None
     """The layers of a hybrid model, one letter per layer, with `|` between stages. None for other
-    models, and for hybrid models of 0.16, which count their layers by `--num-layers`."""
+    models, and for hybrid models in 0.16, which count their layers by `--num-layers`."""
     is_hybrid: bool
     counts_embedding: bool
-    """Whether Megatron counts the embedding as a layer of the first stage."""
+    """Whether Megatron counts the embedding as a layer in the first stage."""
     counts_loss: bool
-    """Whether Megatron counts the loss as a layer of the last stage."""
+    """Whether Megatron counts the loss as a layer in the last stage."""
     layer_description: str | None
     """The argument that describes each layer individually, or None if no such argument is set."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> UserCut:
-        """Return the cut that settings describe, under the names of Megatron's arguments.
+        """Return the cut described by settings, which use Megatron's argument names.
 
         Raises:
             ArgumentsError: A size has the wrong type or is too small.
@@ -84,7 +84,7 @@ class UserCut:
                 "hybrid_override_pattern"
             )
         pattern = None
-        # The layers of multi-token prediction follow the first "/".
+        # The multi-token prediction layers follow the first "/".
         if all_layers:
             pattern, _, _mtp_layers = all_layers.partition("/")
         layer_description = None
@@ -172,7 +172,7 @@ class UserCut:
         flag, value = chosen
         if flag == _CHUNKS:
             return int(value)
-        # `count` stages, segments or layers must be a multiple of `divisor`.
+        # `count`, a number of stages, segments or layers, must be a multiple of `divisor`.
         pp = self.sizes.pipeline_model_parallel_size
         divisor = pp
         if flag == LAYOUT:
@@ -194,7 +194,7 @@ class UserCut:
 
     @property
     def chunks_if_even(self) -> int | None:
-        """Number of stages per rank by the user's flag; None if the layers do not divide evenly.
+        """Number of stages per rank from the user's flag; None if the layers do not divide.
 
         Raises:
             ArgumentsError: The flags contradict each other.
@@ -207,7 +207,7 @@ class UserCut:
 
     @property
     def end_layers(self) -> tuple[int | None, int | None]:
-        """Layers on the first and the last rank; None for as many as on the ranks between them."""
+        """Layers on the first and the last rank; None means as many as on the ranks in between."""
         sizes = self.sizes
         return (
             sizes.decoder_first_pipeline_num_layers,
@@ -248,13 +248,13 @@ class UserCut:
         return layers_by_stage
 
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
-        """Return the layers of each stage if the first or the last rank has another number of them.
+        """Return the layers in each stage if the first or the last rank has more or fewer layers.
 
-        The layers of a rank are spread evenly over its chunks. None if the layers do not divide.
+        A rank's layers are spread evenly over its chunks. Returns None if the layers do not divide.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
-        # Megatron asserts that the layers of a rank divide into its chunks.
+        # Megatron asserts that a rank's layers divide evenly among its chunks.
         if any(count < 1 or count % chunks for count in end_counts):
             return None
         # Spread the remaining layers evenly over the ranks between the ends.
@@ -276,15 +276,15 @@ class UserCut:
         return [per_stage_of_rank[rank] for rank in placement.rank_of]
 
     def end_weights(self, num_ranks: int) -> EndWeights:
-        """Return the work of the first and the last stage besides their layers."""
+        """Return the work that the first and the last stage do besides their layers."""
         if self.layout is not None:
             return ends_of_layout(self.layout)
         end_counts = [count for count in self.end_layers if count]
         if not end_counts:
             last = float(self.counts_loss) + self.sizes.mtp_num_layers
             return EndWeights(float(self.counts_embedding), last)
-        # If an end has fewer layers than the ranks between, assume that its other work is as long
-        # as the missing layers.
+        # If an end has fewer layers than the ranks in between, assume that its other work takes as
+        # long as the missing layers.
         num_between = num_ranks - len(end_counts)
         layers_between: float = max(end_counts)
         if num_between:
@@ -299,10 +299,10 @@ class UserCut:
 
 
 def ends_of_layout(layout: str) -> EndWeights:
-    """Return the work of the first and the last stage besides their layers.
+    """Return the work that the first and the last stage do besides their layers.
 
-    If a layout gives an end fewer layers than the stages between, the function assumes that the
-    other work of the end is as long as the missing layers.
+    If a layout gives an end fewer layers than the stages in between, the function assumes that the
+    end's other work takes as long as the missing layers.
     """
     stages = parse_layout(layout)
     counts = [stage.count("t") for stage in stages]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# The attribute of the arguments in which `prepare` saves (old, new) for each one that it changes.
+# The attribute in which `prepare` saves (old, new) for each argument that it changes.
 _REWRITTEN = "megatron_ext_rewritten"
 
 
@@ -59,14 +59,14 @@ def prepare(
 ) -> dict[str, Any]:
     """Activate a configuration, and set the arguments with which Megatron hosts it.
 
-    A second call with the same arguments, which some of upstream's tools make, changes nothing.
+    Some upstream tools call this twice. A second call with the same arguments changes nothing.
 
     Args:
         args: Megatron's arguments before its validation. They are changed in place.
-        requested: The argument of `configure`. If None, flags among the arguments choose the
+        requested: The argument to `configure`. If None, flags among the arguments choose the
             pipeline.
-        script_defaults: A training script's values for arguments that were not given. If None, the
-            arguments may lack some that Megatron needs.
+        script_defaults: A training script's values for missing arguments. If None, arguments that
+            Megatron needs may be missing.
         wording: Renders settings for the reader of errors and log lines.
 
     Returns:
@@ -74,7 +74,7 @@ def prepare(
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
-        ScheduleError: The schedule does not exist, or is impossible for these sizes.
+        ScheduleError: The schedule does not exist, or cannot run with these sizes.
     """
     # Clear first, so that no earlier configuration stays active if the flags are rejected.
     clear_configuration()
@@ -86,7 +86,7 @@ def prepare(
             setattr(user_args, dest, before)
     preflight = inspect(user_args, requested, script_defaults=script_defaults)
     preflight.raise_refusals(wording)
-    # Undo the changes of an earlier call even if this call changes nothing.
+    # Undo the changes from an earlier call even if this call changes nothing.
     vars(args).pop(_REWRITTEN, None)
     vars(args).update(vars(user_args))
     rewritten = {}
@@ -139,7 +139,7 @@ def check(args: Namespace) -> None:
 
 
 def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
-    """Raise an error if sizes that Megatron computed differ from those of the tables."""
+    """Raise an error if sizes that Megatron computed differ from the sizes in the tables."""
     placement = pipeline.placement
     prepared = {
         "pipeline ranks": placement.num_ranks,
@@ -254,7 +254,7 @@ def running(pipeline: Pipeline) -> str:
 
 
 def _wires_in_words(transport: str) -> str:
-    """Return the name of what carries messages, for the log."""
+    """Return the name of the transport, for the log."""
     # `auto` is resolved for each pair of ranks when they connect.
     if transport == "auto":
         return "the fastest wire of each pair of ranks (auto)"
@@ -262,11 +262,11 @@ def _wires_in_words(transport: str) -> str:
 
 
 def order_in_words(pipeline: Pipeline) -> str:
-    """Describe the policy of a dynamic pipeline and its bound on memory, for the log."""
+    """Describe a dynamic pipeline's policy and its memory bound, for the log."""
     assert pipeline.dynamic is not None
     policy = pipeline.policy(pipeline.num_microbatches, 0)
     schedule = pipeline.full
-    # Convert activations of one stage into activations of the part of the model on one rank.
+    # Convert from activations for one stage to activations for the part of the model on one rank.
     share = schedule.pp / schedule.num_stages
     if isinstance(policy, Hint) and pipeline.config.slice_tokens is not None:
         longest = pipeline.margin_by_length
@@ -339,6 +339,6 @@ def count_recomputation(built: Any) -> None:
 
 
 def await_host(config: PipelineConfig) -> None:
-    """Keep a configuration until a host (`megatron_ext/hosts/`) provides the sizes of the job."""
+    """Keep a configuration until a host (`megatron_ext/hosts/`) provides the job's sizes."""
     clear_configuration()
     activate_configuration(Active(config, requested=config, is_sized=False))

@@ -49,12 +49,12 @@ accepted with a notice and have no effect."""
 REMOVED = {
     "--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"
 }
-"""Flags of the previous release that are now rejected, each with the remedy. Entries are kept for
+"""Flags from the previous release that are now rejected, each with the remedy. Entries are kept for
 one release."""
 
 
 def _option_entries() -> str:
-    """Return the help entries for the options of schedules, in the notation of `_HELP`."""
+    """Return the help entries for schedule options, in the notation of `_HELP`."""
     lines = []
     for generator in registered().values():
         for key, values in generator.options.items():
@@ -69,9 +69,9 @@ _OPTIONS = _option_entries()
 _IGNORED = "\n".join(
     f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items()
 )
-# Help texts by flag. The flag is followed by the field that it sets (`part.field` for a field of a
-# part), and by the name of its value in the help. The type of the field determines the accepted
-# values. A flag without a field is a switch.
+# Help texts by flag. The flag is followed by the field that it sets (`part.field` for a field in a
+# part), and by the name of its value in the help. The field's type determines the accepted values.
+# A flag without a field is a switch.
 _HELP = f"""
 --device-backend device
     Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that do not
@@ -186,7 +186,7 @@ def _choices() -> dict[str, Sequence[Any]]:
         "--device-backend": DEVICES,
         "--pipeline-layout": ("auto",),
     }
-    # Options get no argparse default. `_options` rejects options of other schedules, so it must
+    # Options get no argparse default. `_options` rejects options for other schedules, so it must
     # know whether an option was given, even with its default value.
     for generator in registered().values():
         for key, values in generator.options.items():
@@ -205,7 +205,7 @@ class _Row(NamedTuple):
     """The part of the configuration that contains the field; empty: the configuration itself."""
     field: str
     parse: Callable[[str], object] | None
-    """Parses the value. Its errors are reported as errors of the flag."""
+    """Parses the value. Its errors are reported as errors in the flag."""
     options: dict[str, Any]
     """Keyword arguments of `ArgumentParser.add_argument`."""
 
@@ -236,7 +236,7 @@ def _row(key: str, text: str) -> _Row:
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
-    # Fields of a part get no defaults here: without the part's switch, their values must be absent.
+    # Fields in a part get no defaults here: their values must be absent without the part's switch.
     default = None if part else getattr(PipelineConfig, name, None)
     if "action" not in options and isinstance(default, str | int):
         options["default"] = default
@@ -279,7 +279,7 @@ FIELD_OF = {flag: field for field, flag in FLAG_OF.items()}
 
 
 def in_flags(name: str, value: str) -> str:
-    """Return a field of `PipelineConfig`, or a flag, in the form of a command line (`Wording`)."""
+    """Return a field of `PipelineConfig`, or a flag, as written on a command line (`Wording`)."""
     flag = FLAG_OF.get(name, name)
     return f"{flag} {value}" if value else flag
 
@@ -291,7 +291,7 @@ def with_flags(name: str, value: str) -> str:
 
 
 def in_fields(flag: str, value: str) -> str:
-    """Return a flag in the form of a Python program: our argument, or a field of Megatron's."""
+    """Return a flag as written in a Python program: our argument, or a Megatron field."""
     if flag in FIELD_OF:
         return in_python(FIELD_OF[flag], value)
     return in_objects(flag, value)
@@ -315,14 +315,14 @@ MEGATRON_FIELDS = {
     "num_experts": "num_moe_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
-"""Argument of Megatron -> field of Megatron's and Megatron-Bridge's configuration objects, where
-the names differ. Rules use the names of the arguments."""
+"""Megatron argument -> field in Megatron's and Megatron-Bridge's configuration objects, where the
+names differ. Rules use the argument names."""
 
 
 class WordParser(ArgumentParser):
     """A parser that raises exceptions instead of exiting, and rejects abbreviations.
 
-    An abbreviation of one of our flags could be a flag of Megatron, now or in its next release.
+    An abbreviation of one of our flags could be a Megatron flag, now or in the next release.
     """
 
     def __init__(self, prog: str) -> None:
@@ -340,7 +340,7 @@ class WordParser(ArgumentParser):
 
 
 def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the words in `MEGATRON_EXT_FLAGS`, split as by a shell; empty if it is not set.
+    """Return the words in `MEGATRON_EXT_FLAGS`, split as a shell would; empty if it is not set.
 
     Raises:
         ArgumentsError: A quotation mark is not closed.
@@ -349,7 +349,7 @@ def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def split_words(text: str, source: str) -> tuple[str, ...]:
-    """Return the words of a line, split as by a shell.
+    """Return the words in a line, split as a shell would.
 
     Args:
         text: The line.
@@ -367,7 +367,7 @@ def split_words(text: str, source: str) -> tuple[str, ...]:
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
-    """Return the settings in words that may contain only flags of this package.
+    """Return the settings in words, which may contain only this package's flags.
 
     Raises:
         ArgumentsError: A word is not one of our flags, or a value is invalid.
@@ -392,7 +392,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         for row in _ROWS:
             group.add_argument(row.flag, **row.options)
         # Accept removed flags with or without a value, so that users see the remedy instead of an
-        # error of argparse.
+        # argparse error.
         for flag in REMOVED:
             group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
@@ -429,7 +429,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
     settings = fields_by_part[""]
     for name, part in _PARTS.items():
-        # The flag for the field of a part, such as --trace, switches the part on.
+        # The flag for a field that holds a part, such as --trace, switches the part on.
         is_on = settings.get(name)
         settings[name] = part(**fields_by_part[name]) if is_on else None
     settings["schedule"] = schedule
@@ -451,7 +451,7 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         if value is None or not row.field:
             continue
         switch = FLAG_OF.get(row.part)
-        # Don't test `if value`: 0 is also a value that the user may give.
+        # Don't test `if value`: the user may also set 0.
         if switch is not None and value is not False and not _value(args, switch):
             raise ArgumentsError(
                 f"{row.flag} is for {switch}; add {switch}, or leave {row.flag} out"
@@ -479,10 +479,10 @@ def _schedule(args: Namespace) -> str | None:
 
 
 def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
-    """Return the options of the schedule that were given.
+    """Return the schedule options that were given.
 
     Raises:
-        ArgumentsError: An option of another schedule was given.
+        ArgumentsError: An option for another schedule was given.
     """
     options: dict[str, Option] = {}
     for generator in registered().values():

@@ -3,8 +3,8 @@
 `preflight` checks any settings, on any machine and without torch. `inspect` runs the same checks in
 a process of the job, whose device and Transformer Engine are known. It also returns the pipeline,
 and the arguments with which Megatron hosts the pipeline. Megatron treats two mirrored pipelines on
-D ranks as one pipeline of D/2 ranks with twice as many data-parallel replicas, and gets a layout
-for stages that are placed as a V or W.
+D ranks as one pipeline of D/2 ranks with twice as many data-parallel replicas, and is given a
+layout for stages that are placed as a V or W.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Megatron's defaults for arguments that the checks read. It contains only arguments whose absence
-# would mean something else to a rule.
+# Megatron's defaults for arguments that the checks read. Includes only arguments whose absence a
+# rule would interpret differently.
 _MEGATRON_DEFAULTS = {
     "add_bias_linear": True,
     "attention_dropout": 0.1,
@@ -65,7 +65,7 @@ _MEGATRON_DEFAULTS = {
     "transformer_impl": "transformer_engine",
 }
 
-# Arguments of `megatron.training` that the checks read. megatron-core alone does not define them.
+# `megatron.training` arguments that the checks read. megatron-core alone does not define them.
 _OF_TRAINING = {
     "decrease_batch_size_if_needed", "dist_ckpt_optim_fully_reshardable",
     "distributed_timeout_minutes", "encoder_num_layers", "global_batch_size", "load",
@@ -86,8 +86,8 @@ def preflight(
     """Check which settings a configuration accepts, changes and rejects.
 
     This imports neither torch nor Megatron, and the job may run on another machine. If the
-    arguments name no device, the devices are assumed to be GPUs that reach each other. If
-    Transformer Engine's layers are chosen, it is assumed to be installed.
+    arguments name no device, the devices are assumed to be GPUs that can reach each other. If
+    Transformer Engine's layers are chosen, Transformer Engine is assumed to be installed.
 
     Args:
         arguments: A command line or its words, parsed arguments, or settings by the names of
@@ -104,7 +104,7 @@ def preflight(
         num_candidates: How many of the best accepted schedules to return under `auto`.
 
     Returns:
-        The result of all checks. Refusals are listed in it, and not raised.
+        The result of all checks. Refusals are listed there instead of being raised.
     """
     # Collect the user's settings from any of these descriptions of a job.
     line: CommandLine | None = None
@@ -129,7 +129,7 @@ def preflight(
             settings["world_size"] = user_args.get("world_size")
     if answer.refusals:
         return answer
-    # Only a command line of Megatron's script shows which required flags are missing.
+    # Only a command line for a Megatron script shows which required flags are missing.
     script_defaults = None
     if line is not None and line.is_pretraining:
         script_defaults = line.defaults
@@ -189,7 +189,7 @@ def _unknown_names(user_args: Mapping[str, Any]) -> list[str]:
 
 
 def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, Any]:
-    """Return the user's settings by the names of Megatron's arguments, with Megatron's defaults.
+    """Return the user's settings by Megatron's argument names, with Megatron's defaults.
 
     Raises:
         ArgumentsError: A value contains nested settings, or is not a number although Megatron
@@ -214,7 +214,8 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
         settings[_RENAMED.get(name, name)] = value
     layout = layout_text(user_args.get("pipeline_model_parallel_layout"))
     if layout and "virtual_pipeline_model_parallel_size" in user_args:
-        # Configuration objects contain both, although Megatron derives this one from the layout.
+        # Configuration objects contain both settings, although Megatron derives this one from the
+        # layout.
         settings["num_virtual_stages_per_pipeline_rank"] = None
     settings["pipeline_model_parallel_layout"] = layout
     return settings
@@ -247,8 +248,8 @@ def inspect(
         args: Megatron's arguments, before Megatron validates them. They are not changed.
         requested: The pipeline. If None, flags among the arguments choose it.
         in_job: Whether this is a process of the job, with the job's device and software.
-        script_defaults: A training script's values for arguments that were not given. If None, the
-            arguments may lack some that Megatron needs.
+        script_defaults: A training script's values for missing arguments. If None, arguments that
+            Megatron needs may be missing.
         device_kind: As in `preflight`. A process of the job detects its device instead.
         num_candidates: As in `preflight`.
     """
@@ -335,7 +336,8 @@ def _with_waiting(
     line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
     answer.changes.append(reworded(line, flags.in_flags))
     if in_job and waiting.basis:
-        # Ranks with different memory would run different tables, so all ranks compare theirs.
+        # Ranks with different memory would run different tables, so all ranks compare their
+        # choices.
         answer.choice = Choice(f"--pipeline-waiting-weights {number}", waiting.basis)
     return resolved
 
@@ -402,7 +404,7 @@ def _add_pipeline(
     """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
 
     Returns:
-        The table of the pipeline, or None without a pipeline. For Megatron's own pipeline, the
+        The pipeline's table, or None without a pipeline. For Megatron's own pipeline, the
         table is never executed: it only announces the messages in advance.
     """
     if config.disaggregation is not None:
@@ -440,8 +442,8 @@ def _add_pipeline(
             config,
             pp,
             num_microbatches,
-            # A dynamic order splits backwards only to save time, so leave them whole if a setting
-            # excludes W.
+            # A dynamic order splits backward passes only to save time, so leave them whole if a
+            # setting excludes W.
             splits=not any(rule.refuses(args) for rule in RULES["whole"]),
             over_torch=over_torch,
         )
@@ -460,13 +462,13 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> 
     """Return whether transport `auto` selects torch.distributed.
 
     torch.distributed offers everything that a schedule with a fixed order needs. Tables use it for
-    every pair of ranks that does not share device memory, on one host or on several. Megatron's own
-    schedules use it only on one host, where nothing in them has to be replaced.
+    every pair of ranks that does not share device memory, on one host or several. Megatron's own
+    schedules use it only on one host, where they run unchanged.
     """
     # Only a fixed order suits torch.distributed, which cannot tell which messages have arrived.
     if config.wire != "auto" or config.dynamic is not None:
         return False
-    # torch.distributed offers neither of these.
+    # torch.distributed offers neither CUDA IPC nor checksums.
     if config.device_path == "ipc" or config.checksums:
         return False
     local_world_size = Environment.read().local_world_size or world_size
@@ -487,7 +489,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> 
 
 
 def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
-    """Return the configuration of Megatron's own schedule, with its table and stages."""
+    """Return the configuration for Megatron's own schedule, with its table and stages."""
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
@@ -502,7 +504,7 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
 
 
 def _has_batch(args: Namespace) -> bool:
-    """Return whether the arguments contain the batch sizes, which those of a job always do."""
+    """Return whether the arguments contain the batch sizes, as a job's arguments always do."""
     schedule = getattr(args, "step_batch_size_schedule", None)
     global_batch = getattr(args, "global_batch_size", None) or schedule
     return bool(global_batch and getattr(args, "micro_batch_size", None))
@@ -513,8 +515,8 @@ def _make_tables(
 ) -> None:
     """Generate the table for each batch size of a run, and reject the first size without a table.
 
-    All tables are generated up front. Otherwise a batch size of a ramp-up that has no table would
-    end the job hours later.
+    All tables are generated up front. Otherwise a ramp-up batch size without a table would stop the
+    job hours later.
     """
     pp = pipeline.pp
     if pipeline.name.startswith(CSV_PREFIX):
@@ -561,7 +563,7 @@ def _add_stages(
         has_layers = getattr(args, "num_layers", None) or getattr(
             args, "hybrid_layer_pattern", None
         )
-        # Without layers, `stage_arguments` would fail. In a job, that is an error of the user's.
+        # Without layers, `stage_arguments` would fail. In a job, that is a user error.
         if in_job or has_layers:
             built = stages.stage_arguments(args, cut, placement, subject)
             answer.arguments = built.values
@@ -635,7 +637,7 @@ def _give_roles(
     *,
     in_job: bool,
 ) -> None:
-    """Check that the ranks divide into both roles, and set the role of a process of the job."""
+    """Check that the ranks divide into both roles, and set the role of a process in the job."""
     with answer.collecting("disaggregation"):
         ranks = rank_map(
             args.world_size,

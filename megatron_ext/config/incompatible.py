@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 # Rules in the notation of `megatron_ext/rules.py`, grouped by the setting that they belong to. In a
-# remedy, `SUBJECT` is replaced by the flag of the feature. Features add their own rules
+# remedy, `SUBJECT` is replaced by the feature's flag. Features add their own rules
 # (`feature_list.RULES`).
 
-# CUDA graphs of a whole step. From 0.18 on, they are a value of --cuda-graph-impl. Before, they
+# CUDA graphs for a whole step. Since 0.18, they are a value of --cuda-graph-impl. Earlier, they
 # were a scope, which Megatron still accepts under three names.
 _WHOLE_STEP = (
     "cuda_graph_scope=full_iteration | cuda_graph_scope_deprecated=full_iteration | "
@@ -86,17 +86,18 @@ _TEXTS = {
             the table places weight gradients
         defer_embedding_wgrad_compute
             the table places weight gradients, including those of the output layer""",
-    # Settings that split backwards replace.
+    # Settings that split backward passes replace.
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
             the table already postpones the weight gradients of experts""",
-    # Settings that exclude split backwards. With these, a dynamic order leaves its backwards whole.
+    # Settings that exclude split backward passes. A dynamic order then leaves backward passes
+    # whole.
     "whole": """
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
             Megatron keeps fused experts outside the module tree, so W would not compute their
             weight gradients; leave it out""",
-    # For split backwards: settings that depend on a setting that is dropped.
+    # For split backward passes: settings that depend on a setting that is dropped.
     "unfused": """
         --offload-modules=fused_group_mlp, --moe-single-grouped-weight or
         --moe-ncclep-static-shape: use_transformer_engine_op_fuser & num_experts &
@@ -259,7 +260,7 @@ _TEXTS = {
 
 
 def _all_texts() -> dict[str, str]:
-    """Return the texts above and those of the features, by group."""
+    """Return the texts above and the features' texts, by group."""
     texts = dict(_TEXTS)
     for module in feature_list.RULES:
         texts |= import_module(module).TEXTS
@@ -302,7 +303,7 @@ def rules_of(
 ) -> list[tuple[str, tuple[Rule, ...]]]:
     """Return the rules for a configuration and its table, with the flag that each group concerns.
 
-    `table` is the schedule's table, or the table of Megatron's own schedule if our transport
+    `table` is the schedule's table, or the table for Megatron's own schedule if our transport
     carries its messages. If None, rules about tables do not apply.
     """
     is_stock = config.is_stock
@@ -341,7 +342,7 @@ def rules_of(
     rules_by_flag = []
     for field, group, applies in groups:
         if applies:
-            # If the folder of a feature is deleted, its group is missing.
+            # If a feature's folder is deleted, its group is missing.
             rules_by_flag.append((flag_of(args, config, field), RULES.get(group, ())))
     return rules_by_flag
 
@@ -394,7 +395,7 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
 
 
 def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Make Megatron build its layers for pairs if the table runs pairs, and else without them."""
+    """Make Megatron build its layers for pairs if, and only if, the table has pairs."""
     if config.pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = True
     elif config.schedule is not None and getattr(
@@ -415,10 +416,10 @@ def _imply_slices(answer: Preflight, args: Namespace) -> None:
     makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
     if makes_mask and not getattr(args, "reset_attention_mask", None):
         # Tensor-parallel ranks receive the mask into a buffer with the shape of the whole mask, so
-        # the mask of a slice would not fit.
+        # a slice's mask would not fit.
         answer.arguments["create_attention_mask_in_dataloader"] = False
-    # With this cache, which only fp8 uses, and with fused gradient accumulation, Transformer
-    # Engine's layers overwrite the gradients that other slices have added.
+    # Transformer Engine's layers overwrite the gradients from other slices if this cache, which
+    # only fp8 uses, is combined with fused gradient accumulation.
     answer.arguments["disable_parameter_transpose_cache"] = True
 
 
@@ -452,7 +453,7 @@ def _imply_optimizer_format(
         if has_schedule and getattr(args, "ckpt_convert_format", None) == "torch_dist":
             answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
         return
-    # Local checkpoints exclude this format: Megatron would fail when it saves the first one.
+    # Local checkpoints do not support this format: Megatron would fail when saving the first one.
     if not has_schedule or getattr(args, "non_persistent_ckpt_type", None) == "local":
         return
     answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
@@ -465,7 +466,7 @@ def _imply_optimizer_format(
 
 
 def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
-    """Yield notices about figures that logs and profiles lack under a configuration."""
+    """Yield notices about figures missing from logs and profiles under a configuration."""
     has_roles = config.disaggregation is not None
     if has_roles and profiles_with_torch(args):
         yield "--use-pytorch-profiler profiles backward ranks only"
@@ -498,7 +499,7 @@ def suit_layers(
     """Adapt the pipeline to what Transformer Engine's layers can run, or reject it.
 
     Raises:
-        ArgumentsError: The schedule splits backwards, but the layers cannot.
+        ArgumentsError: The schedule splits backward passes, but the layers cannot.
     """
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
@@ -513,7 +514,7 @@ def suit_layers(
                 "which run later, and the gathered operands of weight gradients are copied"
             )
         return
-    # A dynamic order can leave backwards whole if its table does not split them itself.
+    # A dynamic order can leave backward passes whole if its table does not split them itself.
     unsplit = replace(pipeline, splits=False)
     if pipeline.dynamic is not None and not unsplit.full.splits_backward:
         answer.pipeline = unsplit
@@ -544,12 +545,12 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     """
     fields = vars(built)
     args = Namespace(**fields)
-    # Rules read the names of arguments, which differ from some names of fields.
+    # Rules use argument names, some of which differ from the field names.
     for dest, name in MEGATRON_FIELDS.items():
         if name in fields:
             setattr(args, dest, fields[name])
-    # The pattern is an argument of the model. The configuration object only contains whether the
-    # model is hybrid.
+    # The pattern is an argument of the model. The configuration object only says whether the model
+    # is hybrid.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
     # A spec, not `transformer_impl`, chooses the layers. Slices check the layers at the first step.
     args.transformer_impl = None
@@ -587,7 +588,7 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
     if not config.num_waiting or devices.current().is_host:
         return
     # In 0.16, plans compute on the stream that the process chose first, DDP's reductions may wait
-    # only for the default stream, and products of grouped_gemm run on the stream of the actions.
+    # only for the default stream, and grouped_gemm products run on the action stream.
     if "comp_stream" in parameters("megatron.core.pipeline_parallel.utils:set_streams"):
         raise ScheduleError(
             f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
@@ -597,7 +598,7 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
 
 
 def why_not_split(config: Any) -> str | None:
-    """Return why this `TransformerConfig` cannot split backwards, and the remedy, or None.
+    """Return why this `TransformerConfig` cannot split backward passes, and the remedy, or None.
 
     These checks apply in addition to `RULES`.
     """
@@ -609,7 +610,7 @@ def why_not_split(config: Any) -> str | None:
 def uses_te(config: Any, *, in_job: bool = True) -> bool:
     """Return whether Megatron builds Transformer Engine's layers.
 
-    In a job, Transformer Engine must be installed too. `config` is a `TransformerConfig`, or
+    In a job, Transformer Engine must also be installed. `config` is a `TransformerConfig`, or
     arguments with the same names.
     """
     chosen = config.transformer_impl == "transformer_engine"
@@ -617,7 +618,7 @@ def uses_te(config: Any, *, in_job: bool = True) -> bool:
 
 
 def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
-    """Return why the configured layers of Transformer Engine cannot split backwards, or None."""
+    """Return why the configured Transformer Engine layers cannot split backward passes, or None."""
     # Outside of the job, the version that the job will use is unknown.
     if not in_job or not uses_te(config):
         return None

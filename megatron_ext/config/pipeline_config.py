@@ -2,8 +2,8 @@
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-The object contains neither sizes of the job nor caches; these belong to `active.Pipeline`. The
-module is cheap to import. `flags.py` translates the command line into this object, and
+The object contains neither job sizes nor caches, which belong to `active.Pipeline`. The module is
+cheap to import. `flags.py` translates the command line into this object, and
 `megatron_ext.configure` accepts it directly.
 """
 
@@ -42,11 +42,12 @@ DevicePath = Literal["auto", "staged", "ipc"]
 CUDA IPC."""
 
 AUTO = "auto"
-"""The schedule with which the planner chooses (`automatic.py`). With `auto:FOLDER`, it uses the
-costs of a traced run."""
+"""The schedule name that lets the planner choose (`automatic.py`). With `auto:FOLDER`, the planner
+uses the costs from a traced run."""
 
 Activations = Literal["recompute", "ship"]
-"""How backward ranks get activations: they recompute the forward, or forward ranks send them."""
+"""How backward ranks get activations: they recompute the forward pass, or forward ranks send
+them."""
 
 Balance = Literal["off", "order", "pack"]
 """What the lengths of micro-batches affect: nothing, the order in which micro-batches enter the
@@ -90,8 +91,8 @@ class Disaggregation:
     """Forward passes and backward passes run in different processes."""
 
     activations: Activations = "recompute"
-    """`recompute`: backward ranks run the forward again. `ship`: they receive the input of each
-    layer, `[s, b, h]`."""
+    """`recompute`: backward ranks run the forward pass again. `ship`: they receive each layer's
+    input, `[s, b, h]`."""
     merged: bool = False
     """Whether one forward process replaces all tensor-parallel ranks of its stage."""
 
@@ -102,7 +103,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """The iterations to record: the first few of each interval."""
+    """The iterations to record: the first few in each interval."""
 
     interval: int = 100
     """Length of an interval, in iterations."""
@@ -110,7 +111,7 @@ class Tracing:
     """Number of iterations to record in each interval. Default: 10, or the whole interval if it is
     shorter."""
     directory: Path | None = None
-    """Output folder of this run. Default: a folder in benchmark/, named after the run's sizes."""
+    """Output folder for this run. Default: a folder in benchmark/, named after the run's sizes."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -144,12 +145,12 @@ class PipelineConfig:
 
     schedule: str | None = None
     """A name listed by `megatron-ext plan`, or `csv:FILE`. `auto`: the schedule with the fastest
-    forecast that fits into memory. `auto:FOLDER`: the fastest one by the costs of a traced run.
-    None: Megatron's own 1F1B or interleaved schedule, or with `dynamic` the table of one of these
-    in dynamic order."""
+    forecast that fits into memory. `auto:FOLDER`: the fastest schedule by the costs from a traced
+    run. None: Megatron's own 1F1B or interleaved schedule; with `dynamic`, its table in dynamic
+    order."""
     chunks: int | None = None
     """Number of stages on each rank, if the schedule accepts different numbers. If None, the
-    schedule determines it, and Megatron's own schedules have 1."""
+    schedule determines the number, which is 1 for Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of the schedule by name. Missing options get their defaults."""
     slices: int = 1
@@ -161,31 +162,31 @@ class PipelineConfig:
     costs: Costs | None = None
     """Durations with which the table is generated and simulated. Default: `Costs()`, all equal."""
     pairs: bool = False
-    """Whether a forward and the backward of another micro-batch run as one action, so that each
-    hides the expert communication of the other. For models with experts on several ranks. Flags set
+    """Whether a forward pass and another micro-batch's backward pass run as one action, so that
+    each hides the other's expert communication. For models with experts on several ranks. Flags set
     this if Megatron overlaps that communication."""
     waiting_weights: int | Literal["auto"] = 0
-    """With `pairs`: how many more W of a rank may wait than in the table, to run while the rank
-    waits for tokens. Each keeps the operands of one stage and micro-batch in memory. `auto`: as
-    many as fit into the memory that the planner's forecast leaves free."""
+    """With `pairs`: how many more W may wait on a rank than in the table, to run while the rank
+    waits for tokens. Each waiting W keeps the operands for one stage and micro-batch in memory.
+    `auto`: as many as fit into the memory that the planner's forecast leaves free."""
     dynamic: DynamicOrder | None = None
-    """Settings of the dynamic order. If None, every rank runs the order of the table."""
+    """Settings for the dynamic order. If None, every rank runs in table order."""
     balance: Balance = "off"
-    """`off`: each replica runs its micro-batches in the order of the data. `order`: their lengths
-    determine the order in which they enter the pipeline. `pack`: in addition, all micro-batches are
-    first distributed over the data-parallel replicas by cost."""
+    """`off`: each replica runs its micro-batches in data order. `order`: their lengths determine
+    the order in which they enter the pipeline. `pack`: in addition, all micro-batches are first
+    distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
     """Cost as a function of length, for `balance`, `slices` and `slice_tokens`. If None, it is
     derived from the shape of the model."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W, divided by the memory that it holds between
-    F and I; at least 1. Bounds on memory take it into account. With flags, it is derived from
+    F and I; at least 1. Memory bounds take this ratio into account. With flags, it is derived from
     recomputation and from Transformer Engine's layers."""
     weights_at_once: bool = False
-    """Whether W runs right after I, so that a rank holds the operands of one W at a time. With
+    """Whether W runs right after I, so that a rank holds the operands for one W at a time. With
     flags, this is set if every layer is recomputed."""
     transport: TransportName | None = None
-    """Transport of tensors. Default: torch, or auto with `dynamic` or `disaggregation`."""
+    """Transport for tensors. Default: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
     """How device tensors reach other ranks if the transport is not torch. auto: with the transport
     `auto`, directly between devices for each pair of ranks that supports it; otherwise staged."""
@@ -194,12 +195,12 @@ class PipelineConfig:
     checksums: bool = False
     """Whether to checksum the bytes of messages if the transport is not torch."""
     disaggregation: Disaggregation | None = None
-    """Settings of disaggregation. If None, forwards and backwards of a stage share a rank."""
+    """Settings for disaggregation. If None, a stage's forward and backward passes share a rank."""
     tracing: Tracing | None = None
-    """Settings of traces. If None, nothing is recorded."""
+    """Settings for traces. If None, nothing is recorded."""
     hang_timeout_s: float | None = None
-    """The longest time that a training step may make no progress. If None, the time-out of the
-    process groups applies."""
+    """The longest time that a training step may go without progress. If None, the process groups'
+    time-out applies."""
     message_timeout_s: float = 600.0
     """The longest time that a rank waits for one message."""
     variable_seq_lengths: bool = False
@@ -208,8 +209,8 @@ class PipelineConfig:
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine dropout masks; implied by `dynamic`."""
     device: str = "auto"
-    """Device backend, one of `megatron_ext.devices.CHOICES`. It has an effect only if it is set
-    before megatron.core is imported."""
+    """Device backend, one of `megatron_ext.devices.CHOICES`. Takes effect only if it is set before
+    megatron.core is imported."""
 
     def __post_init__(self) -> None:
         """Check all values and their combinations."""
@@ -238,7 +239,7 @@ class PipelineConfig:
 
     @property
     def generator(self) -> Generator | None:
-        """The generator of the table; None if a file has the table or no schedule is chosen yet."""
+        """The table's generator; None if the table is in a file or no schedule is chosen yet."""
         name = self.schedule
         if name is None or name.startswith(CSV_PREFIX) or self.is_automatic:
             return None
@@ -287,7 +288,7 @@ class PipelineConfig:
 
     @property
     def num_waiting(self) -> int:
-        """How many W may wait; 0 for `auto`, which the check of a job's settings replaces."""
+        """How many W may wait; 0 for `auto`, until a job's settings have been checked."""
         return 0 if self.waiting_weights == "auto" else self.waiting_weights
 
     @property

@@ -133,7 +133,7 @@ class Preflight:
                 refusal = Refusal(rule, reason, remedy, kind)
                 if not separator:
                     refusal = Refusal(rule, line, "", kind)
-                # Two checks read the flags of a cut (the number of stages, and their layers), so an
-                # error may occur twice.
+                # Two checks read the flags that cut the model (for the number of stages, and for
+                # their layers), so the same error may occur twice.
                 if refusal not in self.refusals:
                     self.refusals.append(refusal)

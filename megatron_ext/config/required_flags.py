@@ -1,7 +1,7 @@
 """Checks flags that Megatron requires and sizes that it asserts, before torch is imported.
 
-Upstream's scripts check some of them in `validate_args`, without naming the flag. Others fail only
-later, for example when Megatron divides by a missing `--eval-interval`.
+Upstream's scripts check some requirements in `validate_args`, without naming the flag. Others cause
+failures only later, for example when Megatron divides by a missing `--eval-interval`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def missing_flags(
         if rule.refuses(settings):
             name = rule.flag.split()[0][2:].replace("-", "_")
             yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
-    # Megatron asserts this if no flag sets the size of a head.
+    # Megatron asserts this if no flag sets the head size.
     hidden = user_args.get("hidden_size")
     heads = user_args.get("num_attention_heads")
     if not hidden or not heads or getattr(settings, "kv_channels", None):

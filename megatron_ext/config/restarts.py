@@ -14,13 +14,13 @@ _NEEDED = (
     ("finalize", "ThreadedFinalize"),
     ("health_check", "CudaHealthCheck"),
 )
-"""Modules of NVRx and their classes that `megatron_ext/patches/inprocess_restart.py` changes."""
+"""NVRx modules and their classes that `megatron_ext/patches/inprocess_restart.py` changes."""
 
 
 def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
-    """Save the local checkpoints of a folded pipeline in a folder that other placements do not use.
+    """Save a folded pipeline's local checkpoints in a folder that other placements do not use.
 
-    Megatron names the tensors of local checkpoints by rank and chunk, so a pipeline with another
+    Megatron names tensors in local checkpoints by rank and chunk, so a pipeline with another
     placement would load the wrong layers.
     """
     directory = getattr(args, "non_persistent_local_ckpt_dir", None)
@@ -42,12 +42,12 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
 def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
     """Add refusals and notices about `--inprocess-restart` under our pipelines and transports.
 
-    `in_job` means that this is a process of the job, with the job's software.
+    `in_job` means that this is a process in the job, with the job's software.
     """
     is_ours = answer.pipeline is not None or answer.transport_only is not None
     if not is_ours or not getattr(args, "inprocess_restart", False):
         return
-    # Only a process of the job knows the software of the job.
+    # Only a process in the job knows the job's software.
     if in_job and find_spec("nvidia_resiliency_ext") is None:
         refusal = Refusal(
             "inprocess_restart",
@@ -77,7 +77,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
 
 
 def _missing_name() -> str:
-    """Return the first class of NVRx that a patch needs and that is missing, or an empty string."""
+    """Return the first missing NVRx class that a patch needs, or an empty string."""
     for module, name in _NEEDED:
         full_name = f"nvidia_resiliency_ext.inprocess.{module}"
         try:

@@ -1,4 +1,4 @@
-"""Forward and backward roles of a disaggregated job: the ranks and the arguments of each role.
+"""Forward and backward roles in a disaggregated job: each role's ranks and arguments.
 
 In the order of ranks, tensor-parallel ranks are innermost, followed by the two roles,
 context-parallel ranks, data-parallel replicas, and pipeline stages. For TP 2, PP 2 and one replica:
@@ -6,8 +6,8 @@ context-parallel ranks, data-parallel replicas, and pipeline stages. For TP 2, P
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
 
-Megatron gets the arguments of an ordinary job, which consists of the processes of one role. From
-these it derives the data-parallel size, micro-batches, sampler and groups as usual.
+Megatron gets the arguments for an ordinary job that consists of one role's processes. From these
+arguments, it derives the data-parallel size, micro-batches, sampler and groups as usual.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankMap:
 
     def place(self, rank: int) -> Place:
         """Return the role and position of a global rank."""
-        # The two roles of one part of the model are neighbours, because they exchange the most
+        # The two roles for one part of the model are neighbours, because they exchange the most
         # data. The last process is a backward rank of the last stage, because Megatron logs there.
         # Within each role, ranks are in Megatron's order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
@@ -95,7 +95,7 @@ class RankMap:
         return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
 
     def twins(self, place: Place) -> list[Place]:
-        """Return the processes of the other role that hold the same weights, or shards of them."""
+        """Return the processes in the other role that hold the same weights, or shards of them."""
         if self.merged and place.role == "backward":
             return [Place("forward", place.dp, place.pp, 0)]
         if self.merged:
@@ -120,7 +120,7 @@ def rank_map(
     replicas, num_left_over = divmod(world_size, ranks_of_replica)
     if replicas and not num_left_over:
         return RankMap(tp, pp, replicas * cp, merged)
-    # Show the rule with the sizes of this job, and suggest the nearest numbers of processes.
+    # Show the rule with this job's sizes, and suggest the nearest numbers of processes.
     rule = f"2 x TP x PP = 2 x {tp} x {pp}"
     note = " (an even data-parallel size, which it halves)"
     if merged:
@@ -153,12 +153,12 @@ class Job:
     message_bytes: int = 1 << 20
     """Size of the largest message between stages."""
     gathers_late: bool = False
-    """Whether each replica updates a shard of the weights, and gathers the rest in the next
-    forward."""
+    """Whether each replica updates a shard of the weights, and gathers the rest in the next forward
+    pass."""
     ends_by_itself: bool = False
-    """Whether backward ranks may decide after any step to end the training."""
+    """Whether backward ranks may decide after any step to stop training."""
     recomputes_routers: bool = False
-    """Whether the routers of experts run twice: first without and then with gradients."""
+    """Whether the expert routers run twice: first without and then with gradients."""
 
     @property
     def place(self) -> Place:
@@ -167,7 +167,7 @@ class Job:
 
     @property
     def role(self) -> Role:
-        """Whether this process runs forwards or backwards."""
+        """Whether this process runs forward or backward passes."""
         return self.place.role
 
     @property
@@ -184,12 +184,12 @@ class Job:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each replica sends its shard of weights to the forward ranks of all replicas."""
+        """Whether each replica sends its shard of weights to the forward ranks in all replicas."""
         return self.gathers_late and self.ranks.dp > 1
 
     @property
     def weight_partners(self) -> list[Place]:
-        """Processes of the other role that exchange weights with this one, in order of replicas."""
+        """Processes in the other role that exchange weights with this process, in replica order."""
         if not self.shares_weights:
             return self.ranks.twins(self.place)
         partners = []
@@ -201,8 +201,8 @@ class Job:
     def window(self) -> int:
         """Number of micro-batches by which a forward rank may precede its stage's backward rank."""
         # A backward rank grants one more credit with each micro-batch that it starts.
-        # - This bounds the messages that wait on any process, because backwards of neighbouring
-        #   stages are one micro-batch apart and cannot overtake the forwards.
+        # - This bounds the messages that wait on any process, because backward passes of
+        #   neighbouring stages are one micro-batch apart and cannot overtake the forward passes.
         # - It cannot deadlock, because the credit for a micro-batch depends only on earlier
         #   micro-batches, whose messages wait in memory.
         # - It loses no time: with equal stages, fewer than two credits per stage are enough, in
@@ -227,7 +227,7 @@ class Job:
         )
 
     def peers(self, position: int) -> list[int]:
-        """Return the global ranks in a row of the table with which this process exchanges tensors.
+        """Return the global ranks in a table row with which this process exchanges tensors.
 
         This is one rank of this replica. A merged forward rank exchanges tensors with all
         tensor-parallel ranks that it replaces.
@@ -256,8 +256,8 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
-    # With one of these settings, Megatron checks the time or signals after each step, and may end
-    # the training.
+    # With one of these settings, Megatron checks the time or signals after each step, and may stop
+    # training.
     exit_settings = []
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         if getattr(args, dest, None):
@@ -297,15 +297,15 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "world_size": job.ranks.role_size(job.role),
     }
     if getattr(args, "rerun_mode", None) == "validate_results":
-        # Backward ranks would rerun a step with an unexpected loss, and wait for forwards that
-        # never come. With reruns disabled, such a loss ends the job at once.
+        # Backward ranks would rerun a step with an unexpected loss, and wait for forward passes
+        # that never run. With reruns disabled, such a loss stops the job at once.
         arguments["rerun_mode"] = "disabled"
     if job.role == "backward":
         return arguments
     # A forward rank computes no gradients and writes no files, and it gains nothing from
     # recomputation.
     settings: dict[str, Any] = {
-        # Backward ranks decide when to end; see `Job.ends_by_itself`.
+        # Backward ranks decide when to stop; see `Job.ends_by_itself`.
         "exit_duration_in_mins": None,
         "use_distributed_optimizer": False,
         # Megatron accepts these only with the distributed optimizer.
@@ -385,7 +385,7 @@ def _gathers_late(args: Namespace) -> bool:
     if getattr(args, "num_experts", None):
         tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
         spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-        # Experts then have other replicas than the rest of the model.
+        # Experts then have different replicas from the rest of the model.
         if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
             return False
     return bool(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.errors import ArgumentsError
 
-# Letters of Megatron's layout notation, by layer name.
+# Letters in Megatron's layout notation, by layer name.
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
 
 # Sizes that count ranks, stages or layers per stage, which cannot be 0.
@@ -22,7 +22,7 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizes:
-    """Sizes of a job, by the names of Megatron's arguments. None means that it is not given.
+    """A job's sizes, by Megatron's argument names. None means that a size is not given.
 
     Sizes are integers of at least 0. Numbers of ranks and stages are at least 1.
     """
@@ -56,7 +56,7 @@ class JobSizes:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> JobSizes:
-        """Return the sizes among settings, which use the names of Megatron's arguments.
+        """Return the sizes among settings, which use Megatron's argument names.
 
         Raises:
             ArgumentsError: Sizes have the wrong type or are too small. The message has one line per

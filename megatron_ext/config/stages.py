@@ -1,4 +1,4 @@
-"""Computes the arguments with which Megatron cuts its model into the stages of a schedule."""
+"""Computes the arguments with which Megatron cuts its model into a schedule's stages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def stage_arguments(
 
 
 def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> None:
-    """Reject cuts that do not fit this model or the stages of the schedule."""
+    """Reject cuts that do not fit this model or the schedule's stages."""
     num_layers = cut.num_layers
     if cut.layout is not None:
         _check_letters(cut.layout, num_layers, cut.sizes.mtp_num_layers)
@@ -115,7 +115,7 @@ def _cut_pattern(
     subject: str,
     replaced: dict[str, Any],
 ) -> None:
-    """Cut the pattern of a hybrid model into the stages of a placement."""
+    """Cut a hybrid model's pattern into the stages of a placement."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
     # In 0.16, a hybrid model has no pattern with cuts, so Megatron spreads its layers evenly.
@@ -137,7 +137,7 @@ def _cut_pattern(
     )
     segments = ["".join(islice(letters, count)) for count in counts]
     user_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    # Keep the layers of multi-token prediction, which follow the first "/".
+    # Keep the multi-token prediction layers, which follow the first "/".
     new_pattern = user_pattern.replace(cut.pattern, "|".join(segments), 1)
     built.values["hybrid_layer_pattern"] = new_pattern
     built.values |= dict.fromkeys(replaced)
@@ -157,7 +157,7 @@ def _lay_out(
     *,
     is_auto: bool,
 ) -> None:
-    """Replace the user's cut by a layout, and record the change."""
+    """Replace the user's cut with a layout, and record the change."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
     # Megatron accepts none of these flags together with a layout.
@@ -197,11 +197,10 @@ def layout_string(
     Args:
         num_layers: Number of layers, without multi-token prediction.
         placement: The rank of each stage.
-        mtp_num_layers: Number of layers of multi-token prediction.
+        mtp_num_layers: Number of multi-token prediction layers.
         layout: The user's layout, if any.
-        first: Work of the first stage besides its layers, in units of one layer.
-        last: Work of the last stage besides its layers. Default: the layers of multi-token
-            prediction.
+        first: Work in the first stage besides its layers, in units of one layer.
+        last: Work in the last stage besides its layers. Default: the multi-token prediction layers.
 
     Raises:
         ScheduleError: The layout does not fit this model, or no model can be built on the
@@ -217,8 +216,8 @@ def layout_string(
     if layout is not None:
         _check_letters(layout, num_layers, mtp)
         stages = parse_layout(layout)
-        # A stage with multi-token prediction before the last stage sends tensors of another shape,
-        # which folded pipelines do not announce.
+        # A stage with multi-token prediction before the last stage sends tensors with a different
+        # shape, which folded pipelines do not announce.
         has_early_mtp = any("m" in stage for stage in stages[:-1])
         if len(stages) == num_stages and (
             placement.name in _DEALT or not has_early_mtp
@@ -228,7 +227,7 @@ def layout_string(
         last = mtp
     counts = spread(num_layers, num_stages, first, last, placement.rank_of)
     per_stage, num_left_over = divmod(num_layers, num_stages)
-    # Prefer even stages if the longest stage takes no more time then.
+    # Prefer even stages if this does not lengthen the longest stage.
     longest = max(*counts, counts[0] + first, counts[-1] + last)
     if not num_left_over and per_stage + max(first, last) <= longest:
         counts = [per_stage] * num_stages
@@ -244,7 +243,7 @@ def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
 
 
 def chooser(args: Namespace, config: PipelineConfig) -> str:
-    """Return the flag that chose the schedule, with its value, in the form of `errors.reworded`."""
+    """Return the flag that chose the schedule, with its value, as `errors.reworded` expects."""
     if getattr(args, "pipeline_schedule", None) is None:
         if getattr(args, "enable_bitpipe_schedule", None):
             return "--enable-bitpipe-schedule"
