@@ -1,8 +1,8 @@
-"""Computes the actions of a disaggregated table: F on forward ranks, R and B on backward ranks.
+"""Computes the actions in a disaggregated table: F on forward ranks, R and B on backward ranks.
 
 A forward rank runs F without a graph and sends its outputs to both roles. A backward rank runs R,
-which builds the graph of one micro-batch, and then B, so it only ever holds the graph of one
-micro-batch.
+which builds the graph for one micro-batch, and then B, so it holds the graph for only one
+micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoleEnds:
-    """Resolves the peers and the message shapes of a role's transfers."""
+    """Resolves peers and message shapes for a role's transfers."""
 
     job: Job
     shape: tuple[int, ...] | None
-    """Shape of activations and gradients between stages, `[s, b, h]`. None: each message carries
-    its shape."""
+    """Shape `[s, b, h]` of activations and gradients between stages. None: each message carries its
+    shape."""
     dtype: torch.dtype
     num_layers: int | None
-    """Number of transformer layers of this stage if it ships their outputs, otherwise None."""
+    """Number of transformer layers in this stage if it ships their outputs, otherwise None."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the global ranks of a transfer's peers.
 
-        A merged forward rank exchanges tensors with all tensor-parallel ranks of a stage.
+        A merged forward rank exchanges tensors with all tensor-parallel ranks in a stage.
         """
         return self.job.peers(transfer.peer)
 
@@ -54,10 +54,10 @@ class RoleEnds:
         followed by generator states if needed.
         """
         kind = transfer.message.kind
-        # C: a credit, which allows a forward rank to start another micro-batch.
+        # C is a credit, which allows a forward rank to start another micro-batch.
         if kind == "C":
             return [Form(None, torch.uint8)]
-        # Only backward ranks receive shipped layer outputs. Adjacent stages of the same role
+        # Only backward ranks receive shipped layer outputs. Adjacent stages in the same role
         # exchange one activation or gradient.
         if (
             self.num_layers is None
@@ -79,7 +79,7 @@ class RoleEnds:
         return transfer.peer >= self.job.ranks.pp
 
     def _shipped_shape(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the shape of a stage's shipped activations; None: each message carries it."""
+        """Return the shape of a stage's shipped activations; None if each message carries it."""
         if self.shape is None:
             return None
         stage = self.job.place.pp
@@ -87,7 +87,7 @@ class RoleEnds:
         num_tensors = num_layers
         if stage < last_stage and num_layers:
             # The next stage ships the last layer's output as its own input. Only the last stage
-            # ships it itself, for the loss.
+            # ships this output itself, for the loss.
             num_tensors -= 1
         if stage > 0:
             num_tensors += 1  # the stage's input
@@ -100,24 +100,24 @@ class ForwardCompute(StageCompute):
 
     job: Job
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if it ships their outputs, otherwise None."""
+    """The layers in this stage if it ships their outputs, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run F. Return tensors for the next forward rank, then tensors for backward ranks."""
+        """Run F. Return tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch, _ = action
         schedule = self.table.schedule
         draws = active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
         keeping = saving(self.layers or (), with_generators=draws)
         # The base class seeds random numbers by micro-batch only where gradients are enabled. This
-        # forward runs without them, so seed it here; otherwise its dropout masks differ from those
-        # of R.
+        # forward pass runs without gradients, so seed it here. Otherwise, its dropout masks would
+        # differ from R's masks.
         drawing: AbstractContextManager[None] = nullcontext()
         if draws:
             drawing = microbatch_rng(active.iteration(), stage, microbatch)
         roles = roles_in_force()
-        # Without gradients, Megatron's router does not sort the experts of a token, and summing
-        # them in another order changes the last bits.
+        # Without gradients, Megatron's router does not sort a token's experts, and summing expert
+        # outputs in a different order changes the last bits of the result.
         roles.sorts_experts = not self.job.recomputes_routers
         try:
             with keeping as saved, torch.no_grad(), drawing:
@@ -134,7 +134,7 @@ class ForwardCompute(StageCompute):
         return results + self._shares(output, 0)
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing, because only the transport still holds the outputs."""
+        """Do nothing, because only the transport still references the outputs."""
 
     def _shipped(
         self,
@@ -144,9 +144,9 @@ class ForwardCompute(StageCompute):
         *,
         is_last: bool,
     ) -> Tensors:
-        """Return the stage's input and its layers' outputs, as far as backward ranks need them.
+        """Return the stage's input and layer outputs, as far as backward ranks need them.
 
-        A first stage without layers has neither, and sends an empty tensor.
+        A first stage without layers has neither input nor outputs, and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
         tensors += saved.outputs
@@ -182,10 +182,10 @@ class BackwardCompute(StageCompute):
     """Computes R and B on a backward rank."""
 
     layers: Sequence[torch.nn.Module] | None
-    """The layers of the stage if it receives their outputs, otherwise None."""
+    """The layers in this stage if it receives their outputs, otherwise None."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        """Run B, or run R, which uses shipped activations `[layers, s, b, h]` if there are any."""
+        """Run B, or run R with shipped activations `[layers, s, b, h]`, if there are any."""
         if action.kind != "R" or self.layers is None:
             return super().run(action, inputs)
         packed, *states = inputs
@@ -203,8 +203,8 @@ class BackwardCompute(StageCompute):
             super().run(action, stage_inputs)
         finally:
             roles.replay = None
-        # A layer that bypasses Megatron's checkpoint leaves its shipped output to the next layer,
-        # and all layers after it start from wrong inputs.
+        # If a layer bypasses Megatron's checkpoint, the next layer takes that layer's shipped
+        # output, and all later layers start from wrong inputs.
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

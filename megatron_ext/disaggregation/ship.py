@@ -2,8 +2,8 @@
 
 With full uniform recomputation, a backward pass needs only the input of each layer. A forward rank
 has all these inputs, so it sends them in one message, and its backward rank skips the stage's
-forward pass: it builds the graph from the shipped layer outputs, and computes each layer when its
-backward pass runs, as recomputation always does.
+forward pass: it builds the graph from the shipped layer outputs, and computes each layer when the
+layer's backward pass runs, as in ordinary recomputation.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron_ext.errors import ScheduleError
 
 
 class Saved(NamedTuple):
-    """Tensors of one forward pass that a forward rank keeps for shipping."""
+    """Tensors from one forward pass that a forward rank keeps for shipping."""
 
     outputs: list[torch.Tensor]
     """Output of each layer, `[s, b, h]`."""
     generators: list[torch.Tensor]
-    """Generator states before each layer, uint8; empty if not needed."""
+    """Generator states before each layer, as uint8; empty if not needed."""
 
 
 def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """Return the transformer layers of a stage. The chunk may be wrapped.
+    """Return a stage's transformer layers. The chunk may be wrapped.
 
     Raises:
-        ScheduleError: The model does not have exactly one block of transformer layers.
+        ScheduleError: The model does not contain exactly one block of transformer layers.
     """
     blocks = [
         module for module in chunk.modules() if isinstance(module, TransformerBlock)
@@ -74,10 +74,10 @@ def saving(
 
 
 class Replay:
-    """The layer outputs `[s, b, h]` of one micro-batch on a backward rank.
+    """The layer outputs `[s, b, h]` for one micro-batch on a backward rank.
 
-    The output of the last layer is missing unless this is the last stage. With dropout, the
-    generator states before each layer come with the outputs.
+    The output of the last layer is missing unless this is the last stage. With dropout, the outputs
+    come with the generator states before each layer.
     """
 
     def __init__(
@@ -99,10 +99,12 @@ class Replay:
         self.num_replayed += 1
         output = next(self._outputs, None)
         if output is None:
-            # The output of the last layer. If another stage follows, nothing on this rank reads it.
+            # This is the last layer's output. If another stage follows, nothing on this rank reads
+            # it.
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
-            # Megatron's checkpoint saves the generator states now, and restores them to recompute.
+            # Megatron's checkpoint saves the generator states now, and restores them for
+            # recomputation.
             _set_generators(next(self._generators))
 
         # Megatron's checkpoint runs this function twice. In the forward pass, without gradients, it
@@ -122,6 +124,6 @@ def _set_generators(row: torch.Tensor) -> None:
     names = sorted(tracked)
     sizes = [len(host), len(device)]
     sizes += [len(tracked[name]) for name in names]
-    # Clone: a generator accepts only a state with separate storage.
+    # Clone the state, because a generator accepts only a state with separate storage.
     host, device, *states = (state.clone() for state in row.cpu().split(sizes))
     random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))

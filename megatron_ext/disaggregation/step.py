@@ -1,9 +1,9 @@
-"""Runs the training step of one role, and exchanges values between the roles between steps.
+"""Runs a training step for one role, and exchanges values between the roles between steps.
 
 The step replaces `forward_backward_pipelining_without_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`, with the same arguments and results. A forward rank
-runs the F of its row without a graph and sends its outputs to both roles. A backward rank runs the
-R and B of its row.
+runs the F actions in its row without a graph and sends the outputs to both roles. A backward rank
+runs the R and B actions in its row.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
-# How long to wait, after another error, for the news that a neighbour has died.
+# How long to wait after another error for the news that a neighbour has died.
 _NOTICED_S = 2.0
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
-    """Run one step of this process's role.
+    """Run one step for this process's role.
 
     Args:
-        stock: Megatron's own schedule, with which forward ranks evaluate among themselves.
+        stock: Megatron's own schedule, which forward ranks use for evaluation among themselves.
         **call: The keyword arguments of Megatron's schedules.
 
     Returns:
-        The reports of the loss function, by micro-batch; empty on ranks that compute no loss.
+        The loss function's reports by micro-batch; empty on ranks that do not compute the loss.
 
     Raises:
-        ScheduleError: The program changes the shapes between stages.
+        ScheduleError: The program changes the tensor shapes between stages.
     """
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ScheduleError(
@@ -82,12 +82,12 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     runtime = _ready(chunks)
     config = get_model_config(chunks[0])
     # During an evaluation, only forward ranks call this function, once per batch, and `evaluation`
-    # has fetched the weights for all batches. Both roles make all other calls, so they can exchange
-    # weights here.
+    # has already fetched the weights for all batches. All other calls are made by both roles, so
+    # they can exchange weights here.
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
-        # Backward ranks wait for the evaluation as long as it makes progress.
+        # Backward ranks wait for the evaluation to finish, as long as it makes progress.
         beat()
         with _explaining_failures(runtime.wire):
             groups = default_groups()
@@ -97,7 +97,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
                 and shape[-1] != config.hidden_size
                 and groups.pp.size() > 1
             ):
-                # With several residual streams, messages are wider than the hidden size, which
+                # With several residual streams, messages are wider than the hidden size that
                 # Megatron's schedule assumes.
                 call["adjust_tensor_shapes_fn"] = lambda _received, _sent: (
                     [shape],
@@ -110,7 +110,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     try:
         compute = _run(runtime, call, chunks)
     except BaseException as error:
-        # Otherwise the neighbours would wait until their time-out.
+        # Otherwise, the neighbours would wait until they time out.
         runtime.wire.abort(reason_for_peers(error))
         raise
     compute.finalize(default_groups(), force_all_reduce=call.get("force_all_reduce"))
@@ -124,7 +124,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 def _run(
     runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]
 ) -> StageCompute:
-    """Run this process's row of the table once."""
+    """Run this process's table row once."""
     job = runtime.job
     layers = runtime.layers
     config = get_model_config(chunks[0])
@@ -149,7 +149,7 @@ def _run(
     if layers is not None:
         num_layers = len(layers)
     compute: ForwardCompute | BackwardCompute
-    # Forward ranks have no gradients to reduce, so they keep this default, which does nothing.
+    # Forward ranks have no gradients to reduce, so they use this default, which does nothing.
     sync = Sync()
     if is_forward:
         compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
@@ -183,7 +183,7 @@ def _run(
 
 
 def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
-    """Return this process's row of the table; build it once for each number of micro-batches."""
+    """Return this process's table row; build it once for each number of micro-batches."""
     job = runtime.job
     table = runtime.tables.get(num_microbatches)
     if table is None:
@@ -197,7 +197,7 @@ def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
 
 @contextmanager
 def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Fetch the weights of backward ranks once, for all steps of an evaluation in the block."""
+    """Fetch the backward ranks' weights once, for all evaluation steps in the block."""
     runtime = _ready(chunks)
     runtime.weights.transfer()
     runtime.is_evaluating = True
@@ -208,13 +208,14 @@ def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
-    """Return the runtime, which the first call creates."""
+    """Return the runtime, which is created by the first call."""
     job = active.job()
     roles = roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
-        # This check is collective over a pipeline, so that all of its ranks raise the error.
+        # This check is collective over a pipeline, so that all ranks in the pipeline raise the
+        # error.
         group = default_groups().pp
         for feature in features():
             feature.refuse_roles(chunks, linear(job.ranks.pp), group)
@@ -232,8 +233,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of activations between stages; None: each message carries its shape."""
-    # A separate stage for multi-token prediction passes on the hidden states of several depths.
+    """Return the activation shape between stages; None: each message carries its shape."""
+    # A separate stage for multi-token prediction passes on hidden states for several depths.
     if config.variable_seq_lengths or config.mtp_standalone:
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
@@ -247,13 +248,13 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     """Open a transport from this process to its neighbours in both roles, by global rank.
 
     Raises:
-        TransportError: A neighbour does not connect, or the wire cannot reach it.
+        TransportError: A neighbour does not connect, or the wire cannot reach that neighbour.
     """
     config = active.required().config
     assert config.wire != "torch", "the configuration refuses it"
-    # Neighbours are the same stage of the other role (in all replicas, if each holds a shard of the
-    # weights), and the adjacent stages of both roles. If one process is a neighbour of another, the
-    # reverse holds too, so each connection has two ends.
+    # Neighbours are the same stage in the other role (in all replicas, if each replica holds a
+    # shard of the weights), and the adjacent stages in both roles. The relation is symmetric, so
+    # each connection has two ends.
     place = job.place
     ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
@@ -269,13 +270,14 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
         ranks.num_ranks,
         sorted(neighbours),
         wire=config.wire,
-        # A message may stay in its slot while computation uses it.
+        # Messages may stay in their slot while computation uses them.
         slots=job.window + 2,
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         device=device,
     )
-    # Copy tensors through host memory, because the configuration rejects `device_path` ipc here.
+    # Copy tensors through host memory, because the configuration rejects `device_path` ipc for
+    # disaggregation.
     return observed(
         through_host(host, device, job.timeout_s), active.required().observers
     )
@@ -291,7 +293,7 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch.distributed does not name the rank that died, but this transport can.
+        # torch.distributed does not name the rank that died, but this transport does.
         try:
             find_lost_peer(wire, _NOTICED_S)
         except TransportError as lost_peer:
@@ -314,13 +316,13 @@ _PROGRESS = (
 
 
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Make forward ranks continue from the checkpoint that backward ranks have loaded.
+    """Make forward ranks resume from the checkpoint that backward ranks have loaded.
 
     Args:
-        counters: Counters of the training, by the names of Megatron's arguments.
+        counters: Training counters, by the names of Megatron's arguments.
 
     Returns:
-        The counters of the checkpoint, by the same names.
+        The counters from the checkpoint, by the same names.
     """
     # Some releases lack some of these counters.
     own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
@@ -336,13 +338,13 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
-    """Return whether backward ranks have decided that the training ends with this step."""
+    """Return whether backward ranks have decided to stop training after this step."""
     pause = _ready(chunks).wire.poll
     return bool(hand_over("end of the training", is_over, to="forward", pause=pause))
 
 
 def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Send the weights to forward ranks, and return the losses of their evaluation.
+    """Send the weights to forward ranks, and return the losses from their evaluation.
 
     The losses are fp32 tensors on the host.
     """
@@ -357,6 +359,6 @@ def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Ten
 def send_evaluation(
     chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
 ) -> None:
-    """Send the losses of an evaluation from forward ranks to backward ranks, which log them."""
+    """Send evaluation losses from forward ranks to backward ranks, which log the losses."""
     values = {key: loss.tolist() for key, loss in losses.items()}
     hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)

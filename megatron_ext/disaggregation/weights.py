@@ -1,7 +1,7 @@
-"""Transfers weights and buffers from backward ranks, which train them, to forward ranks.
+"""Transfers weights and buffers from backward ranks, which train the model, to forward ranks.
 
 Before each training step and each evaluation, a backward rank sends the current state of its model:
-its buffers, and its weights in buckets. A forward rank receives them before its first forward pass.
+buffers, and weights in buckets. A forward rank receives this state before its first forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAKE_OWN_BUFFERS = (
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
-    """Return the identity of the message for a bucket, or for the header of a transfer."""
+    """Return the identity of the message with a bucket, or with the header of a transfer."""
     return Message("W", job.place.pp, number, header=header)
 
 
@@ -40,9 +40,10 @@ class _Weight(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     num_shards: int
-    """Number of backward ranks that each hold a shard of it; the forward rank holds all shards."""
+    """Number of backward ranks that each hold a shard of the weight. The forward rank holds all
+    shards."""
     gated: bool
-    """Whether it fuses two matrices, so that each shard has a part of both."""
+    """Whether the weight fuses two matrices, so that each shard holds a part of both."""
 
     @property
     def numel(self) -> int:
@@ -51,11 +52,11 @@ class _Weight(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The position of a weight in a bucket."""
+    """A weight's position in a bucket."""
 
     weight: _Weight
     start: int
-    """Index of its first element in the message."""
+    """Index of the weight's first element in the message."""
 
 
 @dataclass
@@ -70,14 +71,14 @@ class _Bucket:
         return self.slots[0].weight.parameter.dtype
 
     def flat(self) -> torch.Tensor:
-        """Return a copy of all weights, one after the other."""
+        """Return a copy of all weights, concatenated."""
         return torch.cat(
             [slot.weight.parameter.detach().reshape(-1) for slot in self.slots]
         )
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
-    """Yield the weights of a stage, in the same order on both roles."""
+    """Yield a stage's weights, in the same order in both roles."""
     is_merged = job.ranks.merged and job.role == "forward"
     [model] = unwrap_model(list(chunks))
     has_gates = bool(model.config.gated_linear_unit)
@@ -92,7 +93,7 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     """Yield buckets of up to 32 MiB, each with weights of one dtype."""
-    # Both roles compute the same message sizes and form the same buckets, so no layout is sent.
+    # Both roles compute the same message sizes and buckets, so no layout is sent.
     bucket = _Bucket()
     numel = 0
     for weight in weights:
@@ -108,7 +109,7 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
         yield bucket
 
 
-# For each bucket: the names of its weights and the indices of their first elements.
+# For each bucket: the names of its weights, and the indices of their first elements.
 _Layout = list[list[tuple[str, int]]]
 
 
@@ -144,16 +145,16 @@ def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the buffers of a stage that must be equal on both roles, by name.
+    """Return a stage's buffers that must be equal in both roles, by name.
 
-    These are all buffers except the non-persistent ones of Megatron's position embeddings and
+    These are all buffers except the non-persistent buffers in Megatron's position embeddings and
     experts.
     """
     [model] = unwrap_model(list(chunks))
     buffers: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
-        # Each role computes these itself: tables of positions, which grow with the longest sequence
-        # so far, token counts, and copies of weights.
+        # Each role computes these buffers itself: position tables, which grow with the longest
+        # sequence so far, token counts, and copies of weights.
         makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
         unsaved = module._non_persistent_buffers_set if makes_own else ()
         for name, buffer in module.named_buffers(path, recurse=False):
@@ -163,7 +164,7 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class _BufferForm(NamedTuple):
-    """The header of a buffer. Its dtype and shape may change from step to step."""
+    """A buffer's header. Its dtype and shape may change from step to step."""
 
     name: str
     dtype: str
@@ -186,7 +187,7 @@ class _Side:
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
-        # Buffers may differ between replicas, so take them only from the same replica.
+        # Buffers may differ between replicas, so take buffers only from the same replica.
         self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
 
 
@@ -200,7 +201,7 @@ class WeightSender(_Side):
         if job.shares_weights:
             layout = _layout(chunks)
             self._unshared = _frozen(_weights(job, chunks), layout)
-            # The layout stays the same during training, so send it once.
+            # The layout stays the same during training, so send it only once.
             wire.begin([], 1)
             header = _message(job, 0, header=True)
             self._isend(_encoded(layout), self._partners, header)
@@ -214,11 +215,11 @@ class WeightSender(_Side):
             ScheduleError: Megatron's buffers no longer hold a weight.
         """
         # Send before the step instead of after the optimizer, because a training loop may change
-        # weights between two steps, as pruning, clipping and averaging do. Send every weight,
+        # weights between steps, for example by pruning, clipping or averaging. Send every weight,
         # because a write to `.data` leaves no trace.
         self._send_buffers()
         self._wire.begin([], 1)
-        # Don't flush: the forward passes of this step overlap with these sends.
+        # Don't flush, because this step's forward passes overlap with these sends.
         number = 0
         for flat in self._shared_flats():
             number += 1
@@ -235,7 +236,7 @@ class WeightSender(_Side):
             dtype = str(buffer.dtype).removeprefix("torch.")
             forms.append(_BufferForm(name, dtype, list(buffer.shape)))
             contents.append(buffer.detach().reshape(-1).view(torch.uint8))
-        # Use two steps of the wire: only the first message says whether a second one follows.
+        # Use two wire steps, because only the first message tells whether a second one follows.
         self._wire.begin([], 1)
         header = _message(self._job, 0, header=True)
         self._isend(_encoded(forms), self._twins, header)
@@ -250,7 +251,8 @@ class WeightSender(_Side):
         for target in targets:
             self._wire.isend(tensor, target, message)
 
-    # Both methods copy buckets, because the next optimizer step may start before they are sent.
+    # Both methods copy buckets, because the next optimizer step may start before the buckets are
+    # sent.
 
     def _shared_flats(self) -> Iterator[torch.Tensor]:
         """Yield this replica's shard of each bucket of shared weights, on the host."""
@@ -258,7 +260,7 @@ class WeightSender(_Side):
             return
         # With the distributed optimizer and --overlap-param-gather, replicas gather weights only in
         # their next forward pass. Instead of waiting for that, each replica sends its updated shard
-        # to the forward ranks of all replicas, which join the shards of each bucket.
+        # to the forward ranks in all replicas, which join each bucket's shards.
         for _, bucket in _shared_buckets(self._chunks):
             self._check_storage(bucket)
             shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
@@ -272,7 +274,7 @@ class WeightSender(_Side):
                 for chunk in self._chunks
                 if isinstance(chunk, DistributedDataParallel)
             ]
-            # The gather would otherwise run in the replicas' next forward pass, after this
+            # Otherwise, the gather would run in the replicas' next forward pass, after this
             # transfer.
             for ddp in ddps:
                 if ddp.ddp_config.overlap_param_gather:
@@ -281,7 +283,7 @@ class WeightSender(_Side):
             yield bucket.flat().cpu()
 
     def _check_storage(self, bucket: Any) -> None:
-        """Check that Megatron's buffer, whose shards are sent, stores the weights of a bucket.
+        """Check that Megatron's buffer, whose shards are sent, stores a bucket's weights.
 
         Raises:
             ScheduleError: A weight is stored elsewhere.
@@ -323,14 +325,14 @@ class WeightReceiver(_Side):
             self._unshared = list(_portions(weights))
 
     def transfer(self) -> None:
-        """Wait for the state of the backward ranks' models, and load it.
+        """Wait for the state of the backward ranks' models, and load this state.
 
         Raises:
             ScheduleError: Buffers differ between the backward ranks of a merged forward rank.
-            TransportError: The backward ranks did not send the state in time, or are gone.
+            TransportError: The backward ranks did not send the state in time, or have exited.
         """
         self._load_buffers()
-        # The wire requires all messages of a step to be announced before the first one arrives.
+        # The wire requires all messages in a step to be announced before the first one arrives.
         expected = []
         for number, bucket in enumerate(self._shared + self._unshared, start=1):
             for source in self._sources_of(number):
@@ -358,8 +360,8 @@ class WeightReceiver(_Side):
         return self._twins
 
     def _load_buffers(self) -> None:
-        """Receive all buffers, and replace the buffers of this rank."""
-        # All backward ranks of a stage have the same modules, so one header describes all of them.
+        """Receive all buffers, and replace this rank's buffers."""
+        # All backward ranks in a stage have the same modules, so one header describes all of them.
         header, *_ = self._recv_alone(self._twins, header=True)
         forms = [_BufferForm(*form) for form in _decoded(header)]
         if not forms:
@@ -386,7 +388,7 @@ class WeightReceiver(_Side):
                 # buffer in their first forward pass.
                 own_buffer.data = buffer.to(own_buffer.device)
             else:
-                # A module of the backward rank created this buffer during a forward pass.
+                # A module on the backward rank created this buffer during a forward pass.
                 path, _, name = form.name.rpartition(".")
                 model.get_submodule(path).register_buffer(name, buffer)
             begin = end
@@ -394,7 +396,7 @@ class WeightReceiver(_Side):
     def _recv_alone(
         self, sources: Sequence[int], *, header: bool
     ) -> list[torch.Tensor]:
-        """Receive one message of bytes from each source, in a separate step of the wire."""
+        """Receive one message of bytes from each source, in a separate wire step."""
         message = _message(self._job, 0, header=header)
         self._wire.begin(
             [Expected(source, message, None, torch.uint8) for source in sources], 1
@@ -421,7 +423,7 @@ def _decoded(encoded: torch.Tensor) -> Any:
 
 @torch.no_grad()
 def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
-    """Copy one bucket, received as shards, into the weights of a forward rank."""
+    """Copy one bucket, received as shards, into a forward rank's weights."""
     for weight, start in bucket.slots:
         parameter = weight.parameter
         end = start + weight.numel

@@ -1,8 +1,8 @@
-"""Turns the processes of one role into an ordinary Megatron job.
+"""Turns the processes in one role into an ordinary Megatron job.
 
-In each process, torch.distributed covers only the processes of one role. So the backward ranks form
-an ordinary Megatron job with its data-parallel groups, optimizer, gradient norm, checkpoints and
-logs, and the forward ranks form a second one. All processes share one store, through which
+In each process, torch.distributed covers only the processes in the same role. So the backward ranks
+form an ordinary Megatron job with data-parallel groups, an optimizer, a gradient norm, checkpoints
+and logs, and the forward ranks form a second job. All processes share a single store, through which
 transports find each other and the roles exchange a few small values.
 """
 
@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _ENDED = f"{_PREFIX}/ended"
-# The pauses between checks for a value grow from the first to the longest.
+# Pauses between checks for a value grow from the first to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
@@ -48,31 +48,31 @@ class RoleRuntime:
 
     job: Job
     wire: Transport
-    """Carries tensors and weights between this process and its neighbours."""
+    """Transfers tensors and weights between this process and its neighbours."""
     weights: WeightSender | WeightReceiver
     layers: Sequence[torch.nn.Module] | None
-    """Layers of this stage if forward ranks ship their inputs, otherwise None."""
+    """The layers in this stage if forward ranks ship layer inputs, otherwise None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Number of micro-batches -> table."""
     is_evaluating: bool = False
-    """Whether an evaluation is in progress; its weights have already arrived."""
+    """Whether an evaluation, whose weights have already arrived, is in progress."""
     has_ignored_input: bool = False
-    """Whether a stage whose input got no gradient has been logged."""
+    """Whether it has been logged that a stage's input got no gradient."""
 
 
 @dataclass
 class Roles:
-    """State of a process with a role, for as long as its configuration is active."""
+    """State of a process with a role, as long as its configuration is active."""
 
     store: Store
-    """Shared by the processes of both roles."""
+    """Shared by the processes in both roles."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of values exchanged so far, by name of the value."""
+    """Number of values exchanged so far, by value name."""
     replay: Replay | None = None
-    """The replay of shipped activations in progress."""
+    """The replay of shipped activations that is in progress."""
     sorts_experts: bool = False
-    """Whether the current forward pass orders the experts of a token like a forward pass with
-    gradients."""
+    """Whether the current forward pass orders a token's experts in the same way as a forward pass
+    with gradients."""
     runtime: RoleRuntime | None = None
     """State that persists from step to step; None before the first step."""
 
@@ -83,7 +83,7 @@ class Roles:
 
 
 def join(backend: str) -> None:
-    """Connect to the store of all processes, and start torch.distributed within this role."""
+    """Connect to the job's store, and start torch.distributed within this role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     # Use the launcher's rendezvous, so that no address besides MASTER_ADDR is needed.
@@ -91,11 +91,11 @@ def join(backend: str) -> None:
         "env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout
     )
     store, _, _ = next(iter(everyone))
-    # Otherwise a process that waits for a key would give up after torch's default of 5 minutes.
+    # Otherwise, a process that waits for a key would give up after torch's default of 5 minutes.
     store.set_timeout(timeout)
-    # torchrun keeps the store when it restarts the ranks, so this prefix hides values of the
-    # previous attempt. If nodes of a c10d rendezvous count restarts differently, they wait for each
-    # other until the time-out.
+    # torchrun keeps the store when it restarts the ranks, so this prefix hides values from the
+    # previous attempt. If nodes in a c10d rendezvous count restarts differently, they wait for each
+    # other until they time out.
     store = PrefixStore(
         "/".join(("megatron_ext/run", *active.required().environment.run)), store
     )
@@ -111,14 +111,14 @@ def join(backend: str) -> None:
 
 
 def roles_in_force() -> Roles:
-    """Return the role state of this process under the active configuration."""
+    """Return this process's role state under the active configuration."""
     roles = active.required().roles
     assert isinstance(roles, Roles), "join() comes first"
     return roles
 
 
 def beat() -> None:
-    """Signal progress to the ranks that wait for an evaluation."""
+    """Signal progress to ranks that wait for an evaluation."""
     job = _job()
     if job.role_rank == job.ranks.role_size(job.role) - 1:
         roles_in_force().store.add(_BEATS, 1)
@@ -126,15 +126,15 @@ def beat() -> None:
 
 @contextmanager
 def ending_both_roles() -> Iterator[None]:
-    """End the other role too if Megatron calls `sys.exit()` in the block.
+    """Make the other role exit too if Megatron calls `sys.exit()` in the block.
 
     Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which launchers
-    do not treat as a failure, so the other role would wait for this one.
+    do not treat as a failure, so the other role would keep waiting for this role.
     """
     try:
         yield
     except SystemExit as ended:
-        # As in Python: no code means 0, and a code that is not a number means 1.
+        # As in Python, no code means 0, and a code that is not a number means 1.
         code = int(ended.code is not None)
         if isinstance(ended.code, int):
             code = ended.code
@@ -144,7 +144,7 @@ def ending_both_roles() -> Iterator[None]:
 
 
 def _end_with_other_role(store: Store) -> None:
-    """End this process if a process of the other role has ended before the training."""
+    """Exit if a process in the other role has exited before the end of training."""
     if not store.check([_ENDED]):
         return
     name, code = json.loads(store.get(_ENDED))
@@ -159,22 +159,22 @@ def _end_with_other_role(store: Store) -> None:
 def hand_over(
     subject: str, value: Any, *, to: str, pause: Callable[[float], object]
 ) -> Any:
-    """Send a small value from the last process of one role to all processes of the other role.
+    """Send a small value from one role's last process to all processes in the other role.
 
-    Both roles must make the same calls for each subject, in the same order.
+    Both roles must make the same calls for each subject in the same order.
 
     Args:
-        subject: Name of the value, which also appears in error messages.
-        value: The JSON-serialisable value to send; only the last process of the sending role
-            reads it.
+        subject: The value's name, which also appears in error messages.
+        value: The JSON-serialisable value to send. Only the last process in the sending role reads
+            it.
         to: The receiving role.
-        pause: Waits for a number of seconds, and raises an error if another process has died.
+        pause: Waits for a number of seconds and raises an error if another process has died.
 
     Returns:
-        The received value on the receiving role; the argument `value` on the sending role.
+        The received value in the receiving role; the argument `value` in the sending role.
 
     Raises:
-        SystemExit: A process of the other role has ended (see `ending_both_roles`).
+        SystemExit: A process in the other role has exited (see `ending_both_roles`).
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job = _job()
@@ -183,23 +183,23 @@ def hand_over(
     number = roles.counts.get(subject, 0) + 1
     roles.counts[subject] = number
     key = f"{_PREFIX}/{subject}/{number}"
-    # The last process of either role holds the last stage, which has the losses.
+    # In both roles, the last process holds the last stage, which has the losses.
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
-            # Use JSON, never pickles: anyone who reaches the store may write to it.
+            # Use JSON, never pickle: anyone who can reach the store may write to it.
             store.set(key, json.dumps(value))
         return value
-    # Don't use `store.wait`, which would not notice that a rank of the other role has died. Poll
-    # often, because forward ranks wait here in each step if the job may end by itself.
+    # Don't use `store.wait`, which would not notice that a rank in the other role has died. Poll
+    # often, because forward ranks wait here in each step if the job may stop by itself.
     beats = store.add(_BEATS, 0)
     pause_s = _FIRST_PAUSE_S
-    # Read the clock instead of adding up pauses, because a message may end a pause early.
+    # Read the clock instead of adding up pauses, because a message may cut a pause short.
     until = time.monotonic() + job.timeout_s
     while not store.check([key]):
-        # Before the wire is open, `pause` cannot notice that the other role has ended.
+        # Before the wire is open, `pause` cannot notice that the other role has exited.
         _end_with_other_role(store)
         if time.monotonic() >= until:
-            # An evaluation may take longer than the time-out if it makes progress meanwhile.
+            # An evaluation may take longer than the time-out as long as it makes progress.
             before = beats
             beats = store.add(_BEATS, 0)
             if beats == before:
@@ -214,8 +214,9 @@ def hand_over(
 
 
 def leave() -> None:
-    """Wait until all processes of the job are ready to exit."""
-    # Otherwise the process that hosts the store could exit while other processes still use it.
+    """Wait until all processes in the job are ready to exit."""
+    # Otherwise, the process that hosts the store could exit while other processes still use the
+    # store.
     job = _job()
     store = roles_in_force().store
     barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)

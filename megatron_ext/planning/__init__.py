@@ -1,1 +1,1 @@
-"""Plans the layout of a training run: model sizes, memory, time, cuts, a bound and a search."""
+"""Plans a training run's layout: model sizes, memory, time, cuts, a bound and a search."""

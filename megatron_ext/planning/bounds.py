@@ -1,4 +1,4 @@
-"""Lower bound on the time of a table, over all cuts of the layers that fit into memory."""
+"""Lower bound on a table's time over all cuts of the layers that fit into memory."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-9
 """Slack in layers, so that rounding errors exclude no division of layers that fits."""
 _FORWARD_CHANGE = {"F": 1, "W": 0}
-"""Change in the number of live micro-batches of a stage, by action. Other actions end one."""
+"""Change in the number of live micro-batches on a stage, by action; -1 for all other actions."""
 _WAITING_CHANGE = {"I": 1, "W": -1}
 """Change in the number of weight gradients waiting on a stage, by action."""
 
 
 class StageLoad(NamedTuple):
-    """The data that one stage keeps at one moment of a step."""
+    """The data that one stage keeps at a given moment of a step."""
 
     live: int
-    """Number of micro-batches between forward and backward."""
+    """Number of micro-batches between their forward and backward passes."""
     waiting: int
     """Number of weight gradients between I and W."""
 
 
 class RowUse(NamedTuple):
-    """Summary of a rank's row. Stages are identified by their position among the rank's stages."""
+    """Summary of a rank's row. Stages are identified by position among the rank's stages."""
 
     fullest_moments: list[list[StageLoad]]
-    """Loads of all stages at the moments that no other moment exceeds. For ranks with more than two
+    """Loads on all stages at the moments that no other moment exceeds. For ranks with more than two
     stages, only the two fullest moments are kept."""
     num_pairs: Counter[tuple[int, int]]
-    """(position of the forward pass's stage, position of the backward pass's stage) -> number of
-    pairs."""
+    """(position of the forward stage, position of the backward stage) -> number of pairs."""
 
 
-# Live micro-batches and waiting weight gradients of each stage in turn. It is flat because the
-# moments of a row are compared number by number.
+# Live micro-batches and waiting weight gradients on each stage in turn. The tuple is flat because a
+# row's moments are compared number by number.
 _Moment = tuple[int, ...]
 
 
@@ -56,8 +55,8 @@ def uses_of(table: Schedule) -> list[RowUse]:
         stages = table.placement.stages_of[rank]
         position_of = {stage: position for position, stage in enumerate(stages)}
         moments = _moments(row, position_of)
-        # The number of moments to keep grows fast with the number of stages, and each moment is
-        # tried for each division of the layers.
+        # The number of moments to keep grows rapidly with the number of stages, and each moment is
+        # tried with each division of the layers.
         if len(stages) <= 2:
             fullest = _unexceeded(moments)
         else:
@@ -78,7 +77,7 @@ def _stage_loads(moment: _Moment) -> list[StageLoad]:
 
 
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
-    """Return the distinct loads that a rank reaches after the actions of its row."""
+    """Return the distinct loads that a rank reaches after the actions in its row."""
     moments = set()
     # For each stage in turn: the live micro-batches and the waiting weight gradients.
     loads = [0] * 2 * len(position_of)
@@ -101,14 +100,14 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
 
 
 def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
-    """Return whether each stage keeps at least as much at the fuller moment."""
+    """Return whether every stage keeps at least as much at the fuller moment."""
     return all(
         load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True)
     )
 
 
 def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
-    """Return the moment with the largest sum, and the one whose emptiest stage keeps the most."""
+    """Return the moments with the largest sum and with the largest minimum over stages."""
     fullest_at_all_stages = max(
         moments, key=lambda moment: (min(moment[::2]), sum(moment))
     )
@@ -117,46 +116,47 @@ def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
 
 @dataclass(frozen=True, kw_only=True)
 class CutBound:
-    """Bounds the time of a table over all cuts.
+    """Bounds a table's time over all cuts.
 
-    A rank runs its row after the forward passes of the stages before its first action, and before
-    the backward passes of the stages before its last action. So by a given time it can finish only
-    a limited number of layers, and its memory holds only a limited number. The bound is the time by
-    which the layers of each kind fit on the ranks. For a rank with one or two stages, all divisions
-    of its layers among them are tried. More stages are treated as one stage, with the lowest cost
-    of any of them for each layer.
+    A rank runs its row after the forward passes on the stages before its first action, and before
+    the backward passes on the stages before its last action. So by a given time, it can finish only
+    a limited number of layers, and its memory also holds only a limited number. The bound is the
+    time by which all layers of each kind fit on the ranks. For a rank with one or two stages, all
+    divisions of its layers among the stages are tried. More than two stages are treated as a single
+    stage, in which each layer has its lowest cost on any of them.
     """
 
     table: Schedule
     uses: Sequence[RowUse]
     layers: Sequence[Part]
     first: Part
-    """Extra part of the first stage."""
+    """Extra part in the first stage."""
     last: Part
-    """Extra part of the last stage."""
+    """Extra part in the last stage."""
     min_layers: Sequence[int]
-    """Minimum number of layers of each stage. The model has at least as many layers as the sum."""
+    """Minimum number of layers in each stage. The model has at least as many layers as their
+    sum."""
     overlap: float
     """Largest share of the exchange that pairs can hide."""
     microbatches_beyond: float
-    """Number of micro-batches of a row in addition to those of the table."""
+    """Number of micro-batches in a row beyond those in the table."""
     memory_bytes: float
-    """Memory of a rank."""
+    """Memory on a rank."""
     static_bytes: Callable[[Part], float]
-    """Returns the bytes of a part's weights, gradients and optimizer states."""
+    """Returns the bytes for a part's weights, gradients and optimizer states."""
 
     def span_s(self) -> float:
-        """Return a lower bound on the seconds of a step with any cut; infinite if no cut fits."""
+        """Return a lower bound, in seconds, on a step with any cut; infinite if no cut fits."""
         span_s = 0.0
         outside_s = [self._outside_s(row) for row in self.table.rows]
         stages_of = self.table.placement.stages_of
         # Bound the time for each kind of layer separately, and return the highest bound.
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
-            # The layers that every cut gives to a stage are already in `fixed`.
+            # Layers that a stage has in every cut are already in `fixed`.
             num_left = num_layers
-            # For each rank, the time at which it would end with one more layer of this kind: (time,
-            # rank, number of extra layers).
+            # For each rank, the time at which it would finish with one more layer of this kind:
+            # (time, rank, number of extra layers).
             candidates: list[tuple[float, int, int]] = []
             for rank, ladder in enumerate(ladders):
                 span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
@@ -165,8 +165,8 @@ class CutBound:
                         num_left -= self.min_layers[stage]
                 candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
             heapify(candidates)
-            # Assign each layer to the rank that would end first with it. No other assignment ends
-            # earlier.
+            # Assign each layer to the rank that would finish first with it. No other assignment
+            # finishes earlier.
             for _ in range(num_left):
                 end_s, rank, num_extra = candidates[0]
                 span_s = max(span_s, end_s)
@@ -178,9 +178,9 @@ class CutBound:
 
     @cached_property
     def kinds(self) -> list[set[Part]]:
-        """The kinds of layers that each stage may have under some cut."""
-        # At the earliest, a stage starts where all earlier stages have their minimum. At the
-        # latest, it starts after all spare layers.
+        """The kinds of layers that each stage may have with some cut."""
+        # A stage starts at the earliest where all earlier stages have their minimum, and at the
+        # latest after all spare layers.
         num_spare = len(self.layers) - sum(self.min_layers)
         kinds = []
         begin = 0
@@ -192,7 +192,7 @@ class CutBound:
 
     @cached_property
     def fixed(self) -> list[Part]:
-        """The minimum work and memory of each stage under any cut."""
+        """The minimum work and memory on each stage with any cut."""
         fixed = []
         for stage, kinds in enumerate(self.kinds):
             parts: list[Part] = []
@@ -210,7 +210,7 @@ class CutBound:
         if len(kinds) == 1:
             [layer] = kinds
             return layer
-        # The fastest passes and the smallest sizes may be those of different kinds of layers.
+        # The fastest passes and the smallest sizes may come from different kinds of layers.
         fastest = min(
             (beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work
         )
@@ -224,7 +224,7 @@ class CutBound:
 
     @cached_property
     def _forwards_before_s(self) -> list[float]:
-        """By stage: the seconds of the forward passes of all earlier stages."""
+        """By stage: the seconds of the forward passes on all earlier stages."""
         return [0.0, *accumulate(part.forward for part in self.fixed)]
 
     @cached_property
@@ -236,12 +236,12 @@ class CutBound:
         return {
             "B": [0.0, *accumulate(whole_backwards_s)],
             "I": [0.0, *accumulate(inputs_s)],
-            # No other stage needs a weight gradient, so no action follows it.
+            # No other stage needs a weight gradient, so no action follows W.
             "W": [0.0] * (len(hidden) + 1),
         }
 
     def _outside_s(self, row: Row) -> float:
-        """Return the seconds before the first action of a row and after its last action."""
+        """Return the seconds before the first action in a row and after the last one."""
         first_stage = row[0].stage
         last_stage, last_kind, *_ = row[-1]
         return (
@@ -251,21 +251,21 @@ class CutBound:
 
     @cached_property
     def fixed_bytes(self) -> list[float]:
-        """By stage: the bytes of weights, gradients and optimizer states under any cut."""
+        """By stage: the bytes of weights, gradients and optimizer states with any cut."""
         return [self.static_bytes(part) for part in self.fixed]
 
 
 class _FreeMemory(NamedTuple):
-    """Memory at one moment of a rank's row."""
+    """Memory at one moment in a rank's row."""
 
     free_bytes: float
-    """Memory that the fixed parts of its stages do not use."""
+    """Memory that the fixed parts of the rank's stages do not use."""
     bytes_per_layer: list[float]
     """Bytes for each additional layer, by stage."""
 
 
 class _Passes(NamedTuple):
-    """Seconds that the passes of a stage take in pairs, for some number of layers."""
+    """Seconds that a stage's passes take in pairs, for some number of layers."""
 
     forward_s: float
     input_s: float
@@ -274,14 +274,14 @@ class _Passes(NamedTuple):
 
 
 class _Ladder:
-    """The minimum time of a rank, by the number of extra layers of one kind on its stages."""
+    """A rank's minimum time, by the number of extra layers of one kind on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
         self._stages = stages = cut.table.placement.stages_of[rank]
         self._num_pairs = cut.uses[rank].num_pairs
         parts = [cut.fixed[stage] for stage in stages]
-        # A rank needs at least the temporary memory of the stage that uses the most.
+        # A rank needs at least as much temporary memory as its most demanding stage.
         free_bytes = cut.memory_bytes - max(part.transient for part in parts)
         free_bytes -= sum(cut.fixed_bytes[stage] for stage in stages)
         layer_bytes = cut.static_bytes(layer)
@@ -295,7 +295,8 @@ class _Ladder:
                     layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
                 )
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
-        # Layers pair one to one. That determines the length of a pair only if all layers are equal.
+        # Layers pair one to one, which determines the length of a pair only if all layers are
+        # equal.
         is_alike = len(stages) <= 2 and all(
             cut.kinds[stage] == {layer} for stage in stages
         )
@@ -305,9 +306,9 @@ class _Ladder:
         self._passes: list[list[_Passes]] = [[] for _ in stages]
 
     def least_s(self, num_extra: int) -> float:
-        """Return the minimum seconds of a row with this many extra layers.
+        """Return the minimum seconds for a row with this many extra layers.
 
-        Infinite if none fits.
+        The result is infinite if no division fits.
         """
         while len(self._row_s[0]) <= num_extra:
             self._add_layer()
@@ -324,7 +325,7 @@ class _Ladder:
         return least_s
 
     def _least_of_two_s(self, num_extra: int) -> float:
-        """Return the minimum seconds over all divisions of extra layers between two stages."""
+        """Return the minimum seconds over all divisions of the extra layers between two stages."""
         first_s, second_s = self._row_s
         fewest_on_first = 0
         most_on_first = num_extra
@@ -351,7 +352,7 @@ class _Ladder:
         return least_s
 
     def _add_layer(self) -> None:
-        """Extend the times of all stages by one extra layer."""
+        """Extend the times on all stages by one extra layer."""
         cut = self._cut
         layer = self._layer
         num_extra = len(self._row_s[0])
@@ -368,7 +369,7 @@ class _Ladder:
             # hide.
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
-                # Assume that a pair hides as much as it can, whatever the length of the partner.
+                # Assume that a pair hides as much as it can, however long the partner is.
                 for (forward, backward), num_pairs in self._num_pairs.items():
                     paired_s = forward_s * (forward == position) + input_s * (
                         backward == position
@@ -388,7 +389,7 @@ class _Ladder:
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
             forward = passes[forward_position]
             backward = passes[backward_position]
-            # Layers pair one to one, so the surplus layers of the longer stage run alone.
+            # Layers pair one to one, so the longer stage's surplus layers run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
             paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))

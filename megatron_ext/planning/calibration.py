@@ -1,8 +1,9 @@
-"""Corrects the costs of parts of a model by measurements.
+"""Corrects the costs of model parts with measurements.
 
-A measurement is stored as factors: measured seconds divided by the seconds of the formula, for the
-computation of a forward pass, an input gradient and a weight gradient. So it also applies to other
-shardings of a layer and other micro-batches. Communication is always estimated by formula.
+A measurement is stored as factors: measured seconds divided by the seconds from the formula, for
+the computation in a forward pass, an input gradient and a weight gradient. The measurement
+therefore also applies to other shardings of a layer and to other micro-batches. Communication is
+always estimated by formula.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
 
 _MIN_FACTOR = 0.01
-"""Lower limit, because the difference of two measurements may be zero or negative."""
+"""Lower limit, because the difference between two measurements may be zero or negative."""
 
 
 class Passes(NamedTuple):
-    """Seconds, or factors, of the three passes of a part."""
+    """Seconds, or factors, for a part's three passes."""
 
     forward: float
     input: float
@@ -39,7 +40,7 @@ def computation(
     device: DeviceKind,
     mode: frozenset[str],
 ) -> Part:
-    """Return the cost of a part by formula, without the time of links."""
+    """Return the cost of a part by formula, without the time on links."""
     instant_links = replace(
         device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
     )
@@ -57,7 +58,7 @@ def part_of(
 ) -> Part:
     """Return the cost of a part (see `layer_costs.part_of`), corrected by its measurements.
 
-    Multi-token prediction uses the measurements of its layers' kind.
+    Multi-token prediction uses the measurements for its kind of layer.
     """
     part = layer_costs.part_of(
         model, kind, sharding, device, mode, holds_embedding=holds_embedding
@@ -67,10 +68,10 @@ def part_of(
     if factors is None:
         return part
     forward_factor, input_factor, weight_factor = factors
-    # Scale only the computation. The communication in `part` stays.
+    # Scale only the computation. The communication in `part` stays the same.
     computed = computation(model, kind, sharding, device, mode)
-    # Separate the recomputation, because recomputed forward passes need the factor of the forward
-    # pass, not that of the input gradient.
+    # Treat recomputation separately, because it needs the factor for the forward pass instead of
+    # the factor for the input gradient.
     plain = computation(model, kind, sharding, device, frozenset())
     recomputed_s = computed.input - plain.input
     return part._replace(
@@ -90,7 +91,7 @@ def parts_of(
     *,
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
-    """Return all layers, the extra part of the first stage, and that of the last stage."""
+    """Return all layers, and the extra parts in the first and in the last stage."""
     part_by_kind = {
         kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)
     }
@@ -109,7 +110,7 @@ def parts_of(
 def factors(
     measured: Mapping[str, Passes], by_formula: Mapping[str, Part]
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return the factors of parts, in the form of `DeviceKind.measured`."""
+    """Return the factors for parts, in the form of `DeviceKind.measured`."""
     factors_by_part = []
     for name, seconds in measured.items():
         part = by_formula[name]

@@ -1,8 +1,8 @@
-"""Ranks the candidate schedules of a training; `--pipeline-schedule auto` takes the first.
+"""Ranks candidate schedules for a training run; `--pipeline-schedule auto` takes the best.
 
-Each schedule is forecast for the model, its sizes and the device. If one of these is unknown, only
-the table of the schedule is simulated, with equal costs or with costs measured in a trace. Nothing
-is measured or stored here, so the same training always gets the same answer.
+Each schedule is forecast for the model, its sizes and the device. If any of these is unknown, only
+the schedule's table is simulated, with equal costs or with costs measured in a trace. Nothing is
+measured or stored here, so the same training run always gets the same answer.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 REFERENCE = "1f1b"
-"""The schedule whose memory is the limit if the memory of the device is unknown."""
+"""The schedule whose memory is the limit if the device memory is unknown."""
 _EQUAL = 0.005
-"""Steps that differ by less than this fraction are considered equally fast. The one with less
-memory then wins."""
+"""Steps that differ by less than this fraction are considered equally fast, and the schedule that
+needs less memory wins."""
 _MAX_CHUNKS = 8
 _WASTEFUL = ("gpipe",)
-"""Schedules that keep every micro-batch without a benefit."""
+"""Schedules that keep activations for every micro-batch without any benefit."""
 _THRIFTY = {"v-half": "zb-v"}
-"""Schedule -> the schedule with the same stages, but more memory and shorter steps. The search for
-tables of the former takes longer than all other searches together, so it is tried only if the
-latter does not fit."""
+"""Schedule -> the schedule with the same stages, but more memory and shorter steps. Searching
+tables for the former takes longer than all other searches together, so the former is tried only if
+the latter does not fit."""
 
 NOT_FORECAST = read_rules("""
     --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
@@ -57,25 +57,25 @@ NOT_FORECAST = read_rules("""
     main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
         the planner would count fp32
 """)
-"""Settings of Megatron whose time or memory the forecast does not model."""
+"""Megatron settings whose time or memory the forecast does not model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The properties that all candidates share."""
+    """Properties that all candidates share."""
 
     ranks: int
-    """Number of ranks of a pipeline, or of both if a schedule mirrors two."""
+    """Number of ranks in a pipeline, or in both pipelines if a schedule mirrors two."""
     num_microbatches: int
-    """Number of micro-batches that these ranks run in a step."""
+    """Number of micro-batches that these ranks run per step."""
     cut: Callable[[str, Placement], Sequence[int] | None]
-    """Takes a schedule and its placement, and returns the layers of each stage as Megatron will
+    """Takes a schedule and its placement, and returns the layers in each stage as Megatron will
     build them. None: the number of layers is unknown."""
     chunks: int | None = None
     """Number of stages on each rank if a schedule does not fix it. None: the best number."""
     num_layers: int | None = None
     costs: Costs | None = None
-    """The user's costs, for which tables are generated. None: the costs of the forecast."""
+    """The user's costs, for which tables are generated. None: the forecast costs."""
     pairs: bool = False
     slices: int = 1
     stash_ratio: float = 1.0
@@ -84,7 +84,7 @@ class Training:
     """As in `PipelineConfig`."""
 
     def table(self, schedule: str, chunks: int | None, costs: Costs) -> Schedule:
-        """Return the table of a schedule.
+        """Return a schedule's table.
 
         Raises:
             ScheduleError: The schedule has no table for these sizes.
@@ -100,55 +100,56 @@ class Training:
         return weights_at_once(table) if self.weights_at_once else table
 
     def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
-        """Return the costs to generate tables for; None: the user's costs, or equal costs.
+        """Return the costs for which to generate tables; None: the user's costs, or equal costs.
 
-        A search for the given costs does not always find a better table than one for equal costs.
+        A search with the given costs does not always find a better table than a search with equal
+        costs.
         """
         if self.costs is not None or not get(schedule).searches(
             self.ranks, self.num_microbatches
         ):
             return (None,)
         if schedule in _THRIFTY:
-            # Search only once, because the search takes long.
+            # Search only once, because searching takes a long time.
             return (costs.in_forwards(),)
         return (None, costs.in_forwards())
 
     def activations(self, table: Schedule) -> float:
-        """Return the peak of activations on the worst rank, in Ma (`schedules/table/memory.py`)."""
+        """Return the peak activations on the worst rank, in Ma (`schedules/table/memory.py`)."""
         return max(activation_peaks(table, self.stash_ratio))
 
     def layers_by_stage(
         self, schedule: str, chunks: int | None
     ) -> Sequence[int] | None:
-        """Return the layers of each stage under a schedule.
+        """Return the layers in each stage with a schedule.
 
-        None if the number of layers is unknown.
+        The result is None if the number of layers is unknown.
 
         Raises:
-            ArgumentsError: The user's flags about the cut contradict each other.
-            ScheduleError: The model cannot have these stages.
+            ArgumentsError: The user's flags for the cut contradict each other.
+            ScheduleError: The model cannot be cut into these stages.
         """
-        # The placement is the same for any number of micro-batches, and a search for many would
-        # take long.
+        # The placement is the same for any number of micro-batches, and a search for many
+        # micro-batches would take a long time.
         smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
         return self.cut(schedule, smallest.placement)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule that a training may use, with its expected time and memory."""
+    """A schedule that a training run may use, with its expected time and memory."""
 
     schedule: str
     chunks: int | None
-    """Stages on each rank. None: the schedule fixes their number."""
+    """Number of stages on each rank. None: the schedule determines it."""
     costs: Costs | None
-    """Costs for which its table is generated. None: the costs of the configuration."""
+    """Costs for which the table is generated. None: the configured costs."""
     step: float
-    """Time of a step: seconds if forecast, otherwise in the unit of the costs."""
+    """Step time: in seconds if forecast, otherwise in the same unit as the costs."""
     memory: float
-    """Memory of the worst rank: GiB if forecast, otherwise activations."""
+    """Memory on the worst rank: in GiB if forecast, otherwise in activations."""
     weight_copies: int
-    """Number of ranks that hold the weights of a stage."""
+    """Number of ranks that hold a stage's weights."""
     words: str
     """Time and memory, as text."""
     fits: bool = True
@@ -161,7 +162,7 @@ class Candidate:
         return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
 
     def reason(self, best: Candidate) -> str:
-        """Return the reason for its position, compared with the best candidate."""
+        """Return the reason for this candidate's position, compared with the best candidate."""
         if not self.fits:
             return "which needs too much memory"
         if self == best:
@@ -174,16 +175,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Candidates, best first, and the basis of the comparison."""
+    """Candidates, starting with the best, and the basis of the comparison."""
 
     candidates: Sequence[Candidate]
     basis: str
     """The basis of the comparison, as text."""
     left_out: Sequence[str] = ()
-    """Why other schedules are not candidates, one line for each reason."""
+    """Why other schedules are not candidates, one line per reason."""
 
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
-        """Return a log line with the best candidates and the schedules that flags exclude."""
+        """Return a log line with the best candidates and the schedules excluded by flags."""
         best, *runners_up = accepted
         line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
         if not best.fits:
@@ -208,17 +209,17 @@ class Judge(Protocol):
         """
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the memory limit of candidates. `reference` is the candidate for `REFERENCE`."""
+        """Return the memory limit for candidates; `reference` is the candidate for `REFERENCE`."""
 
     def basis(self) -> str:
         """Return the basis of the comparison."""
 
 
 def rank(training: Training, judge: Judge) -> Ranking:
-    """Return the candidates of a training, best first.
+    """Return the candidates for a training run, starting with the best.
 
-    Candidates that fit come first, sorted by time, and by memory if their steps are equally fast.
-    If no candidate fits, the one that needs the least memory comes first.
+    Candidates that fit come first, sorted by step time, or by memory if their steps are equally
+    fast. If no candidate fits, the one that needs the least memory comes first.
     """
     left_out: list[str] = []
     # Try the reference first, because its activations may be the limit for all other candidates.
@@ -240,7 +241,8 @@ def rank(training: Training, judge: Judge) -> Ranking:
         candidate.schedule for candidate in candidates if candidate.memory <= limit
     }
     for name in thrifty:
-        # A schedule with less memory is worth its long search only if its counterpart does not fit.
+        # A schedule that needs less memory is worth its long search only if its counterpart does
+        # not fit.
         if _THRIFTY[name] not in fitting:
             candidate = _tried(judge, name, None, left_out)
             if candidate is not None:
@@ -254,12 +256,12 @@ def rank(training: Training, judge: Judge) -> Ranking:
 def _tried(
     judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
 ) -> Candidate | None:
-    """Return a candidate. If it is impossible, add the reason to `left_out` and return None."""
+    """Return a candidate, or add the reason to `left_out` and return None if it is impossible."""
     try:
         return judge.candidate(schedule, chunks)
     except (ArgumentsError, ScheduleError) as error:
         reason = str(error)
-    # All chunk counts of a schedule may be rejected for the same reason.
+    # All chunk counts for a schedule may be rejected for the same reason.
     if reason not in left_out:
         left_out.append(reason)
     return None
@@ -279,8 +281,9 @@ def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | No
 
 
 def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, best first."""
-    # Repeatedly take the best of all candidates that are about as fast as the fastest one left.
+    """Return the candidates, starting with the best."""
+    # Repeatedly take the best of all candidates that are about as fast as the fastest remaining
+    # one.
     waiting = sorted(
         (candidate for candidate in candidates if candidate.fits),
         key=lambda candidate: candidate.step,
@@ -305,10 +308,10 @@ def _weights_are_held_twice(schedule: str) -> ScheduleError:
 
 
 def _activations_of(reference: Candidate | None) -> float:
-    """Return the limit on activations if the memory of the device is unknown."""
+    """Return the limit on activations if the device memory is unknown."""
     if reference is None:
         return math.inf
-    # Sums of thirds and sums of eighths may differ in the last digit.
+    # Sums of thirds and sums of eighths may differ in the last digit because of rounding.
     return reference.memory * (1 + 1e-9)
 
 
@@ -317,19 +320,19 @@ def _activations_of(reference: Candidate | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ByForecast:
-    """Compares seconds and bytes from the planner's forecast."""
+    """Compares candidates by seconds and bytes from the planner's forecast."""
 
     training: Training
     job: Question
     sizes: ParallelSizes
     has_memory: bool
-    """Whether the memory of the device is known."""
+    """Whether the device memory is known."""
 
     def candidate(self, schedule: str, chunks: int | None) -> Candidate:
         """Return a candidate.
 
         Raises:
-            ArgumentsError: Megatron cannot build its stages from the user's flags.
+            ArgumentsError: Megatron cannot build the stages from the user's flags.
             ScheduleError: The schedule is impossible.
         """
         training = self.training
@@ -358,7 +361,7 @@ class ByForecast:
         memory_gib = memory = max(plan.memory_gib)
         words = f"{plan.step_s:.3g} s a step, {memory_gib:.1f} GiB on the worst rank"
         if not self.has_memory:
-            # Without the memory of the device, candidates are compared by activations instead of
+            # If the device memory is unknown, candidates are compared by activations instead of
             # GiB.
             memory = training.activations(training.table(schedule, chunks, table_costs))
             words += f" with {memory:g} activations"
@@ -375,8 +378,8 @@ class ByForecast:
     def _layout(
         self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
     ) -> Layout:
-        # Forecast with unlimited memory, because a candidate that does not fit is also compared
-        # with the limit.
+        # Forecast with unlimited memory, because candidates that do not fit are also compared with
+        # the limit.
         roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
         num_chunks = chunks or get(schedule).num_chunks
         at_once = self.training.weights_at_once
@@ -396,18 +399,18 @@ class ByForecast:
         return plan
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the GiB that a rank may need, or the activations that it may keep."""
+        """Return how many GiB a rank may need, or how many activations it may keep."""
         device = self.job.device
         if self.has_memory:
             return device.memory_gib - device.reserve_gib
         return _activations_of(reference)
 
     def waiting_weights(self, schedule: str, chunks: int | None) -> WaitingWeights:
-        """Return how many W may wait beyond a table's before the memory of a device is full.
+        """Return how many W, besides those waiting in the table, may wait in device memory.
 
         Raises:
-            ArgumentsError: Megatron cannot build its stages from the user's flags.
-            ScheduleError: The schedule is impossible, or no W of its table can wait.
+            ArgumentsError: Megatron cannot build the stages from the user's flags.
+            ScheduleError: The schedule is impossible, or no W in its table can wait.
         """
         counts = self.training.layers_by_stage(schedule, chunks)
         if counts is None:
@@ -443,11 +446,11 @@ class ByForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ByTable:
-    """Compares simulated tables and the activations that they keep."""
+    """Compares candidates by simulated tables and the activations that they keep."""
 
     training: Training
     measured: MeasuredCosts | None
-    """Costs of a traced run. None: the user's costs, or equal costs."""
+    """Costs from a traced run. None: the user's costs, or equal costs."""
     reason: str
     """Why there is no forecast, as text."""
 
@@ -455,7 +458,7 @@ class ByTable:
         """Return a candidate.
 
         Raises:
-            ArgumentsError: Megatron cannot build its stages from the user's flags.
+            ArgumentsError: Megatron cannot build the stages from the user's flags.
             ScheduleError: The schedule is impossible.
         """
         training = self.training
@@ -464,7 +467,7 @@ class ByTable:
             raise _weights_are_held_twice(schedule)
         counts = training.layers_by_stage(schedule, chunks)
         if counts is None:
-            # Without the number of layers, assume that all stages are equal.
+            # If the number of layers is unknown, assume that all stages are equal.
             counts = [1] * (training.ranks * (chunks or generator.num_chunks))
         costs = self._costs(counts)
         variants: Sequence[Costs | None] = (None,)
@@ -493,14 +496,14 @@ class ByTable:
         )
 
     def _costs(self, layers_by_stage: Sequence[int]) -> Costs:
-        """Return the costs of the stages of a cut."""
+        """Return the costs of a cut's stages."""
         ranks = self.training.ranks
         if self.measured is not None:
             return self.measured.costs(ranks, layers_by_stage)
         even = self.training.costs or UNIT
         stages = []
         for count in layers_by_stage:
-            # The stage's work relative to 1/ranks of the model, which `even` describes.
+            # The stage's work relative to 1/ranks of the model, to which `even` applies.
             share = count * ranks / sum(layers_by_stage)
             # A stage may have no layers.
             forward = max(SHORTEST, share * even.forward)
@@ -515,7 +518,7 @@ class ByTable:
         return "times the unit of the costs"
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the activations that a rank may keep."""
+        """Return how many activations a rank may keep."""
         return _activations_of(reference)
 
     def basis(self) -> str:

@@ -1,7 +1,6 @@
-"""Calls a function in forked processes, each of which has separate caches.
+"""Calls a function in forked processes that have separate caches.
 
-The caller chooses the process for each call, which the pools of the standard library do not
-support.
+The caller chooses the process for each call, which the standard library's pools do not support.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Caller:
         self._function = function
 
     def begin(self, *args: Any) -> None:
-        """Call the function. It may continue to run until `result` is called."""
+        """Call the function, which may continue to run until `result` is called."""
         self._returned = self._function(*args)
 
     def result(self) -> Any:
-        """Return the result of the function, or raise its error."""
+        """Return the function's result, or raise its error."""
         return self._returned
 
 
@@ -61,7 +60,7 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        # Kill it, because a call may take long and needs no clean-up.
+        # Kill the process, because a call may take a long time and needs no clean-up.
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -80,7 +79,7 @@ class _ForkedCaller(Caller):
 
 @contextmanager
 def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
-    """Yield callers of a function, each with a forked process; a single caller runs in this one."""
+    """Yield callers of a function, each with a forked process; a single caller needs none."""
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
@@ -94,10 +93,10 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
 
 
 def ended(busy: Collection[Caller]) -> list[Caller]:
-    """Wait for the first result, and return the callers that have one.
+    """Wait for the first result, and return all callers that have a result.
 
-    There is no time-out, because a call may take any time. Ctrl-C or the death of a process ends
-    the wait.
+    There is no time-out, because calls may take arbitrarily long. Ctrl-C or the death of a process
+    interrupts the wait.
     """
     forked: dict[Any, Caller] = {}
     for caller in busy:
@@ -111,7 +110,7 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
 def _serve(
     caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]
 ) -> None:
-    # Ctrl-C reaches all processes, and the parent ends this one.
+    # Ctrl-C reaches all processes, but the parent terminates this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         parent.die_with_caller(caller_pid)  # a call may take minutes

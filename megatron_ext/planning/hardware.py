@@ -1,4 +1,4 @@
-"""Rates of devices and links, with the source of each number."""
+"""Device and link rates, with the source of each number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """A kind of device and its node. Rates are per second and device, in one direction."""
+    """A kind of device and its node. Rates are per second and per device, in one direction."""
 
     name: str
     memory_gib: float
@@ -29,78 +29,77 @@ class DeviceKind:
     reserve_gib: float = 5.0
     """GiB left free for the context, communicators, workspaces and fragmentation."""
     processors: int = 1
-    """Number of processors; each one computes one tile of a product at a time."""
+    """Number of processors, each of which computes one tile of a product at a time."""
     node_size: int = 8
-    """Number of devices that the fast links connect."""
+    """Number of devices connected by the fast links."""
     flops: float
-    """Peak of dense products in bf16."""
+    """Peak rate of dense products in bf16."""
     flops_8bit: float
     flops_4bit: float = 0.0
-    """0 if the device has no products in 4 bits."""
+    """0 if the device does not support products in 4 bits."""
     memory_bytes: float
     """Peak traffic of the device's memory."""
     link_bytes: float
-    """Rate of the link to the other devices of its node."""
+    """Rate of the link to other devices in the same node."""
     network_bytes: float
     """Rate of the link to other nodes."""
     gemm: float = 0.70
     """Share of the peak that large matrix products reach in training."""
     gemm_8bit: float = 0.50
-    """As `gemm`, for products in 8 bits that are scaled by tensor."""
+    """Same as `gemm`, for products in 8 bits that are scaled per tensor."""
     gemm_block: float = 0.50
-    """As `gemm`, for products in 8 bits that are scaled by block."""
+    """Same as `gemm`, for products in 8 bits that are scaled per block."""
     gemm_4bit: float = 0.40
     attention_forward: float = 0.486
-    """Share of the bf16 peak that causal attention reaches if half of the square is counted."""
+    """Share of the bf16 peak that causal attention reaches, counting half of the square."""
     attention_backward: float = 0.371
     attention_8bit: float = 1.6
-    """Speed of attention in 8 bits relative to bf16."""
+    """Speed of attention in 8 bits relative to attention in bf16."""
     memory: float = 0.556
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
     """Share of a link within a node that gathers and scatters reach."""
     network: float = 0.94
-    """Share of a link to other nodes that gathers, scatters and messages reach."""
+    """Share of a link between nodes that gathers, scatters and messages reach."""
     all_to_all: float = 0.908
     kernel_s: float = 4e-6
     """Minimum time of a kernel."""
     gemm_grouped: float = 0.901
-    """Factor on the shares of products, for the products of experts."""
+    """Factor on the products' shares, for experts' products."""
     gemm_fused: float = 0.771
-    """Factor on the shares of products, for experts' products that are fused with activation and
-    quantization into one kernel."""
+    """Factor on the products' shares, for experts' products that are fused into one kernel with
+    activation and quantization."""
     activation: float = 5.36
-    """Bytes of traffic per input and output element of the experts' activation, if it consists of
-    several kernels."""
+    """Bytes of traffic per input and output element of the experts' activation function, if it
+    takes several kernels."""
     scan_bytes: float = 71.9
-    """Bytes of traffic of a Mamba-2 layer's forward pass per channel, in addition to its
+    """Bytes of traffic per channel in a Mamba-2 layer's forward pass, in addition to its
     products."""
     launch_s: float = 21.7e-6
-    """Time of the host per kernel launch outside of graphs."""
+    """Host time per kernel launch outside graphs."""
     split_launches: float = 1.71
-    """Factor on the number of launches if parts of layers alternate with parts of another batch and
-    the dispatcher is `alltoall`."""
+    """Factor on the number of launches if parts of layers alternate with parts from another batch
+    and the dispatcher is `alltoall`."""
     biases: float = 51.6
-    """Bytes of additional traffic per activation of experts with biases."""
+    """Bytes of additional traffic per activation in experts with biases."""
     biases_fused: float = 14.5
-    """As `biases`, if experts are one kernel."""
+    """Same as `biases`, if experts are a single kernel."""
     exposed: float = 0.235
-    """Share of the shorter of kernel and launch time that is exposed if the host waits for
-    counts."""
+    """Exposed share of the shorter of kernel and launch time if the host waits for token counts."""
     overlap: float = 0.68
-    """Share of communication that computation hides if a technique runs both at the same time."""
+    """Share of communication that computation hides if a technique overlaps the two."""
     pair_overlap: float = 0.852
-    """As `overlap`, for the all-to-all of experts in a pair."""
+    """Same as `overlap`, for the experts' all-to-all in a pair."""
     gemm_weight: float = 0.945
-    """Factor on the shares of products, for weight gradients, which are accumulated in fp32."""
+    """Factor on the products' shares, for weight gradients, which are accumulated in fp32."""
     tile_bytes: float = 256.0
-    """Bytes of a row of each operand that a tile of a product loads before it computes."""
+    """Bytes per row of each operand that a product's tile loads before it computes."""
     message_s: float = 23e-6
     """Minimum time of a collective or message."""
     hop_s: float = 8.5e-6
     """Additional time of a collective for each rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
-    """Parts of a model and the factors on the costs of their passes (`calibration.py`)."""
+    """Parts of a model, with factors on the costs of their passes (`calibration.py`)."""
     seconds: dict[str, list[float]] = field(
         default_factory=dict, hash=False, compare=False
     )
@@ -109,7 +108,7 @@ class DeviceKind:
     """The source of each number."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the peak operations per second for a precision, according to the data sheet.
+        """Return the data sheet's peak operations per second for a precision.
 
         Raises:
             ArgumentsError: The device does not support the precision.
@@ -151,7 +150,7 @@ _MAY_BE_ZERO = (
 )
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
-# Sources of numbers that are the same for several kinds of devices.
+# Sources for numbers that are the same for several kinds of devices.
 _COMMON = dict.fromkeys(
     ("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX
 )
@@ -180,7 +179,7 @@ _COMMON |= {
     "and about 1 GiB for the context and communicators",
     "node_size": "eight in a machine",
 }
-# Devices without measurements use the numbers of a B200.
+# Devices without measurements use B200 numbers.
 _OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {
     **{name: _COMMON[name] for name in ("memory_gib", "reserve_gib", "node_size")},
     "processors": "unknown: products run without waves",
@@ -245,14 +244,14 @@ def _blackwell(
     gemm_shares: tuple[float, float, float, float],
     exceptions: Mapping[str, Any] = MappingProxyType({}),
 ) -> DeviceKind:
-    """Return a device of the Blackwell family.
+    """Return a device in the Blackwell family.
 
     Args:
-        name: Name of the device.
+        name: The device's name.
         memory_gib: Memory that a program can allocate.
         peak_pflops: Peak operations in 16, 8 and 4 bits, in 10^15 per second.
         network_gb_per_s: Rate of the link to other nodes.
-        gemm_shares: Shares of the peaks that products reach, in the order of `_GEMM`.
+        gemm_shares: Shares of peak that products reach, in the order of `_GEMM`.
         exceptions: Fields that differ from `_BLACKWELL`.
     """
     settings: dict[str, Any] = {**_BLACKWELL, **exceptions}
@@ -373,8 +372,8 @@ DEVICES = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """Return the kind of device that a driver reports under this name, or None."""
-    # Try the longest name first, because the name of a GB200 contains "b200".
+    """Return the kind of device that drivers report by this name, or None."""
+    # Try the longest name first, because a GB200's name contains "b200".
     kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
     return next((kind for kind in kinds if kind.name in name.lower()), None)
 
@@ -382,10 +381,10 @@ def kind_of(name: str) -> DeviceKind | None:
 def parse_devices(text: str) -> tuple[int, DeviceKind]:
     """Return the number and kind of devices in `2048xh100` or `64xFILE.json`.
 
-    A file has the fields of `DeviceKind`, and may name a kind to modify as `base`.
+    A file contains fields of `DeviceKind`, and `base` may name a kind to modify.
 
     Raises:
-        ArgumentsError: The text does not have this form, or the file does not describe a device.
+        ArgumentsError: The text is not in this form, or the file does not describe a device.
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
@@ -421,7 +420,7 @@ def _read_device(path: Path) -> DeviceKind:
         content["measured"] = tuple(factors)  # a hashable field
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})
-        # The base provides all fields that the file leaves out.
+        # The base provides all fields that the file omits.
         if base is not None:
             inherited = vars(DEVICES[base])
             all_sources = DEVICES[base].sources | content["sources"]
@@ -449,7 +448,7 @@ def _check_numbers(device: DeviceKind) -> None:
     """Check that each rate and size is a number that a device can have.
 
     Raises:
-        ValueError: A number is impossible.
+        ValueError: A number is out of range.
     """
     for device_field in fields(device):
         name = device_field.name

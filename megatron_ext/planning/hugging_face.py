@@ -8,13 +8,13 @@ from typing import Any
 from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
 
 _FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-"""Model type of a configuration without `layer_types` -> period of the layers that attend to all
-tokens. The other layers use sliding attention."""
+"""Model type in a configuration without `layer_types` -> period of the layers that attend to all
+tokens. All other layers use sliding attention."""
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def flags_of_config(config: Mapping[str, Any]) -> list[str]:
-    """Return Megatron's flags for the model of a Hugging Face `config.json`.
+    """Return Megatron's flags for the model in a Hugging Face `config.json`.
 
     Raises:
         KeyError: The configuration is not for a decoder that these flags can describe.
@@ -49,7 +49,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
 
 
 def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
-    """Return a size from a configuration, and check it.
+    """Return a size from a configuration after checking it.
 
     Raises:
         KeyError: The size is missing.
@@ -68,11 +68,11 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _pattern(config: Mapping[str, Any]) -> str:
-    """Return Megatron's pattern of a hybrid model; empty for other models."""
+    """Return Megatron's pattern for a hybrid model; empty for other models."""
     pattern = config.get("hybrid_override_pattern")
     if pattern:
         return str(pattern)
-    # Other hybrid models list the kinds of their layers by name.
+    # Other hybrid models list their layer kinds by name.
     letters = {kind: letter for letter, kind in HYBRID_KINDS.items()} | {"moe": "E"}
     return "".join(letters[block] for block in config.get("layers_block_type") or ())
 
@@ -102,7 +102,7 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
             "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
             "v-head-dim": config["v_head_dim"],
         }
-    # Heads may be wider or narrower than the hidden size divided by their number.
+    # Heads may be wider or narrower than the hidden size divided by the number of heads.
     values = {"kv-channels": config.get("head_dim")}
     if _has_groups(config):
         values["num-query-groups"] = config["num_key_value_heads"]
@@ -112,8 +112,8 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (config.get("sliding_window") and config.get("use_sliding_window", True)):
         return {}
-    # The layers with sliding attention: all but every n-th layer, or a list with 1 for each of
-    # them.
+    # Layers with sliding attention: all except every n-th layer, or a list with 1 for each such
+    # layer.
     period = _FULL_ATTENTION_EVERY.get(_model_type(config))
     skips = config.get("sliding_window_pattern", period)
     layer_types = config.get("layer_types")
@@ -139,7 +139,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     num_shared = int(_model_type(config).startswith("llama4"))
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")
-    # Some configurations give the total width of the shared experts, others their number.
+    # Some configurations contain the total width of the shared experts, others their number.
     shared_width = _first_of(
         config,
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -179,12 +179,12 @@ def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if not pattern and (activation == "silu" or kind.startswith("gemma")):
         switches.append("swiglu")
-    # The files also do not say which biases the code of GPT-OSS and Qwen2 has.
+    # They also do not say which biases the code for GPT-OSS and Qwen2 has.
     if kind != "gpt_oss" and not config.get("use_bias"):
         switches.append("disable-bias-linear")
     if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
-    # A file leaves out values that equal the default of its class.
+    # Files omit values that equal the default in their class.
     if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):

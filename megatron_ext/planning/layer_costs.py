@@ -1,11 +1,11 @@
 """Costs of each part of a model on one rank: seconds, parameters and bytes kept.
 
-A kernel takes as long as its operations or its traffic, whichever is longer, at the shares of the
-peaks that the device reaches, and at least `kernel_s`. A layer takes as long as its kernels or
-their launches by the host, whichever is longer. Graphs need no launches. Weight gradients are
-accumulated in four bytes (or two), so memory bounds products with few rows, such as those of many
-experts. Tensor parallelism implies sequence parallelism. It does not divide experts, which get
-equal shares of the tokens.
+A kernel's time is that of its operations or its memory traffic, whichever is longer, at the share
+of peak that the device reaches, and at least `kernel_s`. A layer's time is that of its kernels or
+of their launches by the host, whichever is longer. Graphs need no launches. Weight gradients are
+accumulated in four (or two) bytes, so products with few rows, for example with many experts, are
+memory-bound. Tensor parallelism implies sequence parallelism, but does not divide experts, which
+get equal shares of the tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ASSUMPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How ranks divide the work on a micro-batch."""
+    """How the work on a micro-batch is divided across ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -78,46 +78,45 @@ class Sharding:
 
 
 _OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
-"""Bytes per element of an operand of a product."""
+"""Bytes per element of a product's operand."""
 _CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic per quantized element, including its transposed copy."""
 _PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
-"""Number of kernels in the forward pass of a product, including those that quantize its
-operands."""
+"""Number of kernels in a product's forward pass, including those that quantize operands."""
 
 
 class Part(NamedTuple):
-    """A layer or an end of a model on one rank, for one micro-batch. Stages are sums of parts."""
+    """A layer or an end of a model on one rank, for one micro-batch. A stage is a sum of parts."""
 
     forward: float
     """Seconds."""
     input: float
-    """Seconds of the input gradient, including recomputation before it."""
+    """Seconds of the input gradient, including any recomputation before it."""
     weight: float
     params: float
-    """Number of weights on this rank, without those of experts."""
+    """Number of weights on this rank, excluding expert weights."""
     expert_params: float
     operations: float
-    """Operations of the forward pass, as Megatron counts them for its TFLOP/s."""
+    """Operations in the forward pass, counted as for Megatron's TFLOP/s."""
     exchange: float
-    """Seconds of forward and input gradient in which experts exchange tokens, which pairs can hide.
-    Excludes recomputation."""
+    """Seconds of the forward pass and input gradient spent on exchanging tokens between experts,
+    which pairs can hide. Excludes recomputation."""
     saved: float
     """Bytes kept from the forward pass to the backward pass."""
     waiting: float
     """Bytes kept from the input gradient to the weight gradient, if a schedule splits backward
     passes."""
     logits: float
-    """Bytes that the loss keeps until its backward pass begins, which precedes the backward pass of
-    any layer."""
+    """Bytes that the loss keeps until its backward pass starts, before any layer's backward
+    pass."""
     transient: float
-    """Bytes at the worst moment of the backward pass, in addition to `saved`."""
+    """Peak bytes during the backward pass, in addition to `saved`."""
     copies: float
-    """Bytes of weights that Transformer Engine keeps in the precision of its products, plain and
+    """Bytes of weights that Transformer Engine keeps in the products' precision, plain and
     transposed, in addition to Megatron's weights."""
     dummies: float
-    """Bytes of placeholder weight gradients, one for each shape. Transformer Engine passes them to
-    autograd and keeps them, while it adds the real gradients to Megatron's buffers."""
+    """Bytes of placeholder weight gradients, one per shape. Transformer Engine passes these
+    placeholders to autograd and keeps them, and adds the real gradients to Megatron's buffers."""
 
     @property
     def work(self) -> float:
@@ -126,20 +125,20 @@ class Part(NamedTuple):
 
 
 def total(parts: Sequence[Part]) -> Part:
-    """Return the total costs of several parts."""
+    """Return the total cost of several parts."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
     sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
     return sums._replace(
         transient=max(part.transient for part in parts),
         # Layers of the same kind have the same shapes, so they share Transformer Engine's
-        # placeholders.
+        # placeholder gradients.
         dummies=sum({part.dummies for part in parts}),
     )
 
 
 def beside(part: Part, overlap: float) -> Part:
-    """Return a part without the exchange of tokens that computation can hide."""
+    """Return a part without the token exchange that computation can hide."""
     # A part may take no time.
     computed_s = part.forward + part.input or 1.0
     shown_share = 1 - overlap * part.exchange / computed_s
@@ -151,20 +150,20 @@ def beside(part: Part, overlap: float) -> Part:
 def gather_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1
 ) -> float:
-    """Return the seconds of a gather or scatter over ranks with a stride.
+    """Return the seconds that a gather or scatter takes over ranks with a stride.
 
-    `num_bytes` is the size of the complete tensor. Each rank has an equal part of it.
+    `num_bytes` is the size of the complete tensor, of which each rank has an equal part.
     """
     if num_ranks == 1:
         return 0.0
     ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
-        # A ring takes one step less than it has ranks. Each step moves the part of one rank.
+        # A ring takes one step fewer than it has ranks, and each step moves one rank's part.
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
-    # In a ring over nodes, all participating devices of a node share its adapters.
+    # In a ring across nodes, all participating devices in a node share its network adapters.
     network_rate = device.network_bytes * ranks_in_node * device.network
     rate = min(network_rate, link_rate)
     return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
@@ -175,14 +174,14 @@ def all_to_all_s(
 ) -> float:
     """Return the seconds that consecutive ranks take to send `num_bytes` each.
 
-    If `copies_sent_once` is k, the k copies of a token cross the links of a node only once for each
-    rank, and the network only once for each node. If it is 0, each copy is sent.
+    If `copies_sent_once` is k, the k copies of a token cross a node's links only once per rank, and
+    the network only once per node. If it is 0, every copy is sent.
     """
     if num_ranks == 1:
         return 0.0
     ranks_in_node = min(num_ranks, device.node_size)
-    # The share for other ranks of the node crosses its links, and the remainder crosses the
-    # network, at the same time.
+    # The share for other ranks in the node crosses the node's links, while the remainder crosses
+    # the network.
     node_s = num_bytes * (ranks_in_node - 1) / num_ranks / device.link_bytes
     network_s = (
         num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
@@ -194,7 +193,7 @@ def all_to_all_s(
 
 
 def _distinct_share(place_share: float, copies: int) -> float:
-    """Return the expected share of copies that are the first one in a randomly chosen place."""
+    """Return the expected share of copies that are the first to reach a random place."""
     return (1 - (1 - place_share) ** copies) / place_share / copies
 
 
@@ -214,25 +213,25 @@ def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
 
 
 def mode_name(mode: frozenset[str]) -> str:
-    """Return the name of a set of modules to recompute."""
+    """Return the name for a set of modules to recompute."""
     return "+".join(sorted(mode)) or "none"
 
 
 def recompute_flags(mode: frozenset[str]) -> str:
-    """Return Megatron's flags for a set of modules."""
+    """Return Megatron's flags for recomputing a set of modules."""
     if not mode:
         return ""
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
-    # Megatron supports it only for grouped experts.
+    # Megatron supports this only for grouped experts.
     if "moe_act" in mode:
         flags += " --moe-grouped-gemm"
     return flags
 
 
 class _Ledger:
-    """Adds up the kernels of a part, by the module that recomputes them."""
+    """Adds up a part's kernels, by the module that recomputes them."""
 
     def __init__(
         self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool
@@ -253,10 +252,10 @@ class _Ledger:
         self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
         self.params = self.expert_params = self.operations = 0.0
         self.num_launches = 0.0
-        """Number of kernels in the forward pass that the host launches outside of graphs. A
-        backward pass has twice as many."""
+        """Number of kernels that the host launches outside graphs in the forward pass. A backward
+        pass has twice as many."""
         self.waits_for_counts = False
-        """Whether the host waits for the number of tokens of each expert."""
+        """Whether the host waits for the number of tokens per expert."""
 
     def linear(
         self,
@@ -269,7 +268,7 @@ class _Ledger:
     ) -> None:
         """Add a product [rows, inputs] x [inputs, outputs] and its two gradients.
 
-        With `gathers`, each tensor-parallel rank has a part of the input.
+        With `gathers`, each tensor-parallel rank holds a part of the input.
         """
         self.params += inputs * outputs
         self._products(
@@ -281,11 +280,12 @@ class _Ledger:
             product_rate=self.product_rate,
             cast_bytes=self.cast_bytes,
         )
-        # Transformer Engine keeps the gathered input; Megatron's own layers gather it again.
+        # Transformer Engine keeps the gathered input, whereas Megatron's own layers gather it
+        # again.
         input_parts = 1
         if gathers and self.sharding.techniques.is_local:
             input_parts = self.sharding.tensor
-        # The router runs a separate product, whose gradient does not wait.
+        # The router runs a separate product, whose weight gradient does not wait.
         if module != "router":
             self.waiting_bytes += (
                 self.operand_bytes * rows * (inputs / input_parts + outputs)
@@ -293,7 +293,7 @@ class _Ledger:
         self.launch(module, _PRODUCT_KERNELS[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
-        """Add the products of `count` experts, each of which gets `rows` rows."""
+        """Add the products for `count` experts with `rows` rows each."""
         self.expert_params += inputs * outputs * count
         if self.sharding.techniques.fuses_experts:
             rate_share = self.device.gemm_fused
@@ -312,7 +312,7 @@ class _Ledger:
             product_rate=self.product_rate * rate_share,
             cast_bytes=cast_bytes,
         )
-        # W needs the input of each expert and the gradient of its output.
+        # W needs each expert's input and its output gradient.
         self.waiting_bytes += self.operand_bytes * rows * count * (inputs + outputs)
         self.launch("moe", 6 + kernels_per_expert * count)
 
@@ -338,8 +338,8 @@ class _Ledger:
             height: float, width: float, depth: float, traffic_bytes: float
         ) -> float:
             """Return the seconds of products [height, depth] x [depth, width]."""
-            # A tile first loads operands for as long as reading `tile_bytes` takes. The last wave
-            # of tiles takes as long as a full wave.
+            # A tile first loads operands, which takes as long as reading `tile_bytes`. The last
+            # wave of tiles takes as long as a full wave.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
             wave_factor = (
@@ -359,15 +359,15 @@ class _Ledger:
         )
         self.forward_s[module] += product_s(rows, outputs, inputs, traffic_bytes)
         self.forward_s[module] += cast_bytes * all_rows * inputs / self.memory_rate
-        # The input gradient reads the output's gradient and the weights, and is written in bf16.
+        # The input gradient reads the output gradient and the weights, and is written in bf16.
         traffic_bytes = (
             all_rows * (2 * inputs + operand_bytes * outputs) + operand_bytes * weights
         )
         self.input_s += product_s(rows, inputs, outputs, traffic_bytes)
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
-        # The weight gradient reads the input and the output's gradient.
+        # The weight gradient reads the input and the output gradient.
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        # Either the kernel reads and writes the sum in Megatron's buffer, or it writes a tensor in
+        # The kernel either reads and writes the sum in Megatron's buffer, or writes a tensor in
         # bf16.
         if techniques.fuses_gradients:
             traffic_bytes += 2 * techniques.gradient_bytes * weights
@@ -376,7 +376,7 @@ class _Ledger:
         self.weight_s += (
             product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
         )
-        # The forward pass uses a plain copy, the input gradient a transposed one.
+        # The forward pass uses a plain copy, and the input gradient uses a transposed copy.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
         if techniques.fuses_gradients:
@@ -390,14 +390,14 @@ class _Ledger:
     def elementwise(
         self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
     ) -> None:
-        """Add elementwise kernels, which take as long as their traffic."""
+        """Add elementwise kernels, whose time is that of their memory traffic."""
         shortest_s = kernels * self.device.kernel_s
         self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
         self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
         self.launch(module, kernels)
 
     def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
-        """Add bytes kept until the backward pass by Transformer Engine and by Megatron layers."""
+        """Add the bytes kept until the backward pass with Transformer Engine or Megatron layers."""
         if self.sharding.techniques.is_local:
             self.saved_bytes[module] += local_bytes
         else:
@@ -411,8 +411,8 @@ class _Ledger:
     def launch(self, module: str, kernels: float) -> None:
         """Count only kernels that run outside graphs."""
         is_in_experts = module in ("moe", "moe_act")
-        # By value of `graphs`: whether kernels of this module are outside; `step` covers all of
-        # them.
+        # By value of `graphs`: whether this module's kernels run outside graphs. `step` covers all
+        # kernels.
         is_outside = {
             "none": True,
             "router": module not in ("router", "shared_experts"),
@@ -427,12 +427,12 @@ class _Ledger:
     def delay(self, kernels_s: float, launches_factor: float) -> float:
         """Return the factor by which launches slow down kernels that take `kernels_s`.
 
-        `launches_factor` is the number of launches, divided by that of the forward pass.
+        `launches_factor` is the number of launches divided by the number in a forward pass.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
         shown_s = hidden_s = 0.0
         if self.sharding.techniques.overlaps_experts:
-            # A pass outside of a pair also takes this time. The host launches kernels during the
+            # A pass outside a pair also takes this long. The host launches kernels during the
             # remaining time.
             hidden_s = self.device.pair_overlap * self.exchange_s / 2
             if self.waits_for_counts and not self.sharding.techniques.sends_once:
@@ -448,21 +448,21 @@ class _Ledger:
         layer_input_bytes: float = 0.0,
         transient_bytes: float = 0.0,
     ) -> Part:
-        """Return the part, with the modules in `mode` recomputed.
+        """Return the part with the modules in `mode` recomputed.
 
         With full recomputation, only `layer_input_bytes` are kept.
         """
         recomputed = set(mode)
         if mode == FULL:
             recomputed = set(self.forward_s) | set(self.saved_bytes)
-        # Megatron recomputes the entire layer of experts.
+        # Megatron recomputes the entire expert layer.
         if "moe" in mode:
             recomputed |= {"moe_act", "router", "shared_experts"}
         recomputed_s = sum(self.forward_s[module] for module in recomputed)
         dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
         forward_s = sum(self.forward_s.values())
         backward_s = self.input_s + recomputed_s + self.weight_s
-        # A part may have no kernels, such as an end without layers.
+        # A part may have no kernels, for example an end without layers.
         forward_delay = self.delay(forward_s, 1.0) if forward_s else 1.0
         backward_delay = self.delay(backward_s, 2.0) if backward_s else 1.0
         saved_bytes = layer_input_bytes
@@ -498,10 +498,10 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return the cost of a layer or an end. `mtp` means all layers of multi-token prediction.
+    """Return the cost of a layer or an end; `mtp` means all multi-token prediction layers.
 
-    `mode` contains the recomputed modules. If `holds_embedding`, the rank has the weights of the
-    embedding anyway, so a tied output layer and MTP need no copy.
+    `mode` contains the recomputed modules. If `holds_embedding` is set, the rank holds the
+    embedding weights anyway, so a tied output layer and MTP need no copy.
     """
     books = _Books(model, sharding, device, kind)
     if kind == "embedding":
@@ -518,7 +518,7 @@ def part_of(
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
-    """Return the weights of a model without MTP: the total, and the number that one token uses."""
+    """Return a model's number of weights without MTP: the total, and those used per token."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
@@ -532,7 +532,7 @@ def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
 
 
 class _Books:
-    """Writes one part of a model into a ledger."""
+    """Records one part of a model in a ledger."""
 
     def __init__(
         self,
@@ -545,7 +545,8 @@ class _Books:
         self.tensor = sharding.tensor
         self.hidden = float(model.hidden)
         self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
-        """Tokens of a micro-batch on this rank. Between layers, tensor parallelism divides them."""
+        """Number of tokens per micro-batch on this rank. Between layers, tensor parallelism divides
+        the tokens."""
         self.activation_elements = self.tokens * self.hidden / self.tensor
         """Number of elements of [s, b, h] on this rank."""
         self.table_params = model.vocabulary * self.hidden / self.tensor
@@ -561,16 +562,16 @@ class _Books:
         )
         scatter = gather_s(device, 2 * activation_size, self.tensor)
         self.exchange_s = (gather + scatter) / 2
-        """Seconds of a gather or scatter among tensor-parallel ranks."""
+        """Seconds for a gather or scatter among tensor-parallel ranks."""
         if sharding.techniques.overlaps_tensor:
             self.exchange_s *= 1 - device.overlap
 
     def embedding(self) -> Part:
-        """Return the part of the embedding."""
+        """Return the embedding part."""
         ledger = self.ledger
         elements = self.activation_elements
-        # A gradient as large as the table is cleared and added to Megatron's buffer, whether
-        # gradients are fused or not.
+        # Whether or not gradient accumulation is fused, a gradient as large as the table is cleared
+        # and added to Megatron's buffer.
         gradient_bytes = (
             2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
         )
@@ -580,7 +581,7 @@ class _Books:
         return ledger.part()
 
     def loss(self, *, holds_embedding: bool) -> Part:
-        """Return the part of the last norm, the output layer and the loss."""
+        """Return the part with the last norm, the output layer and the loss."""
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
@@ -609,12 +610,13 @@ class _Books:
         )
         ledger.wait("base", self.exchange_s, self.exchange_s)
         ledger.keep("base", 4 * elements, self._kept_by_norm(elements) + 2 * elements)
-        # A tied output layer uses the weights of the embedding if they are on the same rank.
+        # A tied output layer uses the embedding weights if they are on the same rank.
         shared_params = 0.0
         if model.is_tied and holds_embedding:
             shared_params = self.table_params
         ledger.params += self.hidden * model.norm_weights - shared_params
-        # The unfused loss keeps logits or their gradients in bf16, and probabilities in fp32.
+        # The unfused loss keeps the logits or their gradients in bf16, and the probabilities in
+        # fp32.
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
@@ -625,12 +627,12 @@ class _Books:
     def multi_token_prediction(
         self, layer: Part, loss: Part, *, holds_embedding: bool
     ) -> Part:
-        """Return the part of all heads, each of which has this layer and this loss."""
+        """Return the part with all heads, each of which has this layer and this loss."""
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
-        # A head concatenates the hidden states and the embedding of the next token, and projects
-        # both.
+        # A head concatenates the hidden states with the next token's embedding, and projects the
+        # result.
         ledger.linear(
             "base",
             self.tokens,
@@ -643,10 +645,10 @@ class _Books:
         ledger.keep(
             "base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements
         )
-        # The hidden states, the embedding and the output have one norm each.
+        # There is one norm each for the hidden states, the embedding and the output.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
-        # All heads share the weights of the output layer.
+        # All heads share the output layer's weights.
         head = total([projection, layer, loss._replace(params=0.0)])
         heads = Part._make(model.mtp_layers * size for size in head)
         copied_params = self.table_params
@@ -659,12 +661,12 @@ class _Books:
         )
 
     def layer(self, kind: LayerKind, mode: frozenset[str]) -> Part:
-        """Return the part of a layer."""
+        """Return the part for a layer."""
         ledger = self.ledger
         model = self.model
         activation_bytes = 0.0
-        # `dense` and `moe` layers have attention and a network. Layers of hybrid models have one
-        # module.
+        # `dense` and `moe` layers have attention and a feed-forward network. Layers in hybrid
+        # models have a single module.
         if kind in ("dense", "moe", "attention"):
             self._attention()
             # Gather before the projections, and scatter after the last one.
@@ -693,7 +695,7 @@ class _Books:
         )
 
     def _kept_by_norm(self, elements: float, width: float | None = None) -> float:
-        """Return the bytes that torch's norm keeps of an input, by default of the hidden size.
+        """Return the bytes that torch's norm keeps for an input, by default of the hidden size.
 
         RMSNorm computes in fp32 and keeps two copies.
         """
@@ -703,19 +705,19 @@ class _Books:
         return bytes_per_element * elements + 4 * elements / (width or self.hidden)
 
     def _norm(self) -> None:
-        """Add a norm and the addition of the residual."""
+        """Add a norm and the residual addition."""
         ledger = self.ledger
         elements = self.activation_elements
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
         ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
-        # In bf16, the forward pass of the norm reads and writes each element. Its backward, like
-        # both passes of the residual, reads two tensors and writes one.
+        # In bf16, the norm's forward pass reads and writes each element. Its backward pass, like
+        # both passes of the residual addition, reads two tensors and writes one.
         ledger.elementwise("layernorm", 4 * elements, 6 * elements)
         ledger.elementwise("base", 6 * elements, 6 * elements)
 
     def _experts(self) -> float:
-        """Add a mixture of experts, and return the bytes of its gradients."""
+        """Add a mixture of experts, and return the size of its gradients in bytes."""
         ledger = self.ledger
         model = self.model
         device = self.device
@@ -731,13 +733,14 @@ class _Books:
         ledger.linear("router", tokens, self.hidden, model.num_experts)
         score_bytes = 16 * tokens * model.num_experts
         ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
-        # Latent experts have a projection before them and another one after them.
+        # Latent experts are preceded and followed by a projection.
         if width != self.hidden:
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
-        # Tokens are permuted and sorted by expert, in both directions. Assume 6 bytes for any
-        # dispatcher, which fits the measurements best. One kernel in each direction would move 8.
+        # Tokens are permuted and sorted by expert, in both directions. For all dispatchers, assume
+        # 6 bytes, which fits the measurements best. One kernel in each direction would move 8
+        # bytes.
         permuted_bytes = 6 * choices * width
         ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
         ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
@@ -752,10 +755,10 @@ class _Books:
             traffic_bytes = bias_bytes * choices * width_up
             ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
         ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
-        # Scores, and for each choice its source and destination in 8 bytes, and its weight.
+        # Scores and, for each choice, its weight and its source and destination in 8 bytes.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
         ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
-        # Kept data is copied to a buffer of fixed size, and back.
+        # Kept data is copied to a fixed-size buffer and back.
         if techniques.graphs == "step":
             copied_bytes = 2 * ledger.saved_bytes["moe"]
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
@@ -764,7 +767,7 @@ class _Books:
         copies_sent_once = 0
         if techniques.sends_once:
             copies_sent_once = model.top_k
-        # Tokens go to the experts and back.
+        # Tokens travel to the experts and back.
         exchange_s = 2 * all_to_all_s(
             device, 2 * choices * width, num_ranks, copies_sent_once
         )
@@ -774,7 +777,7 @@ class _Books:
         return gradient_bytes
 
     def _shared_experts(self) -> float:
-        """Add the experts that get all tokens, and return the bytes of their gradients."""
+        """Add the shared experts, and return the size of their gradients in bytes."""
         ledger = self.ledger
         width = self.model.shared_ffn / self.tensor
         projections_up = 2 if self.model.gated else 1
@@ -800,14 +803,14 @@ class _Books:
         ledger.linear(
             "mamba", self.tokens, self.hidden, 2 * inner_width + states + heads
         )
-        # Convolution, chunked scan and gated norm are memory-bound, like the kernels in Triton.
+        # The convolution, chunked scan and gated norm are memory-bound, like the Triton kernels.
         channels = self.tokens * (inner_width + states)
         ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
         scan_bytes = self.device.scan_bytes * channels
         ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
         ledger.linear("mamba", self.tokens, inner_width, self.hidden)
-        # Weights: a convolution over four tokens with a bias, the gated norm, and for each head the
-        # decay, the skip connection and the bias of the time step.
+        # Weights: a convolution over four tokens with a bias, the gated norm, and per head, the
+        # decay, the skip connection and the time-step bias.
         ledger.params += 5 * (inner_width + states) + inner_width + 3 * heads
         # Megatron counts the scan with this formula.
         ledger.operations += 7 * self.tokens * inner_width * model.scan_state
@@ -819,8 +822,8 @@ class _Books:
         query_width = heads * model.head_size
         value_width = heads * model.value_size
         self._norm()
-        # Positions are encoded by rotating all of a head, or only a part of it with latent
-        # attention. Learned positions need no rotation.
+        # Positions are encoded by rotating an entire head, or only part of it in latent attention.
+        # Learned positions need no rotation.
         if model.is_latent:
             key_value_width = self._latent_projections(heads, query_width, value_width)
             rotated_width = model.rotary_size
@@ -839,7 +842,7 @@ class _Books:
     def _latent_projections(
         self, heads: float, query_width: float, value_width: float
     ) -> float:
-        """Add the projections of multi-latent attention. Return the width of keys and values."""
+        """Add the projections for multi-latent attention. Return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
@@ -847,7 +850,8 @@ class _Books:
         key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
-        # Tensor parallelism does not divide the down-projections. Each rank projects its tokens.
+        # Tensor parallelism does not divide the down-projections; each rank projects its own
+        # tokens.
         ledger.linear(
             "attention",
             tokens / self.tensor,
@@ -855,7 +859,7 @@ class _Books:
             key_value_rank + model.rotary_size,
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
-        # The queries use the same input, so count it only once.
+        # The queries use the same input, so count that input only once.
         ledger.waiting_bytes -= (
             ledger.operand_bytes * tokens / self.tensor * self.hidden
         )
@@ -869,7 +873,7 @@ class _Books:
         else:
             ledger.linear("attention", tokens, self.hidden, query_width)
         local_bytes = 2 * tokens * latent_width
-        # Norms copy the latents.
+        # The norms copy the latents.
         if model.qk_norm:
             local_bytes = 2 * tokens * (latent_width - model.rotary_size)
             local_bytes += self._kept_by_norm(tokens * key_value_rank, key_value_rank)
@@ -879,7 +883,7 @@ class _Books:
         ledger.saved_bytes["mla_up_proj"] += (
             2 * tokens * (2 * query_width + value_width)
         )
-        # Rotation in place and joining of the keys, each in one kernel.
+        # Rotating in place takes one kernel, and joining the keys takes another one.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
         return query_width + value_width
@@ -887,17 +891,17 @@ class _Books:
     def _projections(
         self, heads: float, query_width: float, value_width: float, rotated_width: int
     ) -> float:
-        """Add the projection of grouped-query attention. Return the width of keys and values."""
+        """Add the projection for grouped-query attention. Return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
-        # With fewer groups than tensor-parallel ranks, ranks share a group.
+        # If there are fewer groups than tensor-parallel ranks, several ranks share a group.
         groups = max(1.0, model.query_groups / self.tensor)
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
         ledger.linear("attention", tokens, self.hidden, output_width, gathers=True)
-        # A view of a product's output keeps the complete output. Rotation copies queries and keys.
-        # If heads share groups, the groups are copied for each head.
+        # A view of a product's output keeps the complete output alive. Rotation copies queries and
+        # keys. If heads share groups, each group is copied for every head.
         copies_groups = groups < heads
         viewed_width = output_width
         if rotated_width and copies_groups:
@@ -913,7 +917,7 @@ class _Books:
             normed_elements = tokens * (query_width + key_value_width / 2)
             local_bytes += self._kept_by_norm(normed_elements, model.head_size)
         ledger.keep("attention", 2 * tokens * output_width, local_bytes)
-        # The rotation and the norms of queries and keys read and write them.
+        # The rotation and the norms read and write queries and keys.
         passes = 2
         if model.qk_norm:
             passes = 4
@@ -931,8 +935,8 @@ class _Books:
         model = self.model
         device = self.device
         sharding = self.sharding
-        # Twice the mean number of keys that a query sees, because the mask removes half of the
-        # square.
+        # This is twice the mean number of keys that a query sees, because the mask removes half of
+        # the square.
         seen_keys = sharding.sequence * (1 - model.window_share)
         seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
         operations = (
@@ -943,7 +947,7 @@ class _Books:
             * (query_width + value_width)
         )
         ledger.operations += operations
-        # Exponentials take as long for small heads as for large ones.
+        # Exponentials take as long for small heads as for large heads.
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
@@ -953,7 +957,7 @@ class _Books:
         )
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
-        # The products of attention hide the messages of the ring.
+        # The ring's messages are hidden by attention's products.
         if sharding.context > 1:
             ring_bytes = 2 * self.tokens * sharding.context * key_value_width
             ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
@@ -964,16 +968,16 @@ class _Books:
     def _keep_attention(
         self, heads: float, value_width: float, rotated_width: int
     ) -> None:
-        """Add the bytes that the products of attention keep."""
+        """Add the bytes that attention's products keep."""
         ledger = self.ledger
         sharding = self.sharding
         # Attention keeps its output in bf16, and a product in fewer bits also keeps a copy.
-        # Megatron's own attention keeps the scores in bf16, and the sines and cosines of queries
-        # and keys.
+        # Megatron's own attention keeps the scores in bf16, and sines and cosines for queries and
+        # keys.
         copy_bytes = 0.0
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
-        # Flash attention keeps a sum of exponentials in fp32 for each query and head.
+        # Flash attention keeps one fp32 sum of exponentials per query and head.
         fused_bytes = (
             2 + copy_bytes
         ) * self.tokens * value_width + 4 * self.tokens * heads
@@ -986,15 +990,15 @@ class _Books:
         ledger.keep("core_attn", 0.0, score_bytes)
 
     def _activation(self, module: str, elements: float) -> float:
-        """Add the activation function, and return the bytes of its gradients."""
+        """Add the activation function, and return the size of its gradients in bytes."""
         ledger = self.ledger
         num_inputs = 2 if self.model.gated else 1
-        # If only the activation is recomputed, its input stays.
+        # If only the activation function is recomputed, its input is kept.
         input_module = "moe" if module == "moe_act" else module
         ledger.saved_bytes[input_module] += 2 * num_inputs * elements
         ledger.saved_bytes[module] += ledger.operand_bytes * elements
-        # Without the fused kernel, a compiled kernel multiplies by the probabilities of the experts
-        # in fp32, and its backward pass reads everything twice.
+        # Without the fused kernel, a compiled kernel multiplies by the expert probabilities in
+        # fp32, and its backward pass reads everything twice.
         bytes_per_element = 2.0
         if module == "moe_act" and not self.sharding.techniques.fuses_experts:
             bytes_per_element = self.device.activation
@@ -1002,5 +1006,5 @@ class _Books:
         forward_bytes = element_bytes * (num_inputs + 1)
         backward_bytes = element_bytes * (2 * num_inputs + 1)
         ledger.elementwise(module, forward_bytes, backward_bytes)
-        # The gradients of the inputs and of the output are in bf16.
+        # The input and output gradients are in bf16.
         return 2 * elements * (num_inputs + 1)

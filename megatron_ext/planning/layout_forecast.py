@@ -1,4 +1,4 @@
-"""Forecasts the step time and the memory of a layout, and bounds the step time over all cuts."""
+"""Forecasts a layout's step time and memory, and bounds the step time over all cuts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ if TYPE_CHECKING:
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
-"""Bytes of optimizer states per parameter: fp32 weights and Adam's two moments."""
+"""Bytes of optimizer state per parameter: fp32 weights and Adam's two moments."""
 _WEIGHT_BYTES = 2
 _UPDATE_BYTES = 34
-"""Bytes of traffic of the optimizer per parameter of its shard."""
+"""Bytes of optimizer traffic per parameter in its shard."""
 _CLEAR_BYTES = 8
-"""Bytes of traffic per gradient of the rank, which is cleared and summed into the norm."""
+"""Bytes of traffic per gradient on the rank, for clearing it and adding it to the norm."""
 _ENOUGH_ROUNDS = 3
-"""Number of micro-batches per rank after which a table repeats itself and is extrapolated."""
+"""Number of micro-batches per rank after which a table repeats and is extrapolated."""
 _MAX_DIVISIONS = 2**14
-"""Number of cached divisions of a micro-batch. Experts on thousands of devices need 4,000."""
+"""Number of cached divisions of a micro-batch. Searches with experts on thousands of devices need
+4,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +60,21 @@ class Layout:
     schedule: str
     chunks: int
     counts: tuple[int, ...]
-    """Number of layers of each stage."""
+    """Number of layers in each stage."""
     shares: tuple[float, ...]
-    """Share of the work on each rank."""
+    """Each rank's share of the work."""
     step_s: float
     pipeline_s: float
-    """The part of `step_s` that runs the table."""
+    """The part of `step_s` spent on the table."""
     memory_gib: tuple[float, ...]
-    """By rank: the memory at the worst moment."""
+    """By rank: peak memory."""
     static_gib: tuple[float, ...]
     """The part of `memory_gib` for weights, gradients and optimizer states."""
     kept_gib: tuple[float, ...]
-    """The part of `memory_gib` for activations, with as many micro-batches of each stage as the
+    """The part of `memory_gib` for activations, with as many micro-batches on each stage as the
     schedule keeps."""
     hidden: float = 0.0
-    """Share of the exchange of tokens that computation hides."""
+    """Share of the token exchange that computation hides."""
 
     @cached_property
     def tokens_per_s(self) -> float:
@@ -83,7 +84,7 @@ class Layout:
 
     @cached_property
     def bound_s(self) -> float:
-        """Lower bound on the step time of this schedule with these sizes, over all cuts."""
+        """Lower bound on this schedule's step time with these sizes, over all cuts."""
         return table_bound_s(self.job, self.sizes, self.schedule, self.chunks)
 
     @property
@@ -98,12 +99,12 @@ class Layout:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: share of the device's peak in this precision."""
+        """Model FLOPs utilization: share of the device's peak at this precision."""
         return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
 
     @property
     def pairs(self) -> bool:
-        """Whether forward and backward passes of different micro-batches run as pairs."""
+        """Whether forward and backward passes for different micro-batches run as pairs."""
         return runs_pairs(self.job, self.sizes)
 
     @property
@@ -116,7 +117,7 @@ class Layout:
 
     @property
     def techniques(self) -> str:
-        """Megatron's flags for the techniques that the forecast assumes."""
+        """Megatron's flags for the techniques assumed by the forecast."""
         sizes = self.sizes
         kinds = set(self.job.model.kinds)
         return self.job.techniques.flags(kinds, sizes.tp, sizes.ep)
@@ -130,7 +131,7 @@ class Layout:
 
     @property
     def limit(self) -> str:
-        """The largest part of the time that is not useful work."""
+        """The largest part of the step time that is not useful work."""
         sizes = self.sizes
         job = self.job
         losses_s = {
@@ -141,7 +142,7 @@ class Layout:
             name = "recomputation"
             if sizes.mode == FULL:
                 name += " of whole layers"
-            # The cost of recomputation is the difference to the same sizes without it.
+            # The cost of recomputation is the difference from the same sizes without recomputation.
             plain_s = _model_cost(
                 job, replace(sizes, mode=frozenset())
             ).whole_model.work
@@ -151,14 +152,14 @@ class Layout:
 
     @property
     def idle(self) -> float:
-        """Share of the pipeline's time in which a device is idle, averaged over all devices."""
+        """Share of the pipeline's time during which a device is idle, averaged over all devices."""
         model_cost = _model_cost(self.job, self.sizes).whole_model
         work_s = (model_cost.work - self.hidden * model_cost.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
 
     @property
     def flags(self) -> str:
-        """The flags of Megatron and this package for this layout."""
+        """Megatron's and this package's flags for this layout."""
         groups = [
             self._parallel_flags(),
             self._batch_flags(),
@@ -218,21 +219,21 @@ class _KindCost(NamedTuple):
 
     layer: Part
     beside: Part
-    """The layer, with its exchange hidden as far as pairs can."""
+    """The layer, with its exchange hidden as far as pairs can hide it."""
     num_layers: int
 
 
 class _ModelCost(NamedTuple):
-    """The cost of a model under one division of the work on a micro-batch."""
+    """The cost of a model with one division of the work on a micro-batch."""
 
     layers: list[Part]
     first: Part
-    """Extra part of the first stage."""
+    """Extra part in the first stage."""
     last: Part
-    """Extra part of the last stage."""
+    """Extra part in the last stage."""
     whole_model: Part
     beside: Part
-    """The model without the exchange that pairs can hide."""
+    """The costs without the exchange that pairs can hide."""
     kinds: list[_KindCost]
 
 
@@ -258,7 +259,7 @@ def _model_cost(
     )
 
 
-# Many sizes share a cache entry, because the length of a pipeline is not an argument.
+# Many sizes share a cache entry, because the pipeline's length is not an argument.
 @lru_cache(maxsize=_MAX_DIVISIONS)
 def _divided(
     model: ModelSizes,
@@ -269,7 +270,7 @@ def _divided(
     holds_embedding: bool,
     overlap: float,
 ) -> _ModelCost:
-    """Return the costs of a model."""
+    """Return a model's costs."""
     layers, first, last = parts_of(
         model, sharding, device, mode, holds_embedding=holds_embedding
     )
@@ -291,7 +292,7 @@ def _divided(
 def _parts_by_stage(
     job: Question, sizes: ParallelSizes, counts: Sequence[int]
 ) -> list[list[Part]]:
-    """Return the layers and ends of each stage."""
+    """Return the layers and ends in each stage."""
     cost = _model_cost(job, sizes)
     stages = []
     begin = 0
@@ -307,7 +308,7 @@ def _parts_by_stage(
 
 
 def stage_parts(plan: Layout) -> list[Part]:
-    """Return the cost of each stage of a layout."""
+    """Return the cost of each stage in a layout."""
     return [
         total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)
     ]
@@ -327,7 +328,7 @@ def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -
     """Return the bytes of weights, gradients and optimizer states on one device."""
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
-    # Each holder has all weights and gradients. A distributed optimizer divides its states.
+    # Each holder has all weights and gradients, but a distributed optimizer divides its states.
     for params, num_holders in zip(
         (part.params, part.expert_params), holders, strict=True
     ):
@@ -352,7 +353,7 @@ def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
 def _mean_memory_bytes(
     job: Question, sizes: ParallelSizes, live_microbatches: float
 ) -> float:
-    """Return the mean bytes of a rank while this many micro-batches are alive on its stages."""
+    """Return a rank's mean bytes while this many micro-batches are alive on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
     # Two mirrored pipelines divide the optimizer states among more ranks than one pipeline, so this
     # is a lower bound for any schedule.
@@ -361,14 +362,14 @@ def _mean_memory_bytes(
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether 1F1B can fit only if its fullest ranks hold fewer layers than others."""
-    # 1F1B keeps `pp` micro-batches on its first rank and one on its last rank.
+    """Return whether 1F1B fits only if its fullest ranks hold fewer layers than other ranks."""
+    # 1F1B keeps `pp` micro-batches on its first rank, and one micro-batch on its last rank.
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
     return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
 
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
-    """Return the peak bytes of activations that a rank keeps in the order of its row."""
+    """Return the peak bytes of activations that a rank keeps while it runs its row."""
     changes = []
     for action in row:
         part = stages[action.stage]
@@ -388,15 +389,15 @@ class _RankLoad(NamedTuple):
 
     part: Part
     kept_bytes: float
-    """Bytes of activations at the fullest moment."""
+    """Peak bytes of activations."""
     kept_without_logits_bytes: float
 
     def memory_bytes(self, static_bytes: float, message_bytes: float) -> float:
-        """Return the memory at the worst moment."""
-        # Logits are freed before the backward passes of layers begin.
+        """Return the peak memory."""
+        # Logits are freed before the layers' backward passes begin.
         in_backward_bytes = self.kept_without_logits_bytes + self.part.transient
         activation_bytes = max(self.kept_bytes, in_backward_bytes)
-        # One message may arrive while another leaves.
+        # One message may arrive while another one is being sent.
         return static_bytes + activation_bytes + self.part.dummies + 2 * message_bytes
 
 
@@ -404,7 +405,7 @@ class _RankLoad(NamedTuple):
 
 
 class _TableKey(NamedTuple):
-    """The arguments of a generator."""
+    """The arguments for a generator."""
 
     schedule: str
     pp: int
@@ -414,12 +415,12 @@ class _TableKey(NamedTuple):
     costs: Costs = UNIT
     weights_at_once: bool = False
     num_waiting: int = 0
-    """W that wait, besides those of the table."""
+    """Number of W actions that wait, besides those waiting in the table."""
 
 
 @lru_cache(maxsize=4096)
 def _table(key: _TableKey) -> Schedule:
-    # A generator with a fixed number of chunks does not accept the argument.
+    # Generators with a fixed number of chunks do not accept this argument.
     chunks = key.chunks if get(key.schedule).free_chunks else None
     table = generate(
         key.schedule,
@@ -456,22 +457,23 @@ def _uses(key: _TableKey) -> list[RowUse]:
 
 
 def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
-    """Return the number of micro-batches to simulate, after which the table only repeats itself."""
+    """Return the number of micro-batches to simulate, after which the table only repeats."""
     num_microbatches = sizes.num_microbatches
     pp = sizes.pp
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
-    # Remove only whole rounds of 2 pp. The remainder stays, because the end of a table that
-    # consists of rounds depends on it.
+    # Remove only whole rounds of 2 pp micro-batches. The remainder stays, because the end of a
+    # table that consists of rounds depends on it.
     return (
         num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
     )
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
-    """Return the minimum numbers of layers of the first and last stage, as arguments of `cut`."""
+    """Return the minimum numbers of layers in the first and last stage, as `cut` takes them."""
     num_missing = num_stages - model.num_layers
-    # With too few layers for all stages, embedding and loss must be stages without layers.
+    # If there are too few layers for all stages, the embedding and the loss must be stages without
+    # layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
     least_first = 0 if num_missing > 1 - bool(model.mtp_layers) else 1
     return {"least_first": least_first, "least_last": least_last}
@@ -484,7 +486,7 @@ def _costs(
     device = job.device
     pp = sizes.pp
     model_cost = total(list(stages))
-    # If a stage fills a node, neighbouring stages are on different nodes.
+    # If a stage occupies an entire node, neighbouring stages are on different nodes.
     if job.num_devices // pp * twins >= device.node_size:
         rate = device.network_bytes * device.network
     else:
@@ -510,15 +512,15 @@ def _costs(
 def costs_of(
     job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int
 ) -> Costs:
-    """Return the costs of the stages of a cut and of their messages, in seconds."""
+    """Return the costs of a cut's stages and of their messages, in seconds."""
     stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
     return _costs(job, sizes, stages, twins)
 
 
 def timeline_of(plan: Layout) -> Timeline:
-    """Return the simulated table of a layout with a pipeline, in seconds.
+    """Return the simulated table for a layout with a pipeline, in seconds.
 
-    If it has many micro-batches, the simulation ends when the table repeats itself.
+    If there are many micro-batches, the simulation stops when the table repeats.
     """
     sizes = plan.sizes
     table = _table(_table_key(plan.job, sizes, plan.schedule, plan.chunks))
@@ -530,11 +532,11 @@ def timeline_of(plan: Layout) -> Timeline:
 
 
 def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
-    """Return a lower bound on the step over all orders and cuts; infinite if none fits.
+    """Return a lower bound on the step time over all orders and cuts; infinite if none fits.
 
-    `twins` are the numbers of pipelines to consider, by default one and two.
+    `twins` are the numbers of pipelines to consider: one and two by default.
     """
-    # Between its forward passes and its backward passes, a micro-batch is alive on all stages.
+    # Between its forward and its backward passes, a micro-batch is alive on all stages.
     if _mean_memory_bytes(job, sizes, 1) > _memory_limit_bytes(job):
         return math.inf
     if not twins:
@@ -543,29 +545,30 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
 
 
 def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
-    """Return a lower bound on the step over all orders and cuts, for one pipeline or twins.
+    """Return a lower bound on the step time over all orders and cuts, with or without twins.
 
-    The busiest rank has at least the mean of the work and at least its share of entire layers. One
-    micro-batch must run its forward and backward pass on all stages. The reductions, gathers and
-    updates of some rank take at least as long as those of a mean rank, because they are convex in
-    the weights.
+    The busiest rank has at least the mean work and at least its share of entire layers. One
+    micro-batch must run forward and backward through all stages. On some rank, the reductions,
+    gathers and updates take at least as long as on a mean rank, because their time is convex in the
+    number of weights.
     """
-    # Assume the largest share of the exchange that the device can hide.
+    # Assume that pairs hide the largest share of the exchange that the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     model = _model_cost(job, sizes, overlap)
     model_cost = model.beside
     pp = sizes.pp
     num_microbatches = sizes.num_microbatches
-    # Some rank has at least as many layers of a kind as in an even distribution, rounded up. Twins
-    # distribute them over half of the ranks, and each twin runs half of the micro-batches.
+    # Some rank has at least as many layers of a kind as an even distribution would give it, rounded
+    # up. Twins distribute them over half of the ranks, and each twin runs half of the
+    # micro-batches.
     whole_layers_s = 0.0
     for kind in model.kinds:
         layers_of_rank = -(-twins * kind.num_layers // pp)
         rank_s = layers_of_rank * kind.beside.work / twins
         # No backward pass runs before the first micro-batch has passed all stages, so until then
         # forward passes have no partner. Because layers pair one to one, an equal number of
-        # backward passes has no partner either. A rank that does anything else meanwhile, including
-        # waiting, loses that time.
+        # backward passes has no partner either. If a rank does anything else in the meantime,
+        # including waiting, that time is lost.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
@@ -578,7 +581,7 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     model_cost = _model_cost(job, sizes).whole_model
-    # A rank of twins holds the stages of both pipelines.
+    # With twins, a rank holds stages from both pipelines.
     mean_of_ranks = Part._make(size * twins / sizes.pp for size in model_cost)
     return _around_step_s(job, sizes, mean_of_ranks, twins)
 
@@ -586,7 +589,7 @@ def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 def table_bound_s(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> float:
-    """Return a lower bound on the step of a schedule over all cuts; infinite if none fits."""
+    """Return a lower bound on a schedule's step time over all cuts; infinite if none fits."""
     if sizes.pp == 1:
         plan = forecast(job, sizes, schedule, chunks)
         return plan.step_s if plan is not None else math.inf
@@ -594,7 +597,7 @@ def table_bound_s(
     twins = get(schedule).twins
     num_stages = sizes.pp * chunks // twins
     min_layers = [0] * num_stages
-    # A fixed layout may have stages without layers, so it gives no minimum.
+    # A fixed layout may have stages without layers, so it implies no minimum.
     if "layout" not in job.fixed:
         ends = _min_layers_of_ends(job.model, num_stages)
         min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
@@ -607,8 +610,8 @@ def table_bound_s(
         return math.inf
     cost = _model_cost(job, sizes)
     overlap = job.device.pair_overlap if key.pairs else 0.0
-    # Each of two twins runs half of the micro-batches, and a message may arrive while another
-    # leaves.
+    # Each twin runs half of the micro-batches, and a message may arrive while another one is being
+    # sent.
     span_s = CutBound(
         table=table,
         uses=_uses(key),
@@ -639,17 +642,19 @@ def forecast(
     costs: Costs = UNIT,
     at_once: bool = False,
 ) -> Layout | None:
-    """Return the layout of a schedule, or None if it is impossible or does not fit into memory.
+    """Return a schedule's layout, or None if it is impossible or does not fit into memory.
 
     Args:
         job: The planner's question.
-        sizes: The sizes of the layout, without cut and schedule.
+        sizes: The layout's sizes, without cut and schedule.
         schedule: A registered name.
         chunks: Number of stages on each rank.
-        counts: Layers of each stage. None: the faster of the cuts into even ranks and even stages.
-        worst_s: Step time that a layout must beat. The time of a slower one may be underestimated.
+        counts: Number of layers in each stage. None: the faster of the cuts into even ranks and
+        into even stages.
+        worst_s: Step time that a layout must beat. The time of a slower layout may be
+        underestimated.
         costs: Durations for which the table is generated.
-        at_once: Whether each weight gradient runs directly after its input gradient.
+        at_once: Whether each weight gradient runs right after its input gradient.
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
@@ -670,7 +675,7 @@ def forecast(
 def _even_cuts(
     job: Question, sizes: ParallelSizes, table: Schedule, chunks: int
 ) -> list[tuple[int, ...]]:
-    """Return the cuts into even ranks and, with several chunks, even stages.
+    """Return the cuts into even ranks and, with several chunks, into even stages.
 
     Raises:
         ScheduleError: The layers cannot be divided into the stages.
@@ -700,7 +705,7 @@ def _even_cuts(
 def _forecast_of_one_stage(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> Layout | None:
-    """Return the layout without a pipeline; None if it does not fit."""
+    """Return the layout without a pipeline; None if that layout does not fit."""
     cost = _model_cost(job, sizes)
     num_microbatches = sizes.num_microbatches
     model_cost = cost.whole_model
@@ -713,8 +718,8 @@ def _forecast_of_one_stage(
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
         pipeline_s -= hidden * num_microbatches * model_cost.exchange
         if num_microbatches > 1:
-            # Within a pair, the backward pass frees its activations layer by layer while the
-            # forward pass keeps its own.
+            # Within a pair, the backward pass frees its activations layer by layer, while the
+            # forward pass keeps all of its activations.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * model_cost.saved
     ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
@@ -727,11 +732,11 @@ def _forecast_of_one_stage(
 
 
 class _Span(NamedTuple):
-    """The time from the first to the last action of all ranks."""
+    """The time from the first to the last action on any rank."""
 
     pipeline_s: float
     hidden: float
-    """Share of the exchange of tokens that pairs hide."""
+    """Share of the token exchange that pairs hide."""
 
 
 def _forecast_of_table(
@@ -743,7 +748,7 @@ def _forecast_of_table(
 ) -> Layout | None:
     """Return the layout with a table and a cut.
 
-    None if it does not fit or the cut has another number of stages than the table.
+    Return None if it does not fit or if the cut and the table have different numbers of stages.
     """
     table = _table(key)
     placement = table.placement
@@ -790,7 +795,7 @@ def _simulated_span(
     ranks: Sequence[_RankLoad],
     worst_s: float,
 ) -> _Span:
-    """Return the span of a table with all micro-batches.
+    """Return the span of the table with all micro-batches.
 
     If the step is longer than `worst_s`, the span may be underestimated.
     """
@@ -799,7 +804,7 @@ def _simulated_span(
     costs = _costs(job, sizes, stages, twins)
     timeline = simulate(table, costs)
     num_beyond = sizes.num_microbatches - key.num_microbatches
-    # Each further micro-batch takes at least the work of the busiest rank.
+    # Each further micro-batch takes at least as long as the work on the busiest rank.
     ranks_s = []
     for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True):
         ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
@@ -809,7 +814,7 @@ def _simulated_span(
         num_beyond
         and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s
     ):
-        # Simulate one more round, because ranks may also wait in each round.
+        # Simulate one more round, because ranks may wait in every round.
         longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
         longer = simulate(_table(longer_key), costs)
         microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
@@ -827,7 +832,7 @@ def _fits(
 def _memory_bytes(
     job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
 ) -> list[float]:
-    """Return the bytes of each rank at its worst moment."""
+    """Return the peak bytes on each rank."""
     message_bytes = _message_bytes(job, sizes) if sizes.pp > 1 else 0.0
     memory_bytes = []
     for rank in ranks:
@@ -876,11 +881,11 @@ def _slowest_around_s(
 def _around_step_s(
     job: Question, sizes: ParallelSizes, rank: Part, twins: int
 ) -> float:
-    """Return the seconds of a step outside of the pipeline: exposed reductions and the update."""
+    """Return the seconds of a step outside the pipeline: exposed reductions and the update."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)
-    # Ranks that hold the same weights are one tensor-parallel group apart, and ranks that hold the
-    # same experts one expert-parallel group.
+    # The stride between ranks with the same weights is one tensor-parallel group, and between ranks
+    # with the same experts one expert-parallel group.
     reduced_s = gathered_s = updated_s = 0.0
     for params, num_holders, stride in (
         (rank.params, holders, sizes.tp),

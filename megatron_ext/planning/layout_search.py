@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Techniques
 
 MEGATRONS = ("1f1b", "interleaved")
-"""The schedules that Megatron has too."""
+"""Schedules that Megatron also has."""
 _MAX_PAIRED_RANKS = 16
-"""With more ranks, pairs are tried only if requested. The search for their tables takes seconds up
-to this number, but minutes for 64 ranks."""
+"""With more ranks than this, pairs are tried only if requested. Searching tables for pairs takes
+seconds up to this number, but minutes for 64 ranks."""
 _MAX_STAGES = 64
 _MAX_CHUNKS = 8
 
 
 @dataclass
 class SearchResult:
-    """Result of a search, possibly still in progress."""
+    """Result of a search, which may still be in progress."""
 
     plans: list[Layout] = field(default_factory=list)
-    """The best layouts, shortest step first."""
+    """The best layouts, starting with the shortest step."""
     bound_s: float = math.inf
-    """Lower bound on the step time of all layouts in the search space."""
+    """Lower bound on the step time over all layouts in the search space."""
     num_sizes: int = 0
     num_evaluated: int = 0
     is_complete: bool = True
@@ -57,17 +57,17 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Relative distance of the best layout from the bound."""
+        """Relative distance between the best layout and the bound."""
         return self.plans[0].step_s / self.bound_s - 1
 
 
 class _Visit(NamedTuple):
-    """Sizes to visit. Visits sort in the order in which they happen."""
+    """Sizes to visit. Visits sort in visiting order."""
 
     is_tight: bool
     bound_s: float
     number: int
-    """Position of the sizes in the search space, which breaks ties between equal bounds."""
+    """Position in the search space, which breaks ties between equal bounds."""
     sizes: ParallelSizes
 
 
@@ -78,7 +78,8 @@ _Group = tuple[int, int]
 class _Queue:
     """The remaining visits.
 
-    Generating tables takes the most time, so sizes that share tables go to the same visitor.
+    Most of the time is spent on generating tables, so sizes that share tables go to the same
+    visitor.
     """
 
     def __init__(self, visits: Sequence[_Visit]) -> None:
@@ -86,7 +87,7 @@ class _Queue:
         for visit in visits:
             group = visit.sizes.pp, num_simulated(visit.sizes, MEGATRONS[0])
             self._groups[group].append(visit)
-        # Group -> the visitor that visits its sizes, whose process has cached the tables.
+        # Group -> the visitor for its sizes, whose process has cached the tables.
         self._owners: dict[_Group, Caller] = {}
         self.num_groups = len(self._groups)
 
@@ -94,8 +95,8 @@ class _Queue:
         return sum(len(visits) for visits in self._groups.values())
 
     def pop(self, visitor: Caller) -> _Visit:
-        """Return the next visit for a visitor; take over another group if its groups are empty."""
-        # The groups of this visitor, and those that no visitor has started.
+        """Return a visitor's next visit; take over another group if its own groups are empty."""
+        # This visitor's groups, and groups that no visitor has started.
         own_groups = []
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:
@@ -127,20 +128,20 @@ def search(
 ) -> SearchResult:
     """Return the layouts with the shortest steps, by branch and bound over all sizes.
 
-    Sizes are visited in the order of their bounds, except that those that hardly fit come last. All
+    Sizes are visited in the order of their bounds, except that sizes that barely fit come last. All
     schedules and cuts that can still beat the worst of the best layouts are evaluated. Several
-    processes, forked from this one, find the same layouts as a single one. An interrupted search
-    returns the best layouts so far.
+    processes, forked from this one, find the same layouts as a single process. If the search is
+    interrupted, the best layouts so far are returned.
 
     Args:
         job: The planner's question.
         keep: Number of layouts to return.
-        progress: Is called with the result so far and the number of remaining sizes.
+        progress: Called with the result so far and the number of remaining sizes.
         processes: Number of processes.
         stops_at_first: Whether to return as soon as any layout fits.
 
     Raises:
-        ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
+        ArgumentsError: No sizes fit the fixed values, or the devices and the batch.
         MegatronExtError: A process was killed.
     """
     space = list(_space(job))
@@ -152,12 +153,12 @@ def search(
             "replicas divide"
         )
     result = SearchResult(num_sizes=len(space))
-    # Report progress now, because computing the bounds of thousands of sizes takes seconds.
+    # Report progress now, because computing the bounds for thousands of sizes takes seconds.
     progress(result, len(space))
     queue = _Queue(_visits(job, space))
     bounds_s: list[float] = []
-    """Bounds of all sizes that were visited or ruled out."""
-    # Visitor -> bound of the sizes that it is evaluating.
+    """Bounds for all sizes that were visited or ruled out."""
+    # Visitor -> bound for the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
     with callers(
         partial(_visited, job, keep), min(processes, queue.num_groups)
@@ -169,7 +170,7 @@ def search(
                     while visitor not in busy and len(queue):
                         visit = queue.pop(visitor)
                         is_full = len(result.plans) == keep
-                        # The bound of the result includes the bounds of sizes that are ruled out.
+                        # The result's bound includes the bounds for sizes that are ruled out.
                         if is_full and visit.bound_s >= result.plans[-1].step_s:
                             bounds_s.append(visit.bound_s)
                             continue
@@ -197,7 +198,7 @@ def search(
 
 
 def fits(job: Question) -> bool:
-    """Return whether any layout fits. The search ends with the first one that does.
+    """Return whether any layout fits. The search stops at the first layout that does.
 
     Raises:
         KeyboardInterrupt: The user interrupted the search.
@@ -220,7 +221,7 @@ def _visits(job: Question, space: Sequence[ParallelSizes]) -> list[_Visit]:
         for variant in _variants(job, sizes):
             bound_s = min(bound_s, least_step_s(variant, sizes))
         if bound_s < math.inf:
-            # Visit tight sizes last, because ruling out nearly all of them takes long.
+            # Visit tight sizes last, because ruling out nearly all of them takes a long time.
             tight = is_tight(with_graphs(job, sizes), sizes)
             visits.append(_Visit(tight, bound_s, number, sizes))
     return sorted(visits)
@@ -230,9 +231,9 @@ class _Visited(NamedTuple):
     """Outcome of a visit."""
 
     plans: list[Layout]
-    """The best plans, including those that the visitor started with."""
+    """The best plans, including the plans that the visitor started with."""
     bounds_s: list[float]
-    """One bound for each schedule."""
+    """One bound per schedule."""
     num_evaluated: int
 
 
@@ -246,7 +247,7 @@ def _visited(
         # Each better layout lowers the limit for the next schedules.
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
-        # Check this bound first, because the next one needs the table, which takes long to
+        # Check this bound first, because the next bound needs the table, which takes a long time to
         # generate.
         if least_step_s(variant, sizes, twins) >= worst_s:
             continue
@@ -306,7 +307,7 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
 
 
 class _Choices:
-    """The sizes that the planner tries, or the fixed size, without those that Megatron rejects."""
+    """The sizes that the planner tries, or the fixed size, except sizes that Megatron rejects."""
 
     def __init__(self, job: Question) -> None:
         self._job, self._model = job, job.model
@@ -334,7 +335,7 @@ class _Choices:
         job = self._job
         sizes = []
         for cp in self._fixed_or("cp", _powers_of_two(job.sequence // 4096)):
-            # Each context-parallel rank has a part of both halves of a sequence.
+            # Each context-parallel rank has parts of both halves of a sequence.
             parts = tp * 2 * cp if cp > 1 else tp
             if job.num_devices % (tp * pp * cp) == 0 and job.sequence % parts == 0:
                 sizes.append(cp)
@@ -368,7 +369,7 @@ class _Choices:
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     """Return the question without pairs, with pairs, or both, as possible and requested."""
     job = with_graphs(job, sizes)
-    # `--fix pairs=...` overrides the flag. Without either, try both variants.
+    # `--fix pairs=...` overrides the flag. If neither is set, try both variants.
     wants_pairs = job.fixed.get("pairs")
     if wants_pairs is None and job.techniques.overlaps_experts:
         wants_pairs = True
@@ -392,10 +393,10 @@ def _with_techniques(job: Question, techniques: Techniques) -> Question:
 
 
 def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether Megatron or a rule of this package rejects pairs for these sizes."""
+    """Return whether Megatron or a rule in this package rejects pairs for these sizes."""
     model = job.model
     mode = sizes.mode
-    # Without a pipeline, Megatron's own overlap is used, which has more restrictions.
+    # Without a pipeline, Megatron's own overlap is used, and it has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True
     granularity = "selective"
@@ -413,7 +414,7 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
 
 
 def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
-    """Yield each variant of the question with a schedule and the number of stages per rank."""
+    """Yield each variant of the question, with a schedule and the number of stages per rank."""
     for variant in _variants(job, sizes):
         # CUDA graphs work only with Megatron's own schedules, and only interleaving has pairs.
         takes_graphs = ("interleaved",) if runs_pairs(variant, sizes) else MEGATRONS
@@ -432,7 +433,7 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
             yield "none", 1
         return
     most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)
-    # Try searched tables last, because they take longest and other schedules may rule them out.
+    # Try searched tables last, because they take the longest and other schedules may rule them out.
     generators = sorted(registered().items(), key=lambda item: item[1].needs_costs)
     for name, generator in generators:
         if "schedule" in fixed:

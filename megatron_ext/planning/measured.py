@@ -1,4 +1,4 @@
-"""Measured times of stages and messages in a traced run, and estimates for other cuts."""
+"""Measured stage and message times from a traced run, and estimates for other cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COSTS_FILE = "costs.json"
-"""`megatron-ext aggregate` writes this file into the folder of a traced run."""
+"""`megatron-ext aggregate` writes this file into a traced run's folder."""
 SIZES = (
     *(
         "num_layers",
@@ -28,28 +28,28 @@ SIZES = (
     ),
     *("context_parallel_size", "expert_model_parallel_size"),
 )
-"""Settings on which the durations of a layer depend."""
+"""Settings on which a layer's durations depend."""
 _MAX_FILE_BYTES = 1 << 20
 
 StageTimes = tuple[float, float, float]
-"""Seconds of the forward pass, input gradient and weight gradient of a stage."""
+"""Seconds of a stage's forward pass, input gradient and weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds that the actions and messages of a run took."""
+    """Seconds that the actions and messages in a run took."""
 
     stages: tuple[StageTimes, ...]
-    """Times of one micro-batch on each stage of the run."""
+    """Times for one micro-batch on each stage in the run."""
     latency_s: float
     """Time from the end of an action until another rank has received its output."""
     all_to_all: float = 0.0
-    """Share of forward passes and input gradients that is all-to-all between experts."""
+    """Share of all-to-all between experts in forward passes and input gradients."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run on which durations depend, by the names of Megatron's arguments."""
+    """The run's settings on which durations depend, by the names of Megatron's arguments."""
 
     def check_sizes(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Check that a training has the same sizes as the run.
+        """Check that a training run has the same sizes as the traced run.
 
         Raises:
             ArgumentsError: A size differs.
@@ -64,7 +64,7 @@ class MeasuredCosts:
                 )
 
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
-        """Return the costs of the same model under another cut."""
+        """Return the costs of the same model with another cut."""
         stages = cut_anew(self.stages, layers_by_stage)
         forward_s, input_s, weight_s = (
             sum(times) for times in zip(*stages, strict=True)
@@ -84,7 +84,7 @@ class MeasuredCosts:
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredCosts:
-        """Return the measurements of the run whose traces are in a folder.
+        """Return the measurements from the run whose traces are in a folder.
 
         Raises:
             ArgumentsError: There are no measurements, or the file is damaged.
@@ -102,7 +102,7 @@ class MeasuredCosts:
                 all_to_all=_time(content["all_to_all"]),
                 sizes=dict(content["sizes"]),
             )
-            # This raises an error for times that no simulation accepts.
+            # This call raises an error for times that no simulation accepts.
             measured.costs(1, [1] * len(stages))
         except OSError as error:
             reason = error.strerror or error
@@ -132,11 +132,11 @@ def _time(value: Any) -> float:
 def cut_anew(
     stages: Sequence[StageTimes], layers_by_stage: Sequence[int]
 ) -> tuple[StageTimes, ...]:
-    """Return the times of each stage if the same model is cut into other stages.
+    """Return the times on each stage if the same model is cut into other stages.
 
     The time of each old stage is spread evenly over its part of the model. The first and the last
-    stage may take longer than their neighbours, for embedding and loss. That difference stays in
-    the first and the last stage.
+    stage may take longer than their neighbours because of the embedding and the loss. That extra
+    time stays in the first and the last stage.
     """
     by_pass = [
         _cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)
@@ -149,18 +149,19 @@ def cut_anew(
 
 
 def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:
-    """Return the times of one kind of pass for another cut."""
+    """Return the times for one kind of pass with another cut."""
     embedding = loss = 0.0
     layers = list(times)
     num_old = len(times)
-    # With only two stages, the neighbour of each end is the other end, so nothing separates its
-    # extra time.
+    # With only two stages, each end's neighbour is the other end, so its extra time cannot be
+    # separated.
     if num_old > 2:
         embedding = max(0.0, times[0] - times[1])
         loss = max(0.0, times[-1] - times[-2])
         layers[0] -= embedding
         layers[-1] -= loss
-    # Divide the model into parts so small that both old stages and layers consist of whole parts.
+    # Divide the model into parts that are small enough for both old stages and layers to consist of
+    # whole parts.
     num_layers = sum(layers_by_stage)
     parts = []
     for time in layers:

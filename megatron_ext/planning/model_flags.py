@@ -1,4 +1,4 @@
-"""Reads the sizes of a model from Megatron's flags."""
+"""Reads a model's sizes from Megatron's flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.planning.model_sizes import (
     ModelSizes,
 )
 
-# Names of Megatron's arguments that determine the sizes of a model, by type.
+# Names of Megatron's arguments that determine a model's sizes, by type.
 _INTEGERS = (
     *(
         "num_layers",
@@ -56,7 +56,7 @@ _TEXTS = (
     *("window_size", "window_attn_skip_freq"),
 )
 
-# Defaults of Megatron's arguments. Some differ from the defaults of its configuration.
+# Defaults for Megatron's arguments. Some differ from the defaults in its configuration.
 _DEFAULTS = {
     "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128,
@@ -78,17 +78,17 @@ def _flag(name: str) -> str:
 
 
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
-    """Return the sizes that Megatron's flags describe, with its defaults. Ignore other flags.
+    """Return the sizes in Megatron's flags, with its defaults. Ignore other flags.
 
     Raises:
         ArgumentsError: A size is missing or not a number.
     """
     args = _parsed(flags)
-    # A slash precedes the layers of each depth of multi-token prediction.
+    # A slash precedes the layers for each depth of multi-token prediction.
     pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
-    # A pattern has one letter per layer, so it also gives the number of layers.
+    # A pattern has one letter per layer, so it also determines the number of layers.
     num_layers = len(pattern) or args.num_layers
-    # Check before defaults are filled in, so that errors name only flags that the user gave.
+    # Check before filling in defaults, so that errors name only flags set by the user.
     _check_present(args, num_layers)
     _check_range(args)
     hidden = args.hidden_size
@@ -154,7 +154,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
 
 
 def _query_groups(args: argparse.Namespace) -> int:
-    """Return the number of groups of heads that share keys and values."""
+    """Return the number of head groups that share keys and values."""
     if args.group_query_attention:
         return int(args.num_query_groups or 1)
     return int(args.num_attention_heads)
@@ -202,7 +202,7 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_empty_values(flags: Sequence[str]) -> list[str]:
-    """Return the flags without those whose value is empty, such as an example's vocabulary."""
+    """Return the flags without empty values, such as an example's vocabulary size."""
     words = list(flags)
     for index in range(len(words) - 1, 0, -1):
         if words[index : index + 1] == [""]:  # the end may already be deleted
@@ -282,7 +282,7 @@ def _learned_positions(args: argparse.Namespace) -> int:
 
 
 def _window_size(args: argparse.Namespace) -> int:
-    """Return the number of earlier tokens that a query with sliding attention sees; 0: all."""
+    """Return how many earlier tokens a query with sliding attention sees; 0: all of them."""
     tokens_before = (args.window_size or "0").strip("( )").partition(",")[0]
     try:
         return max(0, int(tokens_before))  # -1 also means all
@@ -297,8 +297,8 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
     """Return the share of layers with sliding attention."""
     if args.window_attn_skip_freq is None:
         return 1.0
-    # As in Megatron, a number n means that every n-th layer attends to all tokens. A list has 1 for
-    # each layer with sliding attention.
+    # As in Megatron, a number n means that every n-th layer attends to all tokens. A list contains
+    # 1 for each layer with sliding attention.
     skips = _by_layer("--window-attn-skip-freq", args.window_attn_skip_freq, num_layers)
     if isinstance(skips, int):
         num_sliding = sum(layer % skips != 0 for layer in range(1, num_layers + 1))
@@ -310,7 +310,7 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
 def _kinds(
     args: argparse.Namespace, pattern: str, num_layers: int
 ) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer from the pattern of a hybrid model, or from other flags."""
+    """Return each layer's kind from a hybrid model's pattern or from other flags."""
     if pattern:
         return _hybrid_kinds(args, pattern)
     if not args.num_experts:
@@ -365,7 +365,7 @@ def _evaluated(node: ast.expr) -> Any:
     Megatron evaluates the text as Python, but here it may come from an untrusted file.
 
     Raises:
-        ValueError: The expression contains anything else, or a list is too long.
+        ValueError: The expression contains anything else, or one of its lists is too long.
         TypeError: The operands do not fit.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
@@ -390,7 +390,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 def _check_length(left: int | list[int], right: int | list[int]) -> None:
-    """Check the length of a list before a product such as [0]*10**12 fills the memory.
+    """Check a list's length before a product such as [0]*10**12 fills up memory.
 
     Raises:
         ValueError: The list would be too long.

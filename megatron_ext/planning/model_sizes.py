@@ -1,4 +1,4 @@
-"""The sizes of a model."""
+"""Sizes of a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HYBRID_KINDS: dict[str, LayerKind] = {
     "-": "mlp",
     "E": "experts",
 }
-"""Letter in Megatron's pattern of a hybrid model -> kind of layer."""
+"""Letter in Megatron's pattern for a hybrid model -> kind of layer."""
 MAX_LAYERS = 1024
 MAX_SIZE = 10**8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that determine the weights, operations and activations of a model."""
+    """Sizes that determine a model's weights, operations and activations."""
 
     name: str
     hidden: int
@@ -33,14 +33,14 @@ class ModelSizes:
     gated: bool
     """Whether the network has two up-projections (SwiGLU) instead of one."""
     vocabulary: int
-    """Padded size of the vocabulary."""
+    """Padded vocabulary size."""
     is_tied: bool
-    """Whether the output layer shares the weights of the embedding."""
+    """Whether the output layer shares the embedding weights."""
     learned_positions: int
     biases: bool
     qkv_biases: bool
     norm_weights: int
-    """Number of weight vectors of a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
+    """Number of weight vectors in a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
     qk_norm: bool
     window: int
     """Number of keys that a query with sliding attention sees; 0: all earlier keys."""
@@ -48,7 +48,7 @@ class ModelSizes:
     """Share of attention layers that use sliding attention."""
     kinds: tuple[LayerKind, ...]
     """The kind of each layer. `dense` and `moe` have attention and a feed-forward network, which is
-    a mixture of experts in `moe`. A layer of a hybrid model is `mamba`, `attention`, `mlp` or
+    a mixture of experts in `moe`. A layer in a hybrid model is `mamba`, `attention`, `mlp` or
     `experts`."""
     num_experts: int
     top_k: int
@@ -56,7 +56,7 @@ class ModelSizes:
     shared_ffn: int
     """Total width of the shared experts; 0 if there are none."""
     expert_hidden: int
-    """Width of the input of routed experts: `hidden`, or the width of a latent mixture."""
+    """Input width of routed experts: `hidden`, or the width of a latent mixture."""
     scan_heads: int
     """Number of heads in a Mamba-2 layer."""
     scan_head_size: int
@@ -65,7 +65,7 @@ class ModelSizes:
     is_latent: bool
     """Whether attention is multi-latent."""
     query_rank: int
-    """0 if queries are not compressed."""
+    """Rank of compressed queries; 0 if queries are not compressed."""
     key_value_rank: int
     rotary_size: int
     mtp_layers: int
@@ -76,7 +76,7 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, not counting those of multi-token prediction."""
+        """Number of layers, excluding those for multi-token prediction."""
         return len(self.kinds)
 
     @property
@@ -86,5 +86,5 @@ class ModelSizes:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of the layer in a head for multi-token prediction."""
+        """Kind of layer in a head for multi-token prediction."""
         return "moe" if self.moe_layers[-1] else "dense"

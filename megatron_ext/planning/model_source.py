@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_FILE_BYTES = 1 << 20
 _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
-"""Exit code of the script below if the example does not have a size."""
+"""Exit code of the script below if the example does not have the requested size."""
 # If the size does not exist, the script prints all sizes and exits with the code above.
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
@@ -27,7 +27,7 @@ _EXAMPLE_SCRIPT = (
     'printf "%s\\n" "$TITLE $SIZE" '
     '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
 )
-"""Prints the title and the flags of an example, which a shell script stores in arrays."""
+"""Prints an example's title and flags, which a shell script stores in arrays."""
 _UNKNOWN_FEATURES = {
     "peft_type": "an adapter (LoRA)",
     "lora_rank": "an adapter (LoRA)",
@@ -41,23 +41,23 @@ _UNKNOWN_FEATURES = {
     "moe_num_experts": "experts of Ernie's kind",
     "enable_hyper_connections": "hyper-connections",
 }
-"""Key or flag -> the feature that it requests. The formulas do not model these features."""
+"""Key or flag -> the feature that it requests, which the formulas do not model."""
 
 
 def read_model(
     source: Path | None, size: str | None, flags: Sequence[str]
 ) -> ModelSizes:
-    """Return the sizes of a model.
+    """Return a model's sizes.
 
     Args:
         source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or the path
             of a `config.json`. None: the flags describe the model.
-        size: The size of an example. None: its default size.
-        flags: Megatron's flags, which override those of the source.
+        size: An example's size. None: the default size.
+        flags: Megatron's flags, which override the source's flags.
 
     Raises:
         ArgumentsError: The source cannot be read, a size is missing, or the planner does not
-            support such models.
+            support this model.
     """
     _refuse_unknown_flags(flags)
     if source is None:
@@ -81,7 +81,7 @@ def read_model(
         )
     else:
         name, source_flags = _read_config(source)
-    # argparse uses the last value of a flag, so the user's flags override those of the source.
+    # argparse uses the last value of a flag, so the user's flags override the source's flags.
     return sizes_of_flags([*source_flags, *flags], name)
 
 
@@ -98,11 +98,11 @@ def _refuse_unknown_flags(flags: Sequence[str]) -> None:
 
 
 def _read_config(source: Path) -> tuple[str, list[str]]:
-    """Return the name and the flags of a Hugging Face model."""
+    """Return a Hugging Face model's name and flags."""
     path = source / "config.json" if source.is_dir() else source
     try:
         config = read_json(path, _MAX_FILE_BYTES)
-        # In a multimodal model, this describes the language model.
+        # In a multimodal model, this part describes the language model.
         config |= config.get("text_config") or {}
         for key, feature in _UNKNOWN_FEATURES.items():
             if config.get(key):
@@ -123,7 +123,7 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
 
 
 def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
-    """Return the name and the flags of an example."""
+    """Return an example's name and flags."""
     path = folder / "model.env"
     command = ["bash", "-c", _EXAMPLE_SCRIPT, "plan", str(path), size or ""]
     try:
@@ -139,7 +139,7 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
             f"{path} did not end within {_EXAMPLE_TIMEOUT_S} s; run it with bash"
         ) from error
     if shell.returncode == _UNKNOWN_SIZE_CODE:
-        # The script has printed the sizes of the example.
+        # The script has printed the example's sizes.
         raise ArgumentsError(
             f"--size {size}: {folder} has {shell.stdout.strip()}; use one of these"
         )

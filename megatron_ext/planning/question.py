@@ -1,4 +1,4 @@
-"""Planner queries, and the sizes of layouts that answer them."""
+"""Planner queries, and the layout sizes that answer them."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ class Question:
     global_batch: int
     sequence: int
     pair_rules: tuple[Rule, ...]
-    """Settings of Megatron that exclude pairs."""
+    """Megatron settings that exclude pairs."""
     techniques: Techniques = field(default_factory=Techniques)
     fused_loss: bool = False
     overlaps: bool = True
     """Whether data-parallel communication overlaps with computation."""
     shards_optimizer: bool = True
-    """Whether replicas shard the states of the optimizer."""
+    """Whether replicas shard the optimizer states."""
     waiting_weights: int = 0
-    """Weight gradients of a rank that may wait until it waits for tokens; only pairs have some."""
+    """Number of weight gradients on a rank that may wait until the rank waits for tokens; only with
+    pairs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the user has fixed, by the names in `FIXABLE`."""
+    """Values fixed by the user, by the names in `FIXABLE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """The sizes of a layout, without its cut and its schedule."""
+    """A layout's sizes, without its cut and schedule."""
 
     tp: int
     pp: int
@@ -67,24 +68,24 @@ class ParallelSizes:
 
 
 def runs_pairs(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether micro-batches run as pairs because experts exchange tokens."""
+    """Return whether micro-batches run in pairs because experts exchange tokens."""
     exchanges_tokens = job.model.num_experts > 0 and sizes.ep > 1
     return exchanges_tokens and job.techniques.overlaps_experts
 
 
 def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
-    """Return the question with CUDA graphs on or off, if the planner decides."""
+    """Return the question with CUDA graphs on or off, if the planner decides on them."""
     techniques = job.techniques
     if techniques.graphs != "auto":
         return job
-    # Schedules of this package exclude graphs. Megatron rejects graphs whose content is recomputed.
+    # This package's schedules exclude graphs. Megatron rejects graphs whose content is recomputed.
     if sizes.pp == 1 and sizes.mode.isdisjoint({"full", "moe"}):
         return replace(job, techniques=replace(techniques, graphs="layers"))
     return replace(job, techniques=replace(techniques, graphs="none"))
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
-    """Return fixed values in the notation of `--fix`."""
+    """Return fixed values in the notation that `--fix` takes."""
     return ",".join(
         f"{name}={_fixed_value_text(value)}" for name, value in fixed.items()
     )

@@ -1,4 +1,4 @@
-"""Techniques that make the same model faster, which Megatron's flags request."""
+"""Techniques, requested by Megatron's flags, that make the same model faster."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ _VALUED = {
     "fp8_recipe": "--fp8-recipe",
     "fp4": "--fp4-format",
 }
-"""Names of Megatron's arguments -> flags with a value."""
+"""Name of Megatron's argument -> flags with a value."""
 _EXPERT_KINDS = frozenset({"moe", "experts"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Techniques:
-    """How the products, launches and messages of a layer run."""
+    """How a layer's products, launches and messages run."""
 
     precision: Precision = "bf16"
-    """Precision of the products in layers. `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
+    """Precision of the products in layers. `fp8` scales per tensor, `mxfp8` and `nvfp4` per
+    block."""
     attends_in_8bit: bool = False
     """Whether attention also computes in 8 bits."""
     outputs_in_8bit: bool = False
     """Whether the output layer also computes in 8 bits, with `mxfp8`."""
     loses_in_place: bool = False
-    """Whether Transformer Engine computes a fused loss, whose gradients replace the logits in
-    memory."""
+    """Whether Transformer Engine computes a fused loss, which overwrites the logits with their
+    gradients."""
     graphs: Graphs = "none"
     """CUDA graphs: `router` covers only router and shared experts, `mamba` only Mamba layers,
     `layers` everything except the experts, and `step` everything. `auto` means `layers` if Megatron
     and the schedule support it, otherwise `none`."""
     fuses_experts: bool = False
-    """Whether one kernel computes the products of all experts, activation and quantization."""
+    """Whether a single kernel computes all experts' products, activation and quantization."""
     sends_once: bool = False
-    """Whether a token is sent once to each rank and node of its experts (dispatcher `flex`) instead
-    of once to each expert."""
+    """Whether a token is sent once to each rank and node with its experts (dispatcher `flex`)
+    instead of once to each expert."""
     overlaps_experts: bool = False
-    """Whether all-to-all overlaps with the computation of another micro-batch, in pairs."""
+    """Whether all-to-all overlaps with another micro-batch's computation, in pairs."""
     overlaps_tensor: bool = False
-    """Whether gathers and scatters of tensor parallelism overlap with products."""
+    """Whether tensor-parallel gathers and scatters overlap with products."""
     is_local: bool = False
-    """Whether layers are Megatron's own, not Transformer Engine's. Both take equal time here."""
+    """Whether layers are Megatron's own instead of Transformer Engine's. Both take equal time
+    here."""
     fuses_gradients: bool = True
     """Whether products add weight gradients to Megatron's buffers, except for the embedding."""
     copies_weights: bool = False
@@ -67,10 +69,10 @@ class Techniques:
     def flags(self, kinds: Collection[str], tensor: int, expert: int) -> str:
         """Return Megatron's flags for these techniques, if they apply to a model.
 
-        The flags for gradients and pairs are not included.
+        Flags for gradients and pairs are not included.
 
         Args:
-            kinds: Kinds of the model's layers.
+            kinds: Kinds of layers in the model.
             tensor: Number of tensor-parallel ranks.
             expert: Number of expert-parallel ranks.
         """
@@ -93,7 +95,7 @@ class Techniques:
         )
 
     def _graph_flags(self, kinds: Collection[str]) -> str:
-        """Return the flags of CUDA graphs; empty if no graph covers these kinds of layers."""
+        """Return the flags for CUDA graphs; empty if no graph covers these kinds of layers."""
         if self.graphs == "none":
             return ""
         if self.graphs == "step":
@@ -101,7 +103,7 @@ class Techniques:
         modules = {
             "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
             "mamba": "mamba" in kinds,
-            # Megatron rejects graphs of feed-forward networks if experts run in pairs.
+            # Megatron rejects graphs for feed-forward networks if experts run in pairs.
             "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
             "moe_router moe_preprocess": not _EXPERT_KINDS.isdisjoint(kinds),
         }
@@ -133,15 +135,16 @@ class Techniques:
 def techniques_of_flags(
     flags: Sequence[str], precision: Precision | None = None
 ) -> Techniques:
-    """Return the techniques that Megatron's flags request. The defaults are those of tuned recipes.
+    """Return the techniques that Megatron's flags request, with defaults from tuned recipes.
 
-    The defaults are graphs of everything except the experts if a schedule supports them, the
-    dispatcher `flex`, and tensor parallelism with overlapping communication. `--cuda-graph-impl
-    none`, `--moe-token-dispatcher-type alltoall` and `--disable-tp-comm-overlap-ag` turn them off.
+    The defaults are the dispatcher `flex`, tensor parallelism with overlapping communication and,
+    if the schedule supports them, graphs for everything except the experts. `--cuda-graph-impl
+    none`, `--moe-token-dispatcher-type alltoall` and `--disable-tp-comm-overlap-ag` turn these
+    defaults off.
 
     Args:
         flags: Megatron's flags.
-        precision: Precision of the products in layers. None: the one in the flags.
+        precision: Precision of the products in layers. None: the precision in the flags.
 
     Raises:
         ArgumentsError: A flag lacks its value or has an invalid value.
@@ -177,11 +180,11 @@ def techniques_of_flags(
         fuses_experts=args.use_transformer_engine_op_fuser,
         sends_once="flex" in args.moe_token_dispatcher_type,
         overlaps_experts=args.overlap_moe_expert_parallel_comm,
-        # Products in 4 bits have no overlapping communication.
+        # Products in 4 bits do not overlap with communication.
         overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
         is_local=args.transformer_impl == "local",
         fuses_gradients=not args.no_gradient_accumulation_fusion,
-        # With these flags, the weights themselves have the precision of the products.
+        # With these flags, the weights themselves are in the products' precision.
         copies_weights=precision != "bf16"
         and not (args.fp8_param_gather or args.fp4_param_gather),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
@@ -201,7 +204,7 @@ def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
     ]
     if values.get("gradient_accumulation_fusion") is False:
         flags.append("--no-gradient-accumulation-fusion")
-    # Schedules of this package do not support graphs.
+    # Schedules in this package do not support graphs.
     return techniques_of_flags([*flags, "--cuda-graph-impl", "none"])
 
 
@@ -211,7 +214,7 @@ def _graphs_of(args: argparse.Namespace) -> Graphs:
         return "none"
     if "full_iteration" in (args.cuda_graph_impl, *scope):
         return "step"
-    # A scope without attention covers single modules only.
+    # A scope without attention covers only single modules.
     if scope and "attn" not in scope:
         return "mamba" if "mamba" in scope else "router"
     if scope or args.cuda_graph_impl is not None:

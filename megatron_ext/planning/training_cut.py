@@ -1,4 +1,4 @@
-"""Computes the cut for `--pipeline-layout auto` from a training's model, schedule and flags."""
+"""Computes the cut for `--pipeline-layout auto` from the model, the schedule and flags."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def layout_for(args: Namespace, placement: Placement) -> str:
-    """Return the layout, in Megatron's notation, that minimizes the work of the busiest rank.
+    """Return the layout, in Megatron's notation, that minimizes work on the busiest rank.
 
     The relative costs of layers hardly depend on the device, so an `h100` is assumed.
 
     Raises:
-        ArgumentsError: The arguments do not contain the size of the model.
+        ArgumentsError: The arguments do not contain the model size.
         ScheduleError: The layers cannot be divided into the stages.
     """
     model = sizes_of_arguments(args)

@@ -1,4 +1,4 @@
-"""How many weight gradients may wait (`--pipeline-waiting-weights`) in the memory that is free."""
+"""How many weight gradients may wait (`--pipeline-waiting-weights`) in the free memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_forecast import Layout
 
 MAX_WAITING = 8
-"""In benchmarks/expert_imbalance.py, 16 are not faster than 8."""
+"""In benchmarks/expert_imbalance.py, 16 waiting weight gradients are not faster than 8."""
 _UNLIMITED_GIB = 1e9
 
 
 @dataclass(frozen=True)
 class WaitingWeights:
-    """The largest number of W that may wait, besides those of the table."""
+    """The maximum number of W actions that may wait, besides those waiting in the table."""
 
     number: int
     rank: int
-    """The pipeline rank whose memory is the fullest then."""
+    """The pipeline rank that then has the fullest memory."""
     needed_gib: float
-    """Memory of that rank."""
+    """Memory on that rank."""
     next_gib: float | None
-    """Memory of the fullest rank with one more W; None: the number is `MAX_WAITING`."""
+    """Memory on the fullest rank with one more waiting W; None: the number is `MAX_WAITING`."""
     limit_gib: float
 
     def __str__(self) -> str:
@@ -49,18 +49,18 @@ class WaitingWeights:
 def most_waiting(
     layout_with: Callable[[int], Layout], limit_gib: float
 ) -> WaitingWeights:
-    """Return how many W fit into the memory of every rank.
+    """Return how many waiting W actions fit into memory on every rank.
 
     Args:
-        layout_with: Returns the forecast for a number of W that wait.
-        limit_gib: What a rank may need.
+        layout_with: Returns the forecast for a number of waiting W actions.
+        limit_gib: Memory that a rank may need.
     """
 
     @cache
     def memory_gib(number: int) -> tuple[float, ...]:
         return layout_with(number).memory_gib
 
-    # A rank needs more memory for each W that waits, so bisect instead of trying all numbers.
+    # A rank needs more memory for each waiting W, so bisect instead of trying all numbers.
     number = bisect_right(
         range(1, MAX_WAITING + 1), limit_gib, key=lambda count: max(memory_gib(count))
     )
@@ -73,7 +73,7 @@ def most_waiting(
 
 
 def room_in(plan: Layout) -> WaitingWeights | None:
-    """Return how many W may wait in a layout; None: its table has no pairs, or splits nothing."""
+    """Return how many W may wait in a layout; None without pairs or split backward passes."""
     device = plan.job.device
     unlimited = replace(device, memory_gib=_UNLIMITED_GIB)
 
