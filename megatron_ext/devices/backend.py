@@ -49,10 +49,10 @@ class Device(ABC):
     type."""
 
     distributed_backend: str
-    """Backend name for `torch.distributed.init_process_group`."""
+    """Name of the backend for `torch.distributed.init_process_group`."""
 
     is_host = False
-    """Whether the device is the host itself, which runs everything in order, in host memory."""
+    """Whether the device is the host itself, which runs everything in order and in host memory."""
 
     environment: Mapping[str, tuple[str, str]] = {}
     """Environment variable -> (value, reason). Set when the backend is armed, unless the user has
@@ -68,7 +68,7 @@ class Device(ABC):
     `distributed_backend` is corrected instead, with a warning."""
 
     lacks: tuple[Rule, ...] = ()
-    """Combinations of upstream's arguments that this device rejects. Upstream's own checks assume
+    """Combinations of upstream arguments that this device rejects. Upstream's own checks assume
     CUDA."""
 
     known_lacks: tuple[str, ...] = ()

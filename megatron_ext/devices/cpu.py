@@ -88,7 +88,7 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._connections: GlooConnections | None = None
-        """Connections of gloo's groups; None until `follow_collectives`."""
+        """Connections in gloo's groups; None until `follow_collectives`."""
 
     def missing(self) -> str | None:
         """Check for gloo; every torch build includes everything else that this backend needs."""

@@ -47,9 +47,9 @@ class SharedBuffer:
     """
     address: int
     storage: torch.UntypedStorage
-    """A storage on these bytes that does not own them."""
+    """A storage that views these bytes without owning them."""
     used: Any
-    """Event of this process, recorded after its last write or read."""
+    """This process's event, recorded after its last write or read."""
     used_there: Any = None
     """The other process's `used`, once this process has opened it."""
 
@@ -73,7 +73,7 @@ class Sharing:
     """
 
     name: str
-    """Name of the device, valid in all processes of the host."""
+    """The device's name, valid in all processes on the host."""
 
     def __init__(self, runtime: Any, device: torch.device, library: str) -> None:
         self._runtime = runtime

@@ -34,7 +34,7 @@ TABLES = (
     "trace",
     "without_te",
 )
-"""Modules of this package with a table `PATCHES`, one for each upstream area."""
+"""Modules in this package with a `PATCHES` table, one for each upstream area."""
 
 
 def rows() -> list[Patch]:

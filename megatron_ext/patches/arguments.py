@@ -91,7 +91,7 @@ class _Converter:
 def _add_flags(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> ArgumentParser:
-    """Megatron lacks the flags of megatron_ext and the defaults of the device in use."""
+    """Megatron lacks megatron_ext's flags and the defaults for the device in use."""
     return prepare_parser(call(*args, **kwargs))
 
 

@@ -35,8 +35,8 @@ def _keep_padding_of_buckets(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron gathers states without the padding between buckets, but reads them at offsets that
-    include it. After a padded bucket (tied embeddings have their own), it saves parameters with
-    parts of their neighbours.
+    include it. After a padded bucket (tied embeddings have their own), Megatron saves parameters
+    mixed with parts of their neighbours.
     """
     # Change the sizes only during this call, because the other checkpoint formats store sizes
     # without the padding.

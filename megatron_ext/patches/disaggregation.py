@@ -43,7 +43,7 @@ def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
 )
 def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron runs the forwards and backwards of a stage on the same rank."""
+    """Megatron runs a stage's forward and backward passes on the same rank."""
     from megatron_ext.disaggregation.step import forward_backward
 
     return partial(forward_backward, call(*args, **kwargs))
@@ -92,7 +92,7 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron takes the counters from the checkpoint that each rank has read, but forward ranks
-    need those of the backward ranks.
+    need the backward ranks' counters.
     """
     from megatron_ext.disaggregation.step import shared_progress
     from megatron_ext.disaggregation.worlds import ending_both_roles
@@ -157,7 +157,7 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_on_backward_rank,
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron evaluates on every rank, but the forward ranks alone can evaluate."""
+    """Megatron evaluates on every rank, but only the forward ranks can evaluate."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
     arguments = by_name(call, args, kwargs)
@@ -180,7 +180,7 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Megatron decides within one role whether the time is up or a signal has arrived, but both
-    roles must end together.
+    roles must stop together.
     """
     from megatron_ext.disaggregation.step import share_exit
 
@@ -202,7 +202,7 @@ def _roles_here() -> Any:
 def _replay_layer(
     replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron runs a layer for its output, but --fbd-activations ship has already delivered it."""
+    """Megatron runs a layer whose output --fbd-activations ship has already delivered."""
     function, distribute, hidden_states, *further_inputs = args
     computed_later = replay.instead_of(function, hidden_states)
     return call(computed_later, distribute, hidden_states, *further_inputs, **kwargs)
@@ -215,8 +215,8 @@ def _replay_layer(
     since=(0, 18),
 )
 def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron sorts the experts of a token only if gradients are enabled, so on forward ranks the
-    sums of scores would differ in their last bits.
+    """Megatron sorts a token's experts only if gradients are enabled, so the sums of scores on
+    forward ranks would differ in their last bits.
     """
     import torch
 
@@ -226,8 +226,8 @@ def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron ends each job on its own, but both roles must shut down together. This is its last
-    call before an exit, also with --exit-interval.
+    """Megatron ends each job on its own, but both roles must shut down together. This is Megatron's
+    last call before it exits, also with --exit-interval.
     """
     from megatron_ext.disaggregation.worlds import leave
 
@@ -241,7 +241,7 @@ _silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
 
 @_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Megatron prints once for each job, and the forward ranks are a second job, so every line
+    """Megatron prints once for each job, and the forward ranks form a second job, so every line
     would appear twice.
     """
 

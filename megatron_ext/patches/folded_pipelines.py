@@ -139,7 +139,7 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     kind="replace",
 )
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron sums the gradients of tied embeddings over ranks, but both are on one rank."""
+    """Megatron sums tied embeddings' gradients over ranks, but both copies are on one rank."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
@@ -153,7 +153,7 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
 def _skip_without_embeddings(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron reads from each model whether its embedding is tied, which custom modules lack."""
+    """Megatron reads an attribute that says if the embedding is tied; custom modules lack it."""
     from megatron_ext.runtime.folded import language_model
 
     chunks = args[0] if args else kwargs["model"]
@@ -203,7 +203,7 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 def check_optimizer_state(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron checks only the parallel sizes, so it would load optimizer state of other stages."""
+    """Megatron checks only the parallel sizes, so it would load other stages' optimizer state."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is not None and options.get("is_loading"):
@@ -241,8 +241,8 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load"
 )
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron loads both copies of an embedding into one tensor. If it is an optimizer moment, two
-    weights would update it.
+    """Megatron loads both copies of an embedding into one tensor. If that is an optimizer moment,
+    two weights would update it.
     """
     from megatron_ext.runtime.folded import with_own_tensors
 
@@ -346,7 +346,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 def _with_fields_of_both_ends(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron sends only the fields of the first stage to a rank that also has the last stage."""
+    """Megatron sends only the first stage's fields to a rank that also has the last stage."""
     # Megatron decides by rank and ignores the chunk: a rank with the first stage gets only that
     # stage's fields. Stages with MTP get the fields for both ends, so pretend to be an MTP stage.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

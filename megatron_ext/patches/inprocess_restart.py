@@ -28,7 +28,7 @@ PATCHES = PatchTable(feature="inprocess_restart")
     "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
 )
 def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx cannot end waits for our messages, and ranks would give their transports other names."""
+    """NVRx cannot unblock ranks that wait for our messages, and transport names would not match."""
     from megatron_ext.training.survival import with_our_part
 
     call(*args, **with_our_part(kwargs))
@@ -61,7 +61,7 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     when=stores_are_hosted,
 )
 def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Rank 0 hosts the store of the restarts, so the job would not survive its loss."""
+    """Rank 0 hosts the store for restarts, so the job would not survive the loss of rank 0."""
     distributed = import_module("torch.distributed")
     with suppress(ImportError):
         # NVRx derives a class from TCPStore, so import it before the name is replaced.
@@ -80,7 +80,7 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     "megatron.training.initialize:_initialize_distributed",
 )
 def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron uses one store for all attempts, in which a wait for a lost rank cannot be ended."""
+    """Megatron uses one store for all attempts, so waiting there for a lost rank never stops."""
     if active.attempt() is None:
         return call(*args, **kwargs)
     from megatron_ext.training.survival import store_connection
@@ -192,7 +192,7 @@ def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     required=False,
 )
 def _as_numbers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[int]:
-    """NVRx notes the ranks of a host that fell silent as bytes, and then fails to read its notes
-    when the job ends.
+    """NVRx records the ranks on a host that fell silent as bytes, and then fails to read them when
+    the job ends.
     """
     return [int(rank) for rank in call(*args, **kwargs)]

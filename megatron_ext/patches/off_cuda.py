@@ -113,7 +113,7 @@ def _empty_statistics(_original: Any) -> Any:
     "training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers"
 )
 def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The wheel contains the compiled helpers but no Makefile, and a failed make ends the
+    """The wheel contains the compiled helpers but no Makefile, and a failed make terminates the
     process.
     """
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.releases import Release
 
 Call = Callable[..., Any]
-"""Continues the chain of wraps; it is passed to the `fn` of a patch."""
+"""Continues the chain of wraps; passed to a patch's `fn`."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,7 +57,7 @@ class Patch:
     id: str
     """Unique name, `area.what`. Rows for different releases may share it."""
     target: str
-    """`module:attribute.path`; attributes of classes are allowed."""
+    """`module:attribute.path`; class attributes are allowed."""
     reason: str
     """One sentence: what goes wrong, or is missing, without this patch."""
     fn: Callable[..., Any]
@@ -68,16 +68,16 @@ class Patch:
     when: Callable[[], bool] = always
     """wrap, replace: evaluated at each call. set: evaluated once, when the module is loaded."""
     of: Callable[[], Any] | None = None
-    """wrap, replace: returns the subject of the patch, such as the active pipeline, which is passed
-    to `fn` as its first argument. If it returns None, the patch does not act."""
+    """wrap, replace: returns the patch's subject, such as the active pipeline, which is passed to
+    `fn` as its first argument. If it returns None, the patch does not act."""
     order: int = 0
-    """Position among the wraps of a target; lower numbers are further out."""
+    """Position among a target's wraps; lower numbers are further out."""
     feature: str = "core"
     """The feature that the patch belongs to, for listings."""
     creates: bool = False
     """set: the name does not exist upstream (the reason explains why it is needed)."""
     since: Release = _ANY[0]
-    """First minor release that the row is for, such as `(0, 17)`."""
+    """The first minor release that the row applies to, such as `(0, 17)`."""
     until: Release = _ANY[1]
     """The first minor release that the row no longer applies to."""
     required: bool = True

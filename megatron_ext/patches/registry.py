@@ -406,4 +406,4 @@ def _step(fn: Call, call: Call, instance: Any, *args: Any, **kwargs: Any) -> Any
 
 
 REGISTRY = Registry()
-"""The patches of this process."""
+"""The patches in this process."""

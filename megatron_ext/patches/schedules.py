@@ -299,8 +299,8 @@ def _check_packing(
     "pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core"
 )
 def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron's overlapped sends of interleaved chunks read freed memory: wrong values, NaN or a
-    hang.
+    """Megatron's overlapped sends in interleaved schedules read freed memory: wrong values, NaN or
+    a hang.
     """
     # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
     # send is in flight. Holding the tensor does not prevent that, but an alias references the
@@ -320,7 +320,7 @@ def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     feature="transport",
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not announce the messages of a step, which a transport needs beforehand."""
+    """Megatron does not announce a step's messages, but a transport must know them beforehand."""
     from megatron_ext.runtime.runtime import in_force
 
     schedule = call(*args, **kwargs)
@@ -417,7 +417,7 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
     """Megatron derives the order in which activations are reloaded from virtual stages, but the
-    table defines it.
+    table defines that order.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -430,8 +430,9 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     kind="replace",
 )
 def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron considers a forward finished once everything that it offloads has left the device.
-    So a stage with one layer, which keeps its activations, would take the next forward's place.
+    """Megatron considers a forward pass finished once everything that it offloads has left the
+    device. So a stage with one layer, which keeps its activations, would take the next forward
+    pass's place.
     """
     return manager.cur_forward_chunk()  # None in evaluations
 
@@ -441,7 +442,7 @@ def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
 )
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads a saved tensor before its copy is complete if groups are nested (attn_norm
-    around qkv_linear), or if a backward directly follows its forward in the first step.
+    around qkv_linear), or if a backward pass directly follows its forward pass in the first step.
     """
     import torch
 

@@ -38,7 +38,7 @@ def _deferring() -> Any:
     of=_deferring,
 )
 def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients of a linear layer at once, but W must compute one later."""
+    """Megatron computes both gradients in a linear layer at once, but W must compute one later."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)
@@ -88,7 +88,7 @@ def prepare_config(config: Any) -> None:
     until=(0, 17),
 )
 def _grouped_ops(original: Any) -> Any:
-    """Megatron computes both gradients of grouped experts at once."""
+    """Megatron computes both gradients for grouped experts at once."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
         # Check at each call: the row's `when` is evaluated only once, before a configuration is

@@ -166,7 +166,7 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 def _forward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record the forwards of its own schedules, which --trace needs."""
+    """Megatron does not record its own schedules' forward passes, which --trace needs."""
     chunk = kwargs.get("vp_stage") or 0
     microbatch = kwargs.get("current_microbatch") or 0
     action = _action("F", chunk, microbatch)
@@ -183,7 +183,7 @@ def _forward(
 def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron does not record the backwards of its own schedules, which --trace needs."""
+    """Megatron does not record its own schedules' backward passes, which --trace needs."""
     # Megatron passes only the output that the backward pass starts from, which `_forward` has
     # marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]

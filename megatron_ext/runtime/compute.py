@@ -219,12 +219,12 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Tokens of a sequence; only tables with slices of equal shares use it."""
+    """Tokens in a sequence; only used by tables that slice in equal shares."""
     slice_bounds: Sequence[Sequence[int]] = ()
-    """Micro-batch of the table -> the first token of each slice, followed by the number of tokens.
+    """Micro-batch in the table -> the first token of each slice, followed by the number of tokens.
     Empty if micro-batches are whole, or have slices of equal shares."""
     packed_bounds: Sequence[tuple[int, ...]] = ()
-    """Micro-batch of the table -> the bounds of its packed samples, if they were read ahead."""
+    """Micro-batch in the table -> the bounds of its packed samples, if they were read ahead."""
 
 
 class _Stage(NamedTuple):
@@ -233,7 +233,7 @@ class _Stage(NamedTuple):
     model: torch.nn.Module
     data: MicrobatchData
     vp_stage: int | None
-    """Megatron's virtual stage: the number of the chunk, or None if the rank has only one chunk."""
+    """Megatron's virtual stage: the chunk's number, or None if the rank has only one chunk."""
     is_last: bool
     checks_lengths: bool
     """Whether to check sequence lengths, because they may vary."""
@@ -256,16 +256,16 @@ class StageCompute:
     reports: dict[int, Any] = field(default_factory=dict)
     """Micro-batch -> the loss function's report; only on the rank with the last stage."""
     ignored_inputs: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """(stage, micro-batch) of the backwards that produced no gradient for an input."""
+    """(stage, micro-batch) of backward passes that produced no gradient for an input."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
-    """Number of tokens of each forward. Summed after the step, off the critical path."""
+    """Number of tokens in each forward pass. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(
         default_factory=dict, init=False
     )
-    """(stage, micro-batch) -> inputs and outputs of a forward whose backward has not run."""
+    """(stage, micro-batch) -> inputs and outputs of a forward pass not yet run backward."""
     _forwards: Counter[int] = field(default_factory=Counter, init=False)
-    """Stage -> number of its forwards in this step so far."""
+    """Stage -> number of its forward passes in this step so far."""
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:

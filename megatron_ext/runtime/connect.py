@@ -108,7 +108,7 @@ class _Connections:
     dtype: torch.dtype
     bypasses: tuple[Bypass, ...]
     name: str
-    """Name of the transport in the job's store."""
+    """The transport's name in the job's store."""
 
     @property
     def peers(self) -> set[int]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _Model = torch.nn.Module | list[torch.nn.Module]
 _TORCHS_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch that reduce gradients by hooks in the backward."""
+"""torch classes that reduce gradients in hooks during the backward pass."""
 
 
 def forward_backward(

@@ -93,7 +93,7 @@ class Executor:
     )
     """Tensors in transit between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
-    """Stage -> number of its actions that have not run."""
+    """Stage -> number of its actions that have not run yet."""
     _begins: list[Observer] = field(init=False)
     """Observers that override `begin_action`."""
     _ends: list[Observer] = field(init=False)

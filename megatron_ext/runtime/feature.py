@@ -34,13 +34,13 @@ class Model:
     pipeline: Pipeline
     groups: ProcessGroupCollection
     chunks: Sequence[torch.nn.Module]
-    """The stages of this rank."""
+    """This rank's stages."""
     config: Any
     """A `TransformerConfig`."""
     shapes: Shapes
     """Shapes of the tensors that stages exchange."""
     seq_length: int
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class ItemSize(NamedTuple):
     tokens: int
     """Number of tokens, including padding."""
     pairs: int
-    """Number of pairs of tokens within a sample: the sum of the squared lengths."""
+    """Number of token pairs within samples: the sum of the squared lengths."""
 
 
 def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:

@@ -94,8 +94,8 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 
 Choice = int | tuple[int, int]
-"""Position of the exchange to run next, or the positions of a forward and a backward that run as a
-pair."""
+"""Position of the exchange to run next, or the positions of a forward and a backward action that
+run as a pair."""
 
 
 @dataclass
@@ -123,24 +123,24 @@ class PolicyOrder(Order):
     policy: Policy
     transport: Transport
     num_parts: Mapping[str, int]
-    """Kind of message -> number of tensors in a message."""
+    """Message kind -> number of tensors in a message."""
     followers: Sequence[int]
     """Global ranks that follow these decisions."""
     timeout_s: float
     run_ahead: RunAhead | None = None
-    """Reports when the device has ended an action; None if the host computes."""
+    """Reports when the device has completed an action; None if the host computes."""
     _durations: Sequence[float] = field(init=False)
-    """Index of an action -> its cost in units. Empty if the policy never waits."""
+    """Action index -> cost in units. Empty if the policy never waits."""
     _ran_s: float = field(default=0.0, init=False)
-    """Total time of the actions that have ended in this step."""
+    """Total time of the actions completed in this step."""
     _ran_units: float = field(default=0.0, init=False)
     """Total cost of these actions, in units."""
     _arrived: Counter[Message] = field(default_factory=Counter, init=False)
-    """Message of several tensors -> number of its tensors, or launch notices, that have arrived."""
+    """Multi-tensor message -> number of its tensors, or launch notices, that have arrived."""
     _running: deque[Sequence[int]] = field(default_factory=deque, init=False)
-    """Single actions or pairs that the device has not ended, oldest first."""
+    """Single actions or pairs that the device has not completed, oldest first."""
     _idle_s: float = field(default=0.0, init=False)
-    """Time, on the host's clock, at which this rank became idle."""
+    """The time, on the host's clock, at which this rank became idle."""
 
     def __post_init__(self) -> None:
         """Start a step."""
@@ -319,7 +319,7 @@ class LedOrder(Order):
 
     transport: Transport
     leader: int
-    """Global rank of the leader."""
+    """The leader's global rank."""
     timeout_s: float
 
     def expected(self) -> list[Expected]:

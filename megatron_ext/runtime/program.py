@@ -38,15 +38,15 @@ class Table:
 
     schedule: Schedule
     rank: int
-    """Pipeline rank of this process."""
+    """This process's pipeline rank."""
     slots: int
     """Largest number of messages in flight on an edge. With this many slots, no send blocks."""
 
     window: int | None = None
-    """For disaggregated tables only: the number of micro-batches by which forwards may run ahead
+    """For disaggregated tables only: how many micro-batches the forward passes may run ahead
     (`exchanges`)."""
     costs: Costs = UNIT
-    """For training tables: the durations for which the table was generated."""
+    """For training tables: the action durations for which the table was generated."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -245,8 +245,8 @@ def check_same_choice(choice: Choice) -> None:
 
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
-"""Kind of message (F, B) -> the shape of each tensor, `[s, b, h]`; None if the shape is sent with
-the tensor."""
+"""Message kind (F, B) -> the shape of each tensor, `[s, b, h]`; None if the shape is sent with the
+tensor."""
 
 
 def shape_between_stages(
@@ -272,7 +272,7 @@ class Peers:
     pipeline: Sequence[int]
     """Global ranks, by pipeline rank."""
     mirrored: Sequence[int] = ()
-    """Global ranks of the mirrored pipeline, by pipeline rank; empty without twins."""
+    """Global ranks in the mirrored pipeline, by pipeline rank; empty without twins."""
 
     def of(self, transfer: Transfer) -> int:
         """Return the global rank at the other end of a transfer."""
@@ -294,7 +294,7 @@ class Form(NamedTuple):
     """None if the shape is sent with the tensor."""
     dtype: torch.dtype
     part: int = 0
-    """Index of the tensor in its hand-over."""
+    """The tensor's index in its hand-over."""
     header: bool = False
     """Whether this tensor describes the tensors that follow."""
 
@@ -356,7 +356,7 @@ class Program:
 
     exchanges: tuple[Exchange, ...]
     expected: tuple[Expected, ...]
-    """Messages to receive, in the order of messages that all ranks share."""
+    """Messages to receive, in the order that all ranks share."""
 
 
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:

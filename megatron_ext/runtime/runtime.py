@@ -75,16 +75,16 @@ class Measured(Observer):
     steps: int = 0
     actions: int = 0
     out_of_order: int = 0
-    """Actions that ran before an action that precedes them in the table."""
+    """Number of actions that ran before an action that precedes them in the table."""
     busy_s: float = 0.0
     """Host time spent in actions, in seconds."""
     wall_s: float = 0.0
     """Time spent in steps, in seconds."""
     peak_live: float = 0
     """Peak number of live stage activations. With slices by length, the unit is the activation of
-    the step's longest micro-batch."""
+    the longest micro-batch in the step."""
     tables_s: float = 0.0
-    """Time in which steps waited for tables by length, and for the computations that follow from
+    """Time that steps spent waiting for tables by length and for the computations that follow from
     them, in seconds."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
@@ -553,13 +553,13 @@ class Runtimes:
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Weight gradients between I and W; patched layers record them here."""
     kept_by_feature: dict[str, Any] = field(default_factory=dict)
-    """Name -> state of a feature, for the layers that it patches."""
+    """Name -> a feature's state, for the layers that the feature patches."""
     offloading: Offloading = field(default_factory=Offloading)
     """The order in which Megatron reloads offloaded activations."""
     stock: StockPipelines = field(default_factory=StockPipelines)
     """Megatron's own schedules, if our transport carries their messages."""
     last_counts: tuple[float, list[float]] | None = None
-    """Time and values of the counts at the last report to scalar writers."""
+    """Time and counter values at the last report to scalar writers."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())

@@ -102,11 +102,11 @@ class SplitBackward:
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self.before_whole: Callable[[torch.Tensor], None] | None = None
-        """Called in a backward that will compute a weight's gradient as a whole."""
+        """Called in a backward pass that will compute a weight's gradient as a whole."""
         self.has_deferred = False
         """Whether any layer in this process has deferred a weight gradient to W."""
         self.is_in_use = False
-        """Whether a table with split backwards has run or will run."""
+        """Whether a table with split backward passes has run or will run."""
 
     @property
     def is_deferring(self) -> bool:
@@ -507,7 +507,7 @@ class _Prepared(NamedTuple):
 
     weight: Any
     gradient: torch.Tensor | None
-    """The previous `grad` of the weight."""
+    """The weight's previous `grad`."""
     has_flag: bool
     """Whether DDP reads `grad_added_to_main_grad`."""
 

@@ -48,7 +48,7 @@ Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "we
 """
 KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 NO_MICROBATCH = -1
-"""Number of the micro-batch for tensors that belong to no single one."""
+"""Micro-batch number for tensors that do not belong to a single micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Record(NamedTuple):
 
     kind: Kind
     microbatch: int
-    """Number in the global batch, counted like Megatron's samplers: with n replicas, replica r
+    """Number in the global batch, counted as in Megatron's samplers: with n replicas, replica r
     reads r, r + n and so on."""
     module: str
-    """Module or parameter, with the global number of its layer."""
+    """Module or parameter, with its global layer number."""
     part: str
-    """The part of the tensor: tensor-parallel rank (t1), replica (d1), slice (s1) and so on."""
+    """Which part of the tensor: tensor-parallel rank (t1), replica (d1), slice (s1), etc."""
     stage: int
     position: int
     """Position among the records of the same action."""

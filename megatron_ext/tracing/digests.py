@@ -146,7 +146,7 @@ class _Weight(NamedTuple):
     """A parameter in a chunk."""
 
     name: str
-    """Includes the global number of its layer."""
+    """Includes its global layer number."""
     parameter: torch.nn.Parameter
     shard: slice | None
     """The elements that this rank updates, with the distributed optimizer; None for all."""
@@ -191,27 +191,27 @@ class DigestRecorder(Observer):
         self._configuration = configuration
         self._writer = writer
         self._operators = operators
-        """Records the operators of one place instead of digests; None if digests are recorded."""
+        """Records the operators at one place instead of digests; None if digests are recorded."""
         self._fingerprints = Fingerprints()
         self._rounds_differently = rounds_differently()
         self._chunks: list[_Chunk] = []
         self._compute: StageCompute | None = None
         self._num_microbatches = 0
         self._number = 0
-        """Number of the training step, counted over all resumed runs."""
+        """The training step's number, counted over all resumed runs."""
         self._records: list[_Pending] = []
         """Records of the step in progress."""
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
         """How often each tensor was recorded in this step."""
         self._running: list[Action] = []
-        """Actions in progress; for a pair, the forward followed by the backward."""
+        """Actions in progress; for a pair, the forward action followed by the backward action."""
         self._position = 0
         self._deferred: frozenset[int] = frozenset()
         """Ids of the weights whose gradients the running W computes."""
         self._is_training = False
         """Whether a schedule is running, but not an evaluation."""
         self._awaits_weights = False
-        """Whether the schedule has ended but the step's new weights are not recorded yet."""
+        """Whether the schedule has finished but the step's new weights are not recorded yet."""
         self._num_optimizers = 0
         """Nesting depth of the optimizers in progress."""
         self._replica, self._num_replicas = _data_place()

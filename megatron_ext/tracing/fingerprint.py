@@ -17,8 +17,8 @@ from megatron_ext.transport.native import require_native
 
 NUM_PROJECTIONS = 4
 _COLUMNS = 16384
-"""Columns of the matrix that a large tensor is viewed as. Sums over its rows reach the speed of the
-memory only if rows are this long."""
+"""Columns of the matrix that a large tensor is viewed as. Sums over the rows reach memory speed
+only if rows are this long."""
 _BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
 """Number of words that are hashed at a time: on a CPU they fit into the cache, and on other devices
 they limit the temporary memory."""
@@ -27,7 +27,7 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 _NativeFingerprint = Callable[..., tuple[int, list[float]]]
-"""The function of the native core; `transport/_C.pyi` describes its arguments."""
+"""The native core's function; `transport/_C.pyi` describes its arguments."""
 
 
 def native_fingerprint() -> _NativeFingerprint | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
-"""Time for ranks to publish their state, and time for an error to end a process."""
+"""Time for ranks to publish their states, and time for an error to stop a process."""
 _MAX_NAMED = 4
 """Maximum number of awaited ranks in a message."""
 _SIGNAL = signal.SIGRTMIN + 7
@@ -51,19 +51,19 @@ class RankState(NamedTuple):
     activity: str = OUTSIDE
     """Continues a sentence that begins with `rank 3`: `runs 5F3`, `is in the optimizer step`."""
     waits_for: Sequence[tuple[int, str]] = ()
-    """(global rank, awaited item) of the events that would end the wait; one of them is enough."""
+    """(global rank, awaited item) for the events that can unblock the rank; any one suffices."""
     in_collective: bool = False
     """Whether the rank waits for all ranks that have not entered the same collective."""
     since_s: float = 0.0
-    """Duration of the activity in a published state; its start time within the process."""
+    """The activity's duration in a published state; its start time within the process."""
     where: str = ""
     """The source line that the training thread is executing."""
     entered: float = 0
-    """Number of training steps' collectives that the rank has entered; infinite if it never enters
-    any."""
+    """Number of collectives in training steps that the rank has entered; infinite if it never
+    enters any."""
     runs_collective: bool = False
-    """Whether the training thread is inside a call of torch.distributed, which only other ranks can
-    end. On a device, such calls return at once, so this is False."""
+    """Whether the training thread is inside a torch.distributed call that only other ranks can
+    unblock. On a device, such calls return at once, so this is False."""
 
     def __str__(self) -> str:
         """Return the state in one line."""

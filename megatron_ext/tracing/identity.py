@@ -39,10 +39,10 @@ class Identity(NamedTuple):
     """The data that a recorder needs to create its file."""
 
     directory: Path
-    """The folder of the run."""
+    """The run's folder."""
     header: Header
     schedule: Schedule | None
-    """The table of a full batch, on the first rank; None on other ranks or without a table."""
+    """The table for a full batch, on the first rank; None on other ranks or without a table."""
 
 
 def identity_of(configuration: Active) -> Identity:

@@ -39,7 +39,7 @@ class Place:
     """Number in the global batch."""
     direction: Direction
     module: str
-    """Name of a module that has digests, with the number of its layer in the model."""
+    """Name of a module that has digests, with its layer number in the model."""
 
     def __str__(self) -> str:
         return f"{self.iteration}:{self.microbatch}:{self.direction}:{self.module}"

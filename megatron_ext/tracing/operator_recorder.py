@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from megatron_ext.tracing.digest_files import Header
 
 _KINDS = {"forward": ("F",), "backward": ("B", "I")}
-"""Kinds of actions, by the direction of a place."""
+"""Action kinds, by a place's direction."""
 _COLLECTIVES = (
     "c10d",
     "c10d_functional",
     "_c10d_functional",
     "_c10d_functional_autograd",
 )
-"""Namespaces of operators whose results may not have arrived when they return."""
+"""Namespaces of operators that may return before their results have arrived."""
 
 
 class OperatorRecorder:
@@ -48,7 +48,7 @@ class OperatorRecorder:
         self._header = header
         self._fingerprints = Fingerprints()
         self._operators: list[tuple[str, list[list[int]], Fingerprint]] = []
-        """All operators of the action so far."""
+        """All operators in the action so far."""
         self._first: int | None = None
         """Index of the module's first operator; None until the module begins."""
         self._end: int | None = None

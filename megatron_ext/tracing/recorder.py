@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors that depend on other use of the disk, so they are not mistakes of the user."""
+"""Errors caused by other use of the disk rather than by a user's mistake."""
 
 _WAIT_NS = 20_000
-"""Shortest wait that is recorded. Shorter ones are noise: any receive on a device waits briefly."""
+"""Shortest wait to record. Shorter waits are noise: any receive on a device waits briefly."""
 
 _PARTS = ("stage", "microbatch", "slice", "part", "header")
-"""Attributes that distinguish the messages of two ranks, in addition to their kind."""
+"""Attributes that, together with the kind, distinguish messages between two ranks."""
 _EXCHANGES = 1000
-"""Added to the row number of a rank for its second row: the stream of exchanges between experts."""
+"""Added to a rank's row number for its second row: the stream for exchanges between experts."""
 
 # Called once for each iteration, because encoding each span separately would slow down training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -145,7 +145,7 @@ class Recorder:
         self._index = -1
         self._number = self._begin_ns = 0
         self._spans: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
-        """Spans of the iteration: name, stamps of start and end, attributes."""
+        """The iteration's spans: name, start and end stamps, attributes."""
 
     def begin_iteration(self, number: int) -> None:
         """Start the iteration with this number; end the previous iteration if it is still open."""

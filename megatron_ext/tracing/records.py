@@ -47,7 +47,7 @@ FILE_NAME = "benchmark-data-{}-pipeline-{}-tensor-{}.json"
 """Template for the data, pipeline and tensor ranks of `Header`."""
 
 SCHEDULE_FILE = "schedule.json"
-"""The table of a full batch, in the same folder as the files of the ranks."""
+"""The table for a full batch, in the same folder as the ranks' files."""
 
 ACTION_NAMES: dict[Kind, str] = {
     "R": "forward",  # readers look up kinds by name and use the last match, F
@@ -56,7 +56,7 @@ ACTION_NAMES: dict[Kind, str] = {
     "I": "input_gradient",
     "W": "weight_gradient",
 }
-"""Kind of action -> name of its spans."""
+"""Action kind -> name of its spans."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Header:
     """Sizes of the data (with context), pipeline and tensor groups."""
     num_ranks: int
     """Number of ranks in the job. It may differ from the product of `sizes`, because forward ranks
-    of a disaggregated job may have no tensor parallelism."""
+    in a disaggregated job may have no tensor parallelism."""
     host: str = ""
     clock: str = ""
-    """Name of the clock. Times of ranks with the same clock can be compared; each boot of a host
+    """The clock's name. Times from ranks with the same clock can be compared; each boot of a host
     has a new clock."""
     clock_ns: int = 0
     wall_ns: int = 0
     """The clock and the time since 1970, read at the same moment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run: schedule, transport, sizes of the model, versions and so on."""
+    """The run's settings: schedule, transport, model sizes, versions and so on."""
     run: str = ""
     """torchrun's run id and restart count, which distinguish attempts; empty without torchrun.
     In a c10d rendezvous, agents may have different restart counts in the same attempt."""

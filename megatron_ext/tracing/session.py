@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_ext.transport.observed import WaitsFor
 
 _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
-"""Settings of models that move activations from the device to the host."""
+"""Model settings that move activations from the device to the host."""
 _CAUSES = {"D": "leader", "C": "credit"}
-"""Kind of message -> cause of a wait for it; for all other kinds the cause is `input`."""
+"""Message kind -> cause of a wait for it; for all other kinds, the cause is `input`."""
 _STUCK_S = 5.0
-"""After an error, time for the device to finish the traced work of the step."""
+"""After an error, time for the device to finish the step's traced work."""
 _COLLECTIVES = {
     "reduce": "the reduction of gradients",
     "optimizer": "the optimizer step",
@@ -80,7 +80,7 @@ class Session(Observer):
         self.recorder = Recorder(lambda: identity_of(configuration), sampling=None)
         self.watchdog: Watchdog | None = None
         self.has_spans = False
-        """Whether Megatron's telemetry has spans of actions and messages."""
+        """Whether Megatron's telemetry has spans for actions and messages."""
         self._configuration = configuration
         is_forward = (
             configuration.job is not None and configuration.job.role == "forward"
@@ -89,22 +89,22 @@ class Session(Observer):
         """Number of collectives that the rank has entered; infinite for forward ranks, which enter
         none."""
         self.state = RankState(-1, entered=self._entered)
-        """The current activity of the rank; the watchdog reads it."""
+        """The rank's current activity; the watchdog reads it."""
         self._activation_bytes: dict[tuple[int, int], int] = {}
-        """(stage, slice) -> bytes that a forward keeps for its backward, once measured."""
+        """(stage, slice) -> bytes kept from the forward to the backward pass, once measured."""
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """Expected message that has not arrived -> its sender."""
         self._open_spans: list[
             tuple[Any, Callable[[Mapping[str, Any]], None] | None]
         ] = []
-        """Nested spans in progress: the stamp of the start (None if not recorded), and the function
-        that ends the span in Megatron's telemetry. Plain tuples, because every event of a step
-        creates one."""
+        """Nested spans in progress: the start stamp (None if not recorded), and the function that
+        ends the span in Megatron's telemetry. Plain tuples, because every event of a step creates
+        one."""
         self._collectives = 0
         """Nesting depth of the collectives in progress."""
         self._number = 0
-        """Number of the training step, counted over all resumed runs."""
+        """The training step's number, counted over all resumed runs."""
 
     def close(self) -> None:
         """Close the recorder's file and stop the watchdog's threads."""

@@ -20,9 +20,9 @@ from megatron_ext.config import active
 from megatron_ext.upstream.signatures import megatron_arguments
 
 FOLDER = "MEGATRON_EXT_STEPS_FOLDER"
-"""Environment variable: the folder for the files of all ranks. Without it, nothing is recorded."""
+"""Environment variable: the folder for all ranks' files. Without it, nothing is recorded."""
 LIMIT = "MEGATRON_EXT_STEPS_LIMIT"
-"""Environment variable: number of steps after which the training ends."""
+"""Environment variable: number of steps after which training stops."""
 
 
 class StepRecord:

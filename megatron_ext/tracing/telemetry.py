@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.tracing.records import ACTION_NAMES
 
 _ACTIONS, _MESSAGES = "microbatch", "communication"
-"""Megatron's names for groups of spans that `--otel-span-groups` enables."""
+"""Megatron's names for the span groups that `--otel-span-groups` enables."""
 
 
 def is_on() -> bool:

@@ -141,7 +141,7 @@ class EndConfiguration(Finalize):
 
     def __init__(self) -> None:
         self._last_failure: tuple[str, int] | None = None
-        """The last error that this rank itself raised, and its step (0 before the first one).
+        """The last error that this rank itself raised, and its step (0 before the first step).
 
         None once training has passed that step.
         """

@@ -28,9 +28,9 @@ class Address:
     host: str
     boot_id: str
     network: int
-    """Inode of the network namespace. Names of abstract sockets are valid within a namespace."""
+    """Inode of the network namespace. Abstract socket names are valid within a namespace."""
     name: str
-    """Name of the unix socket, in the abstract namespace."""
+    """The unix socket's name, in the abstract namespace."""
     secret: str
     ip: str = ""
     """IP address on which the process listens for TCP; empty if it does not."""

@@ -23,14 +23,14 @@ class Expected(NamedTuple):
     """A message that will arrive in this step."""
 
     source: int
-    """Global rank of the sender."""
+    """The sender's global rank."""
     message: Message
     shape: tuple[int, ...] | None
-    """Shape of the tensor; None if it is unknown to the receiver."""
+    """The tensor's shape; None if the receiver does not know it."""
     dtype: torch.dtype
     after: int = 0
     """Number of `isend` and `recv` calls that the receiver makes in this step before this message
-    is due, in the order that all ranks share (`schedules/search/queues.py`). It is for wires that
+    is due, in the order that all ranks share (`schedules/search/queues.py`). Used by wires that
     must start receives and sends in the same order."""
 
 

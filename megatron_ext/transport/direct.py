@@ -71,9 +71,9 @@ class _Peer:
     """The buffers for messages exchanged with one peer, by number."""
 
     free: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Buffers of this rank whose message the peer has received."""
+    """Buffers on this rank whose message the peer has received."""
     lent: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Buffers of this rank that may contain a message that the peer has not received yet."""
+    """Buffers on this rank that may contain a message that the peer has not received yet."""
     mapped: dict[int, SharedBuffer] = field(default_factory=dict)
     """The peer's buffers."""
     has_unmapped: bool = False
@@ -458,11 +458,11 @@ class Reach(NamedTuple):
     """Whether this rank's device reaches the devices of its peers."""
 
     sharing: Sharing | None
-    """The memory sharing of this rank's device; None if the device does not support it."""
+    """Memory sharing for this rank's device; None if the device does not support it."""
     reasons: dict[int, str]
-    """Global rank of a peer that the device does not reach -> the reason."""
+    """Global rank of a peer that the device cannot reach -> the reason."""
     is_complete: bool
-    """Whether the devices of every pair of peers in the job reach each other."""
+    """Whether the devices in every pair of peers in the job can reach each other."""
 
 
 class _Offer(NamedTuple):
@@ -470,9 +470,9 @@ class _Offer(NamedTuple):
 
     address: Address
     device: str
-    """Name of the device, which is valid in all processes of its host."""
+    """The device's name, which is valid in all processes on its host."""
     handle: bytes
-    """Handle of a buffer on the device."""
+    """Handle to a buffer on the device."""
     problem: str
     """Why the device cannot share memory; empty if it can."""
 

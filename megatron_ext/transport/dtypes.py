@@ -32,7 +32,7 @@ CAPSULE_CODE_OF = {
         torch.float16, torch.float32, torch.float64, torch.bfloat16,
     )
 }  # fmt: skip
-"""Codes of the dtypes that every supported torch accepts in a DLPack capsule."""
+"""Codes for the dtypes that every supported torch release accepts in a DLPack capsule."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,10 +79,10 @@ NUM_STEPS = 1 << _STEP_BITS
 """Number of steps that tags distinguish. The low bits of a tag are the step modulo this number."""
 
 NOTE = 15 << 60
-"""Tag of notes between transports. No kind of message has this value."""
+"""Tag for notes between transports. No message kind has this value."""
 
 WAKE = NOTE | 1
-"""Tag of the message that a rank sends itself to end its own `poll`."""
+"""Tag for the message that a rank sends itself to wake its own `poll`."""
 
 
 class Tags(dict[Message, int]):
@@ -118,9 +118,9 @@ class _RdmaPort(NamedTuple):
     """The RDMA port that a link uses on this host."""
 
     ip: str
-    """IP address of the port; empty for any port."""
+    """The port's IP address; empty for any port."""
     rail: int
-    """Index among the devices that are equally suitable."""
+    """Index among equally suitable devices."""
 
 
 class NativeTransport:

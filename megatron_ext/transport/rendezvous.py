@@ -53,7 +53,7 @@ class Connection(NamedTuple):
     wire: str
     """The wire for which the connection is used: shm (a unix socket), tcp or rdma (TCP sockets)."""
     host: str
-    """Host name of the peer."""
+    """The peer's host name."""
     socket: socket.socket
 
 

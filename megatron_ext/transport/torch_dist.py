@@ -47,7 +47,7 @@ class _Posted:
 
     work: dist.Work
     tensor: torch.Tensor
-    """Buffer of the message, or of the header that contains its shape (int64, [8])."""
+    """Buffer for the message, or for the header that contains its shape (int64, [8])."""
     expected: Expected
     is_header: bool
 
