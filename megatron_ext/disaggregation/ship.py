@@ -1,9 +1,9 @@
 """Ships layer inputs from forward ranks to backward ranks, which replay them.
 
-With full uniform recomputation, a backward pass needs only the input of each layer. A forward rank
-has all these inputs, so it sends them in one message, and its backward rank skips the stage's
-forward pass: it builds the graph from the shipped layer outputs, and computes each layer when the
-layer's backward pass runs, as in ordinary recomputation.
+With full uniform recomputation, a backward pass needs only each layer's input. A forward rank has
+all these inputs, so it sends them in one message, and its backward rank skips the stage's forward
+pass: it builds the graph from the shipped layer outputs, and computes each layer when the layer's
+backward pass runs, as in ordinary recomputation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Saved(NamedTuple):
     """Tensors from one forward pass that a forward rank keeps for shipping."""
 
     outputs: list[torch.Tensor]
-    """Output of each layer, `[s, b, h]`."""
+    """Each layer's output, `[s, b, h]`."""
     generators: list[torch.Tensor]
     """Generator states before each layer, as uint8; empty if not needed."""
 
@@ -76,8 +76,8 @@ def saving(
 class Replay:
     """The layer outputs `[s, b, h]` for one micro-batch on a backward rank.
 
-    The output of the last layer is missing unless this is the last stage. With dropout, the outputs
-    come with the generator states before each layer.
+    The last layer's output is missing unless this is the last stage. With dropout, the outputs come
+    with the generator states before each layer.
     """
 
     def __init__(

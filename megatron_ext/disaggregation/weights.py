@@ -61,7 +61,7 @@ class _Slot(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Weights of one dtype, sent in one message by each rank that holds a part of them."""
+    """Weights with one dtype, sent in one message by each rank that holds a part of them."""
 
     slots: list[_Slot] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
-    """Yield buckets of up to 32 MiB, each with weights of one dtype."""
+    """Yield buckets of up to 32 MiB, each with weights of a single dtype."""
     # Both roles compute the same message sizes and buckets, so no layout is sent.
     bucket = _Bucket()
     numel = 0
@@ -137,7 +137,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
 
 
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
-    """Return buckets of the frozen weights, which Megatron's buckets leave out."""
+    """Return buckets with the frozen weights, which Megatron's buckets leave out."""
     trained: set[str] = set()
     for entries in layout:
         trained.update(name for name, _ in entries)
@@ -209,7 +209,7 @@ class WeightSender(_Side):
             self._unshared = list(_portions(_weights(job, chunks)))
 
     def transfer(self) -> None:
-        """Send the current state of the model.
+        """Send the model's current state.
 
         Raises:
             ScheduleError: Megatron's buffers no longer hold a weight.
@@ -347,7 +347,7 @@ class WeightReceiver(_Side):
                 self._recv(source, _message(self._job, number)) for source in sources
             ]
             if len(sources) > num_shards:
-                # Sources are ordered by replica: join the parts of each tensor-parallel rank.
+                # Sources are ordered by replica: join the parts from each tensor-parallel rank.
                 shards = [
                     torch.cat(shards[shard::num_shards]) for shard in range(num_shards)
                 ]

@@ -40,7 +40,7 @@ def computation(
     device: DeviceKind,
     mode: frozenset[str],
 ) -> Part:
-    """Return the cost of a part by formula, without the time on links."""
+    """Return a part's cost by formula, without the time on links."""
     instant_links = replace(
         device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
     )
@@ -56,7 +56,7 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return the cost of a part (see `layer_costs.part_of`), corrected by its measurements.
+    """Return a part's cost (see `layer_costs.part_of`), corrected by its measurements.
 
     Multi-token prediction uses the measurements for its kind of layer.
     """

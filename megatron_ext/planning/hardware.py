@@ -38,7 +38,7 @@ class DeviceKind:
     flops_4bit: float = 0.0
     """0 if the device does not support products in 4 bits."""
     memory_bytes: float
-    """Peak traffic of the device's memory."""
+    """Peak traffic to the device's memory."""
     link_bytes: float
     """Rate of the link to other devices in the same node."""
     network_bytes: float
@@ -63,7 +63,7 @@ class DeviceKind:
     """Share of a link between nodes that gathers, scatters and messages reach."""
     all_to_all: float = 0.908
     kernel_s: float = 4e-6
-    """Minimum time of a kernel."""
+    """Minimum kernel time."""
     gemm_grouped: float = 0.901
     """Factor on the products' shares, for experts' products."""
     gemm_fused: float = 0.771
@@ -95,9 +95,9 @@ class DeviceKind:
     tile_bytes: float = 256.0
     """Bytes per row of each operand that a product's tile loads before it computes."""
     message_s: float = 23e-6
-    """Minimum time of a collective or message."""
+    """Minimum time for a collective or message."""
     hop_s: float = 8.5e-6
-    """Additional time of a collective for each rank after the first."""
+    """Additional time for a collective, per rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
     """Parts of a model, with factors on the costs of their passes (`calibration.py`)."""
     seconds: dict[str, list[float]] = field(

@@ -1,8 +1,8 @@
-"""Costs of each part of a model on one rank: seconds, parameters and bytes kept.
+"""Costs of each model part on one rank: seconds, parameters and bytes kept.
 
-A kernel's time is that of its operations or its memory traffic, whichever is longer, at the share
-of peak that the device reaches, and at least `kernel_s`. A layer's time is that of its kernels or
-of their launches by the host, whichever is longer. Graphs need no launches. Weight gradients are
+A kernel takes as long as its operations or its memory traffic, whichever is longer, at the share of
+peak that the device reaches, and at least `kernel_s`. A layer takes as long as its kernels or the
+host's launches of them, whichever is longer. Graphs need no launches. Weight gradients are
 accumulated in four (or two) bytes, so products with few rows, for example with many experts, are
 memory-bound. Tensor parallelism implies sequence parallelism, but does not divide experts, which
 get equal shares of the tokens.
@@ -102,7 +102,7 @@ class Part(NamedTuple):
     """Seconds of the forward pass and input gradient spent on exchanging tokens between experts,
     which pairs can hide. Excludes recomputation."""
     saved: float
-    """Bytes kept from the forward pass to the backward pass."""
+    """Bytes kept between the forward and the backward pass."""
     waiting: float
     """Bytes kept from the input gradient to the weight gradient, if a schedule splits backward
     passes."""
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Seconds of all three passes."""
+        """Seconds for all three passes."""
         return self.forward + self.input + self.weight
 
 
@@ -390,7 +390,7 @@ class _Ledger:
     def elementwise(
         self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
     ) -> None:
-        """Add elementwise kernels, whose time is that of their memory traffic."""
+        """Add elementwise kernels, which take as long as their memory traffic."""
         shortest_s = kernels * self.device.kernel_s
         self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
         self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
@@ -554,7 +554,7 @@ class _Books:
         if kind == "loss":
             in_low_precision = sharding.techniques.outputs_in_8bit
         self.ledger = _Ledger(device, sharding, in_low_precision=in_low_precision)
-        # Transformer Engine quantizes the input of a product before it gathers it (in
+        # Transformer Engine quantizes a product's input before gathering it (in
         # `gather_along_first_dim`). It scatters sums in bf16.
         activation_size = self.tokens * self.hidden
         gather = gather_s(

@@ -47,8 +47,8 @@ _CLEAR_BYTES = 8
 _ENOUGH_ROUNDS = 3
 """Number of micro-batches per rank after which a table repeats and is extrapolated."""
 _MAX_DIVISIONS = 2**14
-"""Number of cached divisions of a micro-batch. Searches with experts on thousands of devices need
-4,000."""
+"""Maximum number of cached divisions of a micro-batch. Searches with experts on thousands of
+devices need 4,000."""
 
 
 @dataclass(frozen=True, kw_only=True)

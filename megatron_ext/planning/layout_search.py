@@ -111,7 +111,7 @@ class _Queue:
         return visit
 
     def bounds_s(self) -> list[float]:
-        """Return the bounds of all remaining visits."""
+        """Return the bounds for all remaining visits."""
         bounds_s = []
         for visits in self._groups.values():
             bounds_s += [visit.bound_s for visit in visits]

@@ -103,7 +103,7 @@ def compare(
 def _choices(
     chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]
 ) -> list[Choice]:
-    """Return the variants of all schedules, with the user's options overriding theirs."""
+    """Return all schedules' variants. The user's options override the variants' options."""
     choices: list[Choice] = []
     for generator in registered().values():
         fixed = dict(user_options.get(generator.name, {}))
@@ -140,7 +140,7 @@ def possible_tables(
                 **choice.options,
             )
         except ScheduleError as error:  # noqa: PERF203 - bad sizes raise
-            # Variants of one schedule usually fail for the same reason.
+            # A schedule's variants usually fail for the same reason.
             if str(error) not in reasons:
                 reasons.append(str(error))
         else:

@@ -66,7 +66,7 @@ def _luminance(colour: str) -> float:
 
 
 def _linear(value: float) -> float:
-    """Return the linear value of an sRGB component, both from 0 to 1."""
+    """Convert an sRGB component to a linear value, both from 0 to 1."""
     if value <= 0.04045:
         return value / 12.92
     linear: float = ((value + 0.055) / 1.055) ** 2.4

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 # Height of the axis below a schedule's lanes: ticks, numbers and the unit's name.
 _AXIS = 44
-# Width of the longest schedule, unless its labels need more.
+# Width of the longest schedule, unless its labels need more space.
 _WIDTH = 1000
 # Width of a digit in pixels, at a font size of 10px. The reader's font is unknown, so this is
 # slightly wider than a digit in most fonts.
@@ -52,7 +52,7 @@ def draw(
         timelines: The schedules, from top to bottom.
         unit: The meaning of 1 on the axis; empty: `unit_of_time`.
         memory_gib: Memory on each rank, drawn below the schedules; empty: not drawn.
-        limit_gib: Memory limit of a rank, which is the length of its memory lane.
+        limit_gib: Memory limit per rank, which is the length of a memory lane.
     """
     for timeline in timelines:
         check_drawable(timeline)

@@ -97,7 +97,7 @@ def bitpipe(
 
 
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
-    """Return the published order of one of the two pipelines."""
+    """Return the published order for one of the two pipelines."""
     num_ranks = pp // 2
     # The published order needs whole units of one micro-batch per rank. Round the number of
     # micro-batches up to whole units, and drop the surplus.

@@ -102,7 +102,7 @@ class Generator:
         return f"--{self.name}-{key}"
 
 
-# By name. Modules of this package and of plug-ins register here when they are imported.
+# By name. Generators in this package and in plug-ins are registered here on import.
 _GENERATORS: dict[str, Generator] = {}
 
 
@@ -177,7 +177,7 @@ def generate(
     costs: Costs = UNIT,
     **options: Any,
 ) -> Schedule:
-    """Return the table of a schedule, generated or loaded from a CSV file.
+    """Return a schedule's table, generated or loaded from a CSV file.
 
     Args:
         name: A registered name, or `csv:` and a path.

@@ -6,7 +6,7 @@ stages in reverse. There R repeats the forward pass, this time recording an auto
 runs the backward pass, so only one micro-batch's activations are alive. No rank needs the last
 stage's output, so the last forward rank idles.
 
-With `activations=ship` a forward rank sends the saved input of each layer, and B recomputes each
+With `activations=ship`, a forward rank sends the saved input of each layer, and B recomputes each
 layer just before its backward pass; R takes no time. Then all forward ranks work, and a backward
 rank keeps the activations of a single layer instead of those of a whole stage.
 
@@ -20,7 +20,7 @@ fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
 
 Bubble: (pp - 2)(Tf + Tb + Tw), plus pp Tf with `ship`. Activations: 2 (one stage is 2/pp of the
 model). With `ship` this is an upper bound, because layers are recomputed one at a time. Gradients
-are summed in the order of the micro-batches, as without a pipeline.
+are summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations

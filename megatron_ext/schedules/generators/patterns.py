@@ -24,7 +24,7 @@ def alternate(
 
 
 def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
-    """Return the rows of a longer table, truncated to its first micro-batches.
+    """Return the rows in a longer table, truncated to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank. So
     if the longer table completes, the shortened table does too. The shortened table keeps the order
@@ -51,7 +51,7 @@ def expand(
     """
     # By counter (`_Step`): the number of micro-batches that have run so far.
     counts: Counter[str] = Counter()
-    # The pending W of each I that has run, oldest first.
+    # The pending W for each I that has run, oldest first.
     weights: deque[Action] = deque()
     row: list[Action] = []
     for steps, repeats in phases:

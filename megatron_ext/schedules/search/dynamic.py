@@ -30,7 +30,7 @@ class _RankEvent(NamedTuple):
     """Whether the rank chooses an action; if not, a message arrives."""
     rank: int
     arrival: Message | None = None
-    """A tensor (F or B, receiving stage, micro-batch), or the notice of its launch."""
+    """A tensor (F or B, receiving stage, micro-batch), or its launch notice."""
 
 
 def simulate_dynamic(
@@ -105,7 +105,7 @@ class _DynamicStep:
                 self._push(now, rank)
 
     def timeline(self) -> Timeline:
-        """Return the timeline of the step.
+        """Return the step's timeline.
 
         Raises:
             ScheduleError: Some actions have not run.
@@ -150,7 +150,7 @@ class _DynamicStep:
             self._start(rank, now, device_free)
 
     def _start(self, rank: int, now: float, device_free: float) -> None:
-        """Start the action that a rank has chosen, or both actions of a pair."""
+        """Start the action that a rank has chosen, or both actions in a pair."""
         row = self._policies[rank].progress.row
         actions = [row[position] for position in self._running[rank]]
         launched = now + self._costs.launch

@@ -130,7 +130,7 @@ class Problem:
 
 
 class Variant(NamedTuple):
-    """The parameters of one greedy run."""
+    """Parameters for one greedy run."""
 
     limit: int | None = None
     """Maximum number of slices (or whole micro-batches) between their first F and their last I or
@@ -248,7 +248,7 @@ Choice = tuple[int, Key, Action]
 
 @dataclass
 class _Rank:
-    """The timeline of one rank so far, and its candidates.
+    """One rank's timeline so far, and its candidates.
 
     Actions that became ready while the rank was busy wait in heaps sorted by priority. `future`
     holds the few actions that become ready after the rank is free again.

@@ -98,7 +98,7 @@ class Policy(ABC):
         return (partner, index)
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action may be the partner of this action, or None."""
+        """Return the heap whose first action may be this action's partner, or None."""
         action = self.progress.row[index]
         progress = self.progress
         if not self._runs_pairs or action.kind == "W":
@@ -275,7 +275,7 @@ class Hint(Policy):
         return positions
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action can be the partner of this action, or None."""
+        """Return the heap whose first action can be this action's partner, or None."""
         partners = super()._partners(index)
         if partners is None or not self._is_admissible(partners[0]):
             return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """The ready actions of one rank, as positions in its row of the static table.
+    """One rank's ready actions, as positions in its static table row.
 
     Policies choose by action kind, so there are three heaps: forward passes, backward passes (B and
     I), and weights (W).
@@ -158,7 +158,7 @@ class Progress:
         self._unlaunched[index] += 1
 
     def launched(self, message: Message) -> None:
-        """Record that another rank has launched the computation of all parts of a message."""
+        """Record that another rank has launched computing all parts of a message."""
         self._launched.add(message)
         self._unlaunched[self._takers[message]] -= 1
 
@@ -207,7 +207,7 @@ class Progress:
     def follow(self, index: int) -> None:
         """Record that an action is chosen before it is ready, to follow its launched inputs."""
         self._missing[index] = 0
-        # All launched tensors are inputs of this action, because `follower` requires it.
+        # All launched tensors are inputs to this action, because `follower` requires it.
         self._awaited |= self._launched
         self._launched.clear()
 

@@ -43,7 +43,7 @@ class Post(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """The position of a message in the total order."""
+    """A message's position in the total order."""
 
     time: float
     message: Message
@@ -274,7 +274,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     try:
         order.prepare()
     except CycleError as error:
-        # `graphlib` repeats the first message of a cycle at the end.
+        # `graphlib` repeats a cycle's first message at the end.
         stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(

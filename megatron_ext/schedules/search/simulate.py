@@ -40,11 +40,11 @@ class _PairExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. Rows match those of the schedule (one pipeline, with twins)."""
+    """A simulation's result. Rows match those of the schedule (one pipeline, with twins)."""
 
     schedule: Schedule
     costs: Costs
-    # By rank, in the order of its row.
+    # By rank, in row order.
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
 
@@ -153,7 +153,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
-    """Return the timeline of a table.
+    """Return a table's timeline.
 
     The table must hold each action once (`validation.check_actions`).
 
@@ -246,7 +246,7 @@ class Clock:
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether every message arrives when its action ends."""
-        # By kind and stage of an action: the link to each receiver; None: no latency.
+        # By an action's kind and stage: the link to each receiver; None: no latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
             self._links[kind] = []

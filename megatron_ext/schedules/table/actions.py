@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 Kind = Literal["F", "B", "I", "W", "R"]
-"""F: forward. B: full backward pass. I: gradient of the input. W: gradient of the weights (B = I +
-W). R: recomputation (or receipt) of activations on a backward rank (see
-`Schedule.disaggregated`)."""
+"""F: forward pass. B: full backward pass. I: input gradient. W: weight gradient (B = I + W). R:
+recomputation (or receipt) of activations on a backward rank (see `Schedule.disaggregated`)."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
@@ -297,7 +296,7 @@ class Schedule:
         return tuple(needed)
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that need the result of an action: the inverse of `needs`."""
+        """Return the actions that need an action's result: the inverse of `needs`."""
         stage, kind, _, slice_index = action
         target = self.placement.target(stage, kind)
         fed: list[Action] = []
@@ -355,7 +354,7 @@ class Schedule:
                     rank_for(stage, kind),
                     rank_for(fed.stage, fed.kind),
                 )
-                # The two roles of one stage are on different ranks, which `hops` does not cover.
+                # A stage's two roles are on different ranks, which `hops` does not cover.
                 if (
                     fed.stage != stage
                     and self.placement.hops[min(fed.stage, stage)] == "local"
@@ -373,7 +372,7 @@ class Schedule:
     def runs_forward(self, stage: int) -> bool:
         """Return whether any rank runs a stage's F.
 
-        If backward ranks recompute forward passes, no rank needs the output of the last stage's F.
+        If backward ranks recompute forward passes, no rank needs the last stage's output.
         """
         is_last = stage == self.num_stages - 1
         return not (self.disaggregated and is_last) or self.ships_activations

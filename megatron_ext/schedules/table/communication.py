@@ -1,4 +1,4 @@
-"""Derives the messages that each action of a table receives and sends.
+"""Derives the messages that each action in a table receives and sends.
 
 Generators place only computation, and this pass adds the messages. Each message has a name (kind,
 receiving stage, micro-batch). So a receiver may consume messages in any order, and a send never
@@ -6,8 +6,8 @@ depends on the order of its peer's receives. If two consecutive stages are on th
 tensor between them stays local.
 
 Gradient reductions are not messages. The executor starts a stage's reduction after the stage's last
-action. `reduction_order` returns the order of the stages, which must be the same on all
-data-parallel peers.
+action. `reduction_order` returns the stage order, which must be the same on all data-parallel
+peers.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Messages:
         """Return the transfer for the tensor from `source` to `target`."""
         placement = self._schedule.placement
         hop: Hop = "rank"
-        # The two roles of one stage are on different ranks, which `placement.hops` does not cover.
+        # A stage's two roles are on different ranks, which `placement.hops` does not cover.
         if source.stage != target.stage:
             hop = placement.hops[min(source.stage, target.stage)]
         return Transfer(

@@ -66,7 +66,7 @@ class Costs:
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
     together take as long as the longer of the two; at 0, as long as their sum."""
     seed: int = 0
-    """Seed of the jitter. The factor of an action depends only on the seed and the action."""
+    """Jitter seed. An action's factor depends only on the seed and the action."""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.input, self.weight]

@@ -1,4 +1,4 @@
-"""The cost of a sample as a function of its length.
+"""A sample's cost as a function of its length.
 
 Attention is quadratic in the length, and everything else is linear.
 """
@@ -68,7 +68,7 @@ class LengthCost:
         Count two operations per weight and token for the query and output projections, keys and
         values, and the matrices of the feed-forward network. Count two operations per product in Q
         K^T and in A V; the causal mask removes half of them. With the defaults, this is 24 h^2 L +
-        2 h L^2: the count of Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its
+        2 h L^2: the count in Narayanan et al. 2021 (arXiv 2104.04473, appendix), with half of its
         attention. A backward pass takes twice as many operations, so the ratio is the same.
 
         Args:

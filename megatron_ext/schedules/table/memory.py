@@ -1,4 +1,4 @@
-"""Computes the memory that a table needs, from the order of its actions.
+"""Computes a table's memory needs from the order of its actions.
 
 The activations of one stage and micro-batch are alive from the start of F to the end of B or, if
 the backward pass is split, of W. The part that is kept after I for W is the *weight stash*. The
@@ -83,7 +83,7 @@ def stash_ratio(
     kept_inputs: float = 1.0,
     divides_inputs: bool = False,
 ) -> float:
-    """Return the stash ratio of a transformer layer: bytes kept for W, divided by bytes kept for I.
+    """Return a transformer layer's stash ratio: bytes kept for W, divided by bytes kept for I.
 
     The layer has width h and a feed-forward width of 4h, in 16 bits. Its activations are those in
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
@@ -96,7 +96,7 @@ def stash_ratio(
         recomputed: Recomputed modules, by Megatron's names.
         offloaded: Modules, by Megatron's names, whose inputs stay on the host until I. After that,
             the operands for their W are on the device.
-        recomputed_layers: Share of the layers that are recomputed entirely, 0 to 1.
+        recomputed_layers: Share of layers that are recomputed entirely, from 0 to 1.
         kept_inputs: Number of inputs kept per recomputed layer: 1/n if n layers are recomputed
         together.
         divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence

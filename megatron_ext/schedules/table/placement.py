@@ -1,4 +1,4 @@
-"""Placements: the rank of each stage of the model.
+"""Placements: the rank of each stage in the model.
 
 | name   | stages on p ranks | stage s is on rank                        | first, last stage |
 |--------|-------------------|-------------------------------------------|-------------------|
@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
-"""Where the output of a stage goes: it stays on the same rank, or goes to another rank or to the
+"""Where a stage's output goes: it stays on the same rank, or goes to another rank or to the
 twin."""
 
 Routing = Literal["twin", "local"]
@@ -59,7 +59,7 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def rank_for(self, stage: int, kind: str) -> int:
-        """Return the rank that runs actions of a kind on a stage."""
+        """Return the rank that runs a kind of action on a stage."""
         if kind == "F" or self.backward_rank_of is None:
             return self.rank_of[stage]
         return self.backward_rank_of[stage]
@@ -100,7 +100,7 @@ class Placement:
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
-        """Return the chunk number of a stage on its rank."""
+        """Return a stage's chunk number on its rank."""
         return self.stages_of[self.rank_of[stage]].index(stage)
 
 

@@ -38,7 +38,7 @@ def csv_text(schedule: Schedule) -> str:
     """Return a table as CSV; with twins, the table for one of the two mirrored pipelines.
 
     Raises:
-        ScheduleError: Forward and backward passes of a stage are on different ranks.
+        ScheduleError: A stage's forward and backward passes run on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
@@ -201,7 +201,7 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     for key, value in content.items():
         text = json.dumps(value)
         if isinstance(value, list | tuple) and value and isinstance(value[0], list):
-            # Write each row of the table on a separate line.
+            # Write each table row on a separate line.
             text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"

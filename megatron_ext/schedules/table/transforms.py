@@ -68,7 +68,7 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
             if action.kind == "W":
                 waiting.append(action)
                 if len(waiting) > num_waiting:
-                    # The oldest W takes the place of this one.
+                    # The oldest W takes this one's place.
                     delayed_row.append(waiting.popleft())
                 continue
             # In a pair, the backward pass directly follows the forward pass, so check both actions
@@ -159,7 +159,7 @@ def table_rank(schedule: Schedule, rank: int) -> int:
 
 
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
-    """Return the chunk number of a stage within its direction on its rank."""
+    """Return a stage's chunk number within its direction on its rank."""
     placement = schedule.placement
     # With twin routing, a direction visits all ranks of both twins before it returns to a rank.
     if placement.twin_hops:

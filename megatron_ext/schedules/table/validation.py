@@ -96,7 +96,7 @@ def check_actions(schedule: Schedule) -> None:
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     forwards = done
     if schedule.disaggregated:
-        # Forward passes run on another rank, so they are not a precondition for actions of this
+        # Forward passes run on another rank, so they are not a precondition for actions on this
         # rank.
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
@@ -123,7 +123,7 @@ def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool
 def _check_row(
     schedule: Schedule, rank: int, done: bytearray, forwards: bytearray
 ) -> None:
-    """Check that each action of a rank may run at its position, and record that it ran.
+    """Check that each action on a rank may run at its position, and record that it ran.
 
     `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
 
@@ -331,7 +331,7 @@ def is_ascending(schedule: Schedule) -> bool:
 
 
 def check_first_gradients(schedule: Schedule, rank: int) -> None:
-    """Check that the same micro-batch has the first forward and first weight gradient of a stage.
+    """Check that a stage's first forward pass and weight gradient share a micro-batch.
 
     With fused gradient accumulation, Transformer Engine layers overwrite the sum with the first
     micro-batch's gradient instead of adding to it. They assume that the first micro-batch is the
@@ -339,7 +339,7 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     gradient, that gradient is lost without an error.
 
     Raises:
-        ScheduleError: On some stage of the rank, the two belong to different micro-batches, or to
+        ScheduleError: On some stage on the rank, the two belong to different micro-batches, or to
             different slices, because backward passes start with the last slice.
     """
     consequence = (
