@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def has_waiting_weights(self) -> bool:
-        """Whether weight gradients wait for idle time; never in tables with full backwards."""
+        """Whether weight gradients wait for idle time. Full backward passes leave none waiting."""
         if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
             return False
         key = _table_key(self.job, self.sizes, self.schedule, self.chunks)
@@ -211,7 +211,7 @@ class Layout:
         return " ".join(flags)
 
 
-# -- costs of a model under a division of the work -----------------------------------------------
+# -- costs of a model with a division of the work ------------------------------------------------
 
 
 class _KindCost(NamedTuple):

@@ -8,7 +8,7 @@ stage's output, so the last forward rank idles.
 
 With `activations=ship`, a forward rank sends the saved input of each layer, and B recomputes each
 layer just before its backward pass; R takes no time. Then all forward ranks work, and a backward
-rank keeps the activations of a single layer instead of those of a whole stage.
+rank keeps activations for a single layer instead of a whole stage.
 
 Idea: the forward pass/backward disaggregation in MegatronApp.
 

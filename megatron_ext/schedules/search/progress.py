@@ -107,8 +107,8 @@ class Progress:
     def _order_gradients(self) -> None:
         """Make each stage's backward passes become ready in micro-batch order.
 
-        Gradients are then summed in the same order whatever arrives first, and the results are
-        bit-identical to those of the static table.
+        Gradients are then summed in the same order whatever arrives first, and results are
+        bit-identical to those from the static table.
         """
 
         def turn(index: int) -> tuple[int, int]:

@@ -52,8 +52,8 @@ class Exchange(NamedTuple):
     W and R."""
     partner: Exchange | None = None
     """The backward pass that runs with this forward pass as a pair. Neither of the two runs before
-    the inputs of both have arrived. Outputs are sent after both have run, those of the forward pass
-    first."""
+    the inputs of both have arrived. Outputs are sent after both have run, starting with the forward
+    pass's outputs."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
