@@ -62,7 +62,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of a file with this text, in UTF-8 and with unchanged line ends.
+    """Replace the content of a file with this text, in UTF-8 and with unchanged line endings.
 
     Raises:
         OSError: The file cannot be written; the old content is intact.

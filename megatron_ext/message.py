@@ -30,8 +30,8 @@ class Message(NamedTuple):
     """F, B: the stage that needs the tensor. C: the stage that may start a micro-batch. W: the
     stage whose weights are sent. P, G: the stage that produced the tensor. D: 0."""
     microbatch: int
-    """D: number of the decision in a step. W: 0 is the notice whether weights follow, n > 0 is the
-    n-th bucket."""
+    """D: number of the decision in a step. W: 0 is the notice that says whether weights follow, n >
+    0 is the n-th bucket."""
     slice: int = 0
     """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0

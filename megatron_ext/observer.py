@@ -55,25 +55,25 @@ class Observer(TransportObserver):
         """Called with the item that the data iterator returned for a micro-batch."""
 
     def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
-        """Called after a forward of Megatron's own schedules, with its outputs, `[s, b, h]`."""
+        """Called after a forward pass in a Megatron schedule, with its outputs, `[s, b, h]`."""
 
     def close(self) -> None:
-        """Called when the configuration ends."""
+        """Called when the configuration is closed."""
 
     def begin_action(self, action: Action) -> None:
-        """Called when an action's inputs have arrived; a pair's forward begins first, ends last."""
+        """Called when an action's inputs have arrived; a pair's F begins first and ends last."""
 
     def end_action(self, position: int, action: Action) -> None:
         """Called when the action at a position of its row has run, before its results are sent."""
 
     def begin_exchange(self) -> None:
-        """Called before experts exchange tokens, in the stream of the exchange; pairs only."""
+        """Called before experts exchange tokens, on the exchange's stream; pairs only."""
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
         """Called in the same stream after the exchange.
 
         Args:
-            kind: Kind of the action that it belongs to.
+            kind: Kind of action that the exchange belongs to.
             stage: The action's stage.
             microbatch: The action's micro-batch.
             layer: Index of the layer within the stage.

@@ -1,8 +1,8 @@
 """Support for third-party training loops ("hosts") that call Megatron's schedules.
 
-The only host so far is Megatron-Bridge. The module of a host has a table `PATCHES` and is imported
-just before the host itself, so a host that is not used costs nothing. Programs with their own
-training loop use `own_program.py` instead.
+The only host so far is Megatron-Bridge. A host's module has a table `PATCHES` and is imported just
+before the host itself, so an unused host costs nothing. Programs with their own training loop use
+`own_program.py` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BRIDGE = "megatron.bridge"
 
 
 def arm() -> None:
-    """Arrange that the patches of a host are registered just before its import. Idempotent."""
+    """Arrange for a host's patches to be registered just before its import. Idempotent."""
     if _BRIDGE in sys.modules:
         _begin()
     else:

@@ -5,8 +5,8 @@ patch here. Two things differ:
 
 - Bridge has no command line. Its configuration is an object, which this module reads and rewrites
   when Bridge validates it.
-- Bridge has its own functions for training steps and evaluation. Patches on them send the losses of
-  a folded pipeline to the rank that logs.
+- Bridge has its own functions for training steps and evaluation. Patches on these functions send a
+  folded pipeline's losses to the rank that logs.
 
 The user requests a schedule by `megatron_ext.configure(PipelineConfig(...))` or, for recipes that
 are started by name, by `MEGATRON_EXT_FLAGS`.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _TRAINING = "megatron.bridge.training"
 
 # Parts of a `ConfigContainer`, for example `container.model.transformer`. If two parts have a field
-# of the same name, the later part wins.
+# with the same name, the later part wins.
 _SECTIONS = (
     "rng",
     "optimizer",
@@ -156,11 +156,11 @@ class Settings:
         self._saved_values.clear()
 
     def in_flags(self, flag: str, value: str) -> str:
-        """Return a setting as users write it: Megatron's as a field of Bridge, ours as a flag."""
+        """Return a setting as users write it: Megatron's as Bridge fields, ours as flags."""
         return self._in_bridge(flag, value) or in_flags(flag, value)
 
     def in_fields(self, flag: str, value: str) -> str:
-        """Return a setting as users write it: Megatron's as a field of Bridge, ours as a field."""
+        """Return a setting as users write it: Megatron's as Bridge fields, ours as fields."""
         return self._in_bridge(flag, value) or in_fields(flag, value)
 
     def _in_bridge(self, flag: str, value: str) -> str | None:
@@ -252,14 +252,14 @@ class _Sizes(NamedTuple):
 
     pipeline_ranks: int
     num_microbatches: int
-    """Micro-batches per step; of both pipelines together if two are mirrored."""
+    """Micro-batches per step; in both pipelines together if two are mirrored."""
 
 
 def _sizes(in_force: active.Active) -> _Sizes | None:
     pipeline = in_force.pipeline or in_force.transport_only
     if pipeline is None:
         return None
-    # A pipeline counts the micro-batches of one twin, but users count those of both.
+    # A pipeline counts one twin's micro-batches, but users count both twins' micro-batches.
     return _Sizes(pipeline.pp, pipeline.num_microbatches * pipeline.config.twins)
 
 
@@ -340,7 +340,7 @@ def _arguments(settings: Settings) -> Namespace:
 
 
 def _suit_device(settings: Settings) -> None:
-    """Replace defaults of Bridge that assume NVIDIA GPUs, if the device needs other values."""
+    """Replace Bridge defaults that assume NVIDIA GPUs, if the device needs other values."""
     arguments = vars(_arguments(settings))
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:

@@ -68,7 +68,7 @@ def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
 
 
 def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
-    """Return the model that a method of Bridge converts, as a list of chunks."""
+    """Return the model that a Bridge method converts, as a list of chunks."""
     model = by_name(call, args, kwargs)["megatron_model"]
     return model if isinstance(model, list) else [model]
 
@@ -132,8 +132,8 @@ def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = _chunks(call, args, kwargs)
-    # The copy in the output layer has another name than the embedding, so the loop below does not
-    # reach it.
+    # The copy in the output layer has a different name from the embedding, so the loop below does
+    # not reach it.
     tie_embeddings(chunks)
     with torch.no_grad():
         for copy in _later_copies(chunks):

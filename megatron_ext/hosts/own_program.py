@@ -73,8 +73,8 @@ def configure(
         pipeline_ranks: Number of ranks in one pipeline, or in both if the schedule mirrors two.
         num_microbatches: Micro-batches that these ranks run in one step, for both mirrored
             pipelines together.
-        num_layers: Transformer layers of the model, not counting layers of multi-token prediction.
-        mtp_num_layers: Layers of multi-token prediction.
+        num_layers: Transformer layers in the model, excluding multi-token prediction layers.
+        mtp_num_layers: Multi-token prediction layers.
         layout: The layers of each stage, in Megatron's notation. Default: the same number in each
             stage.
         world_size: Number of ranks in the job. Default: one pipeline.
@@ -99,7 +99,7 @@ def configure(
         seed=seed,
         layout=layout,
     )
-    # A second call replaces the configuration of the first one.
+    # A second call replaces the configuration from the first call.
     clear_configuration()
     # Select the device before arming the patches: they import Megatron for the selected device.
     if config.device != "auto":
@@ -278,11 +278,11 @@ def _put_in_force(
 
 
 def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
-    """Return the sizes under the names of Megatron's arguments, which the rules use."""
+    """Return the sizes under Megatron's argument names, which the rules use."""
     return Namespace(
         world_size=sizes.world_size,
-        # Attribute all other parallelism of the program to tensor parallelism. Then there is one
-        # replica, whose global batch is the micro-batches of one pipeline.
+        # Attribute the program's other parallelism to tensor parallelism. Then there is one
+        # replica, whose global batch consists of one pipeline's micro-batches.
         tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
         pipeline_model_parallel_size=sizes.pipeline_ranks,
         num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,

@@ -1,8 +1,8 @@
-"""The reason why a rank ended, written by the rank and read by its launcher.
+"""The reason why a rank exited, written by the rank and read by its launcher.
 
-torchrun gives each rank a file for its error and reports the rank that ended first. That rank often
-only lost its peer, while the rank that caused the failure is still exiting. So each rank also
-records how it ended, and `first` picks the cause from the records of all ranks.
+torchrun gives each rank a file for its error and reports the rank that exited first. That rank
+often only lost its peer, while the rank that caused the failure is still exiting. So each rank also
+records how it exited, and `first` picks the cause from the records of all ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the path of the file that torchrun reads when a rank fails."""
 
 # Ordered from the most certain cause to the most certain consequence. A process that was stopped or
-# killed did not fail because of its peers. Megatron's check of results ends all ranks, including
-# the ranks with good results. A rank that exited with code 0 comes late in this order: it only
-# explains why its peers lost their connection to it.
+# killed did not fail because of its peers. Megatron's result check stops all ranks, including the
+# ranks with good results. A rank that exited with code 0 comes late in this order: it only explains
+# why its peers lost their connection to it.
 KINDS = (
     "stopped",
     "killed",
@@ -64,7 +64,7 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """The reason why a rank ended or stopped making progress."""
+    """The reason why a rank exited or stopped making progress."""
 
     rank: int
     """Global rank of the culprit if the reporting rank knows it, else of the reporting rank."""
@@ -73,7 +73,7 @@ class Cause:
     reason: str
     """The text of the exception, in one line."""
     at: float
-    """When the rank ended, in seconds since 1970, by the clock of its host."""
+    """When the rank exited, in seconds since 1970, by its host's clock."""
     iteration: int | None = None
     """The training iteration, counted from 1. None before training and in programs without
     iterations."""
@@ -84,7 +84,7 @@ class Cause:
 
     @property
     def is_sure(self) -> bool:
-        """Whether stopping a job can never cause an end of this kind."""
+        """Whether stopping a job can never make a rank exit for this kind of reason."""
         return self.kind in ("stopped", "rejected", "error", "hang")
 
     @property
@@ -94,7 +94,7 @@ class Cause:
 
 
 def first(causes: Sequence[Cause]) -> Cause | None:
-    """Return the cause that explains the other ones; any of them may provide its iteration."""
+    """Return the cause that explains the others; any of them may provide its iteration."""
     if not causes:
         return None
     earliest = min(causes, key=lambda cause: cause.precedence)
@@ -106,7 +106,7 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 
 
 def of_error(error: BaseException) -> Cause:
-    """Return the cause for an exception that ends this rank."""
+    """Return the cause for an exception that stops this rank."""
     error = _explaining(error)
     rank = int(os.environ.get("RANK", "0"))
     code = 1  # also the exit code of `SystemExit` with a text
@@ -120,8 +120,8 @@ def of_error(error: BaseException) -> Cause:
     # The peer that this rank lost writes the reason into its own file.
     if isinstance(error, TransportError) or _is_lost_peer(error):
         return replace(ending, kind="effect")
-    # Megatron ends a rank with a rejected result by an exit code or a plain RuntimeError, so the
-    # exception alone does not identify this case.
+    # Megatron stops a rank that has a rejected result with an exit code or a plain RuntimeError, so
+    # the exception alone does not identify this case.
     if (message := _rejected_result()) is not None:
         return replace(
             ending, kind="rejected", reason=message, order=_order_in_step(message)
@@ -152,7 +152,7 @@ def of_error(error: BaseException) -> Cause:
 def _explaining(error: BaseException) -> BaseException:
     """Return the error of a hang or a lost peer that was being handled when this one was raised.
 
-    While a job ends, the workers of its data loader are killed. torch raises an error for each of
+    While a job shuts down, its data loader's workers are killed. torch raises an error for each of
     them at whatever line the rank is running, even while it reports the first error.
     """
     earlier: BaseException | None = error
@@ -164,7 +164,7 @@ def _explaining(error: BaseException) -> BaseException:
 
 
 def left_while_loading(error: SystemExit) -> bool:
-    """Return whether Megatron ended this rank with exit code 0 because of its checkpoint.
+    """Return whether Megatron stopped this rank with exit code 0 because of its checkpoint.
 
     Megatron does so if the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
     unknown version. Rank 0 prints the reason before it exits.
@@ -185,12 +185,12 @@ def write(cause: Cause, callstack: str) -> None:
     """Write the file that torchrun and the launcher's agent read; without torchrun, do nothing.
 
     The file is written atomically: when a rank is killed, its peers fail, and torchrun sends them
-    SIGTERM while they write. An incomplete file would end torchrun with a traceback.
+    SIGTERM while they write. An incomplete file would crash torchrun with a traceback.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return
-    # torchrun compares whole seconds, and reports the lowest rank of those that ended within the
+    # torchrun compares whole seconds, and reports the lowest of the ranks that exited within the
     # same second. Shift the time stamps so that a cause precedes its effects.
     shift_s = 1 if cause.kind == "effect" else -1
     extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
@@ -237,7 +237,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 def _rejected_result() -> str | None:
     """Return the invalid result that Megatron's rerun state machine found on this rank, if any.
 
-    Only results of the current step are returned. Megatron then ends all ranks, with an exit code,
+    Only results of the current step are returned. Megatron then stops all ranks, with an exit code,
     or with an error if `--save` is not set.
     """
     module: Any = sys.modules.get("megatron.core.rerun_state_machine")

@@ -13,5 +13,5 @@ class WholeErrorFile(ErrorHandler):
     """torch's error handler, writing the file atomically and with the cause for the launcher."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the exception that ends this rank."""
+        """Write the exception that stops this rank."""
         cause.write(cause.of_error(e), "".join(traceback.format_exception(e)))

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 # A rank that has reported stays alive for this time, so that the other ranks on its host do not
-# report too. It ends before they do, so that a launcher shows the log of a rank with a reason.
+# report too. It exits before they do, so that a launcher shows the log of a rank with a reason.
 _HELD_S = 0.3
-# Ranks that have not reported wait longer, so that the rank that has reported ends first.
+# Ranks that have not reported wait longer, so that the rank that has reported exits first.
 _OTHERS_S = 1.0
-# The longest time that a rank stays alive after it has lost a peer. torchrun considers the rank
-# that ends first as failed, but the rank with the reason takes seconds to exit.
+# The longest time that a rank stays alive after it has lost a peer. torchrun considers the first
+# rank to exit as failed, but the rank with the reason takes seconds to exit.
 _CAUSE_S = 5.0
 # Time-out of a connection to torchrun's store, and the interval between checks of the store.
 _CONNECT_S = 5.0
@@ -62,11 +62,11 @@ def report(error: BaseException) -> None:
         # Once connected, the other hosts notice the failure by themselves, because their
         # collectives fail.
         if not connected and _has_other_hosts():
-            # This fails if the store's host has ended, and then the job ends without the notice.
+            # This fails if the store's host has exited, and then the job stops without the notice.
             with suppress(RuntimeError):
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends this rank with SIGTERM as soon as it has noticed the failed one.
+        # torchrun stops this rank with SIGTERM as soon as it has noticed the failed rank.
         ended = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
         ended.wait(_CAUSE_S)
@@ -89,7 +89,7 @@ def report_exit(error: SystemExit) -> bool:
     cause.write(ending, ending.reason)
     has_failed = cause.left_while_loading(error)
     is_told = isinstance(error.code, str)  # Python prints it
-    # When Megatron rejects a result of one rank, all ranks exit, but only that rank has the reason.
+    # When Megatron rejects a result on one rank, all ranks exit, but only that rank has the reason.
     is_cause = (error.code or has_failed) and ending.kind != "effect"
     if is_cause and not is_told and _is_first(ending.reason):
         prefix = f"[rank {ending.rank}] " if _is_connected() else ""
@@ -137,10 +137,11 @@ def _last_saved(save: str) -> int | None:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Yield an event that is set when Ctrl-C ends the block; a second Ctrl-C is ignored.
+    """Yield an event that is set when Ctrl-C interrupts the block; a second Ctrl-C is ignored.
 
-    Check the event instead of the exception: a rank that waits in a collective may notice the end
-    of its peers first, and then raises a connection error although the user has interrupted it.
+    Check the event instead of the exception: a rank that waits in a collective may first notice
+    that its peers have exited, and then raises a connection error although the user has interrupted
+    it.
     """
     interrupted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -166,7 +167,7 @@ def _is_first(line: str) -> bool:
     """Return whether no other rank on this host has reported the same line.
 
     A rank claims the line by binding an abstract socket name. The kernel frees the name when the
-    process ends, so the socket stays open.
+    process exits, so the socket stays open.
     """
     # All ranks on a host have the launcher's agent as their parent. With its id in the name, two
     # jobs of a user, or a restarted job, do not silence each other.
@@ -180,7 +181,7 @@ def _is_first(line: str) -> bool:
         # If abstract sockets are not available, report twice rather than never.
         return error.errno != errno.EADDRINUSE
     claim.detach()
-    # The first rank to report may have ended already: on a loaded host, a rank may fail seconds
+    # The first rank to report may have exited already: on a loaded host, a rank may fail seconds
     # later. torchrun keeps the reason in a file, in a folder next to this rank's folder.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
@@ -220,15 +221,16 @@ def _store() -> TCPStore:
 
 
 def _key() -> str:
-    # A restart keeps the store, so number the attempts: old failures must not end a new attempt.
+    # A restart keeps the store, so number the attempts: old failures must not stop a new attempt.
     return f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 @contextmanager
 def watching_other_hosts() -> Iterator[None]:
-    """End this process, with the reason, if another host fails before the ranks are connected.
+    """Exit with the reason if another host fails before the ranks are connected.
 
-    One rank on each host watches the store. When it ends, torchrun ends the host's other ranks.
+    One rank on each host watches the store. When that rank exits, torchrun stops the host's other
+    ranks.
     """
     if not _has_other_hosts() or os.environ.get("LOCAL_RANK") != "0":
         yield
@@ -263,4 +265,4 @@ def _watch(is_over: threading.Event) -> None:
             # The main thread is blocked in `init_process_group`, where exceptions do not reach it.
             os._exit(2)
     except RuntimeError:
-        return  # the store's host has ended, which the main thread notices too
+        return  # the store's host has exited, which the main thread notices too

@@ -1,4 +1,4 @@
-"""The flags of the installed Megatron, read from its sources.
+"""The installed Megatron's flags, read from its sources.
 
 Importing Megatron's own parser requires torch and takes seconds. This module parses the sources
 instead, and collects the names, types and choices of every flag. So a command line can be checked
@@ -23,7 +23,7 @@ from megatron_ext.upstream import releases
 from megatron_ext.upstream.tree import find_tree
 
 _FACTORY = "ArgumentGroupFactory"
-"""Upstream's class that creates a group of flags from the fields of a dataclass."""
+"""Upstream's class that creates a group of flags from a dataclass's fields."""
 
 # A list of numbers in Python's notation, with repetition: ([0]*3+[1]*1)*2.
 _PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
@@ -31,7 +31,7 @@ _PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """A flag of Megatron's parser."""
+    """A flag in Megatron's parser."""
 
     names: tuple[str, ...]
     """All spellings of the flag, such as `--seq-length`."""
@@ -213,7 +213,7 @@ def _frequency(word: str) -> int | str:
 
 
 class _Classes:
-    """The dataclasses of Megatron's configuration, by name."""
+    """The dataclasses in Megatron's configuration, by name."""
 
     def __init__(self, training: Path, core: Path) -> None:
         files = [*core.glob("core/**/*config.py"), *core.glob("core/*.py")]
@@ -247,7 +247,8 @@ class _Classes:
         if definition is None:
             return {}
         fields: dict[str, ast.AnnAssign] = {}
-        # As in `dataclasses`, the fields of bases come first, and redefining one keeps its place.
+        # As in `dataclasses`, the fields of base classes come first, and redefining a field keeps
+        # its place.
         for base in definition.bases:
             fields |= self.fields(ast.unparse(base))
         for node in definition.body:

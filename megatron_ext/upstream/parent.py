@@ -1,4 +1,4 @@
-"""Makes the kernel end a process with its parent, and a job with its agent. Linux only."""
+"""Makes the kernel kill a process when its parent exits, and a job when its agent exits (Linux)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import signal
 from pathlib import Path
 
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
-"""Environment variable of every process of a job: id of the agent that it must not outlive."""
+"""Environment variable in every process of a job: id of the agent that it must not outlive."""
 
 SOCKETS = "MEGATRON_EXT_SOCKETS"
-"""Environment variable of every process of a job: the agent's folder for sockets of workers."""
+"""Environment variable in every process of a job: the agent's folder for worker sockets."""
 
 HOSTED_STORES = "MEGATRON_EXT_HOSTED_STORES"
-"""Environment variable of ranks: "1" if the launcher hosts the stores, so that no rank has to."""
+"""Environment variable for ranks: "1" if the launcher hosts the stores, so that no rank has to."""
 
 HOST_ADDRESS = "MEGATRON_EXT_HOST_ADDRESS"
-"""Environment variable of ranks that may be lost: the address at which other hosts reach theirs."""
+"""Environment variable for ranks that may be lost: the address at which other hosts reach
+theirs."""
 
 RANKS_MET = "MEGATRON_EXT_RANKS_MET"
-"""Environment variable of ranks in a job that survives lost ranks: path of a file that exists once
+"""Environment variable for ranks in a job that survives lost ranks: path of a file that exists once
 all ranks have found each other."""
 
 # Options of prctl(2), from linux/prctl.h.
@@ -34,7 +35,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(agent_pid: int | None = None) -> None:
-    """Make the kernel kill this process as soon as its parent ends, for any reason.
+    """Make the kernel kill this process as soon as its parent exits, for any reason.
 
     torchrun's process and each rank of a launched job call this first. Without an agent, it does
     nothing.
@@ -51,8 +52,8 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     # Use SIGKILL: a rank inside a collective does not respond to signals that Python handles.
     # The kernel clears the setting in children, so each process must call this itself.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the call, and then no signal follows. So check that the agent
-    # is still among the ancestors.
+    # The parent may have exited before the call, and then no signal follows. So check that the
+    # agent is still among the ancestors.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,7 +64,7 @@ def stores_are_hosted() -> bool:
 
 
 def note_ranks_met() -> None:
-    """Signal the launcher that all ranks have met: from now on the job survives a lost rank."""
+    """Signal to the launcher that all ranks have met: from now on the job survives a lost rank."""
     if path := os.environ.get(RANKS_MET):
         Path(path).touch()
 
@@ -72,7 +73,7 @@ def use_sockets_folder() -> None:
     """Make this rank and its workers create their sockets in the agent's folder, if it exists.
 
     Each DataLoader worker creates a folder `pymp-*` for the socket through which it sends tensors,
-    and removes the folder when it ends normally. A failing job ends its workers with signals, so
+    and removes the folder when it exits normally. A failing job kills its workers with signals, so
     their folders remain. The agent removes its own folder.
     """
     if folder := os.environ.get(SOCKETS):
@@ -82,9 +83,9 @@ def use_sockets_folder() -> None:
 
 
 def die_with_caller(pid: int) -> None:
-    """Make the kernel kill this process as soon as its parent `pid` ends."""
+    """Make the kernel kill this process as soon as its parent `pid` exits."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent ended before the call, the kernel sends nothing.
+    # If the parent exited before the call, the kernel sends nothing.
     if os.getppid() != pid:
         os.kill(os.getpid(), signal.SIGKILL)
 

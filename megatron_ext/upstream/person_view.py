@@ -112,8 +112,8 @@ class PersonView:
         if line[:1].strip() == "" or not _LAST_OF_TRACEBACK.match(line):
             return []
         del self._tracebacks[source]
-        # torchrun's report adds nothing to the error of a rank, but it is the only error if a rank
-        # is killed.
+        # torchrun's report adds nothing to a rank's error, but it is the only error if a rank is
+        # killed.
         is_torchruns = any(name in line for name in _TORCHRUNS_ERRORS)
         if (is_torchruns and self.failed) or not self._once(_numberless(line)):
             self._after_error.pop(source, None)
@@ -261,7 +261,7 @@ _FORMS = {
 
 
 def _number(text: str) -> str:
-    """Return a number of the log with fewer digits, for example 4.8553 for 4.855259E+00."""
+    """Return a number from the log with fewer digits, for example 4.8553 for 4.855259E+00."""
     value = float(text)
     if 0.01 <= abs(value) < 1000:
         return f"{value:.4f}"
@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         is_stopped = True
 
     # Ctrl-C reaches the whole process group. Write the last lines of the training to the file but
-    # do not show them: after Ctrl-C, users do not care how the launcher and its ranks end.
+    # do not show them: after Ctrl-C, users do not care how the launcher and its ranks exit.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
     log_file: AbstractContextManager[TextIO | None] = nullcontext()

@@ -1,4 +1,4 @@
-"""The releases of Megatron that this package supports, and the installed one.
+"""The Megatron releases that this package supports, and the installed release.
 
 This module reads files and does not import Megatron. Versions decide which rows of the patch tables
 apply, which fingerprints are compared, and what is rejected before anything starts. All later code
@@ -33,7 +33,7 @@ class Reference(NamedTuple):
     version: str
     """Version of the wheel."""
     tag: str
-    """Tag of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, but
+    """Megatron-LM tag, for its scripts. The public mirror has no tag for 0.19.2, but
     `megatron.training` is the same there as in 0.19.0."""
     commit: str
     """Commit of the tag."""
@@ -150,7 +150,7 @@ def has_training() -> bool:
 
 
 def oldest_python(release: Release) -> tuple[int, int]:
-    """Return the oldest Python that the wheels of a release support."""
+    """Return the oldest Python that a release's wheels support."""
     return (3, 12) if release >= _TRAINING_SINCE else (3, 10)
 
 

@@ -42,7 +42,7 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
             inputs, outputs, gradients, config
         )
     # 0.16 also takes the type of the model, which is stored below its wrappers. Look it up once per
-    # model, because a step can have thousands of backwards.
+    # model, because a step can have thousands of backward passes.
     model_type = import_module("megatron.core.utils").get_model_type(model)
     return lambda inputs, outputs, gradients: step(
         inputs, outputs, gradients, model_type, config

@@ -26,7 +26,7 @@ _FETCH_TIMEOUT_S = 900
 
 
 def how_to_get() -> str:
-    """Return instructions for getting the tree of the installed release."""
+    """Return instructions for getting the tree for the installed release."""
     return (
         "`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of Megatron-LM at "
         f"{releases.reference().tag}"
@@ -153,7 +153,7 @@ def tree_version(tree: Path) -> str:
 
 
 def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
-    """Compare version, commit and Python files of a tree with the reference.
+    """Compare a tree's version, commit and Python files with the reference.
 
     Returns:
         The version of the tree; its commit, or None if it is not a git checkout; and one sentence

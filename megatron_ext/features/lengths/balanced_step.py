@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step in an order that depends on their lengths.
+"""Runs a step's micro-batches in an order that depends on their lengths.
 
 With `--pipeline-balance`, a rank reads all micro-batches of a step in advance. `order` runs them in
 the order that is fastest in a simulation of the table. `pack` first distributes them over the
@@ -69,7 +69,7 @@ def fetched(
     replicas: ReplicaExchange | None,
     flag: str = _FLAG,
 ) -> dict[int, Any]:
-    """Fetch the micro-batches of a step.
+    """Fetch a step's micro-batches.
 
     Returns:
         Number of a micro-batch in the data -> its item. With `replicas`, micro-batches are numbered
@@ -99,7 +99,7 @@ def fetched(
 class BalancedStep:
     """The order of the micro-batches in one training step on this rank.
 
-    Micro-batch `order[i]` of the data runs as micro-batch i of the table.
+    Micro-batch `order[i]` in the data runs as micro-batch i in the table.
     """
 
     schedule: Schedule
@@ -108,13 +108,13 @@ class BalancedStep:
     replicas: ReplicaExchange | None = None
     """Replicas that redistribute micro-batches. If None, this replica runs what it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """[micro-batch of the table] -> its number in the data, over all `replicas`. None before the
+    """[micro-batch in the table] -> its number in the data, over all `replicas`. None before the
     data is read."""
     _received: dict[int, Any] | None = field(default=None, init=False)
     """With `replicas`: number in the data -> item, for the micro-batches that this replica runs."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
-        """Return an iterator over a chunk's micro-batches in the order of the step.
+        """Return an iterator over a chunk's micro-batches in the step's order.
 
         The first `next` fetches all items from `items`, Megatron's data iterator. If `items` is
         None, the result is None.
@@ -128,7 +128,7 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # All chunks of a rank read the same data. The first chunk that reads decides the order.
+        # All chunks on a rank read the same data. The first chunk that reads decides the order.
         if self.order is None:
             held = self._decided(items)
         else:
@@ -147,7 +147,7 @@ class BalancedStep:
             Number of a micro-batch in the data -> its item.
         """
         # All ranks of a replica that read data see the same lengths, so they choose the same order
-        # without a message. Ranks without data only use the micro-batch numbers of the table.
+        # without a message. Ranks without data only use the micro-batch numbers in the table.
         replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)
@@ -180,7 +180,7 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch of the data instead of micro-batch of the table.
+        """Return reports by micro-batch in the data instead of micro-batch in the table.
 
         This is collective over the tensor-parallel group of stages with reports, because only the
         first rank of the group reads data. It communicates on the device of the model's `chunks`.

@@ -1,11 +1,11 @@
-"""Distributes a global batch by the cost of its samples, so that all pipelines end together.
+"""Distributes a global batch by the cost of its samples, so that all pipelines finish together.
 
 Attention is quadratic in the length L of a sample, and all other computation is linear, so a sample
 costs a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and in every stage
 a pipeline waits for its costliest micro-batch. `deal_out` distributes the micro-batches over
 replicas, and keeps the samples of a micro-batch together. `best_order` chooses the order in which a
 pipeline runs its micro-batches. Only the place where a sample runs changes: the global batch and
-the terms of its gradient stay the same.
+the terms in its gradient stay the same.
 
 All results are deterministic and depend only on the lengths, so ranks that know the lengths agree
 without a message. This module uses only the standard library.
@@ -42,14 +42,14 @@ def deal_out(
     The cost of a replica is the sum over its micro-batches, plus `fills` times its costliest
     micro-batch. This is the makespan, in any order, of a flow shop whose jobs take equally long on
     all machines (Pinedo, Scheduling, 2016, section 6.1). The costliest replica never costs more
-    than in the order of the data.
+    than it would in data order.
 
     Micro-batches are dealt out in descending order of cost (Graham 1969), each to the cheapest
-    share that has room. Then each replica takes a share of which it has already read a large part.
+    share that has room. Then each replica takes a share that it has already read in large part.
 
     Args:
-        costs: Cost of each micro-batch, in the order of the data. Replica r reads the micro-batches
-            whose number is r modulo `num_replicas`.
+        costs: Cost of each micro-batch, in data order. Replica r reads the micro-batches whose
+            number is r modulo `num_replicas`.
         num_replicas: Number of data-parallel replicas.
         fills: Time to fill and drain the pipeline, in micro-batches; see `fills_of`.
 
@@ -79,7 +79,7 @@ def deal_out(
         list(range(first, len(costs), num_replicas)) for first in range(num_replicas)
     ]
     dealt = _dealt(costs, num_replicas, share_size)
-    # If both cost the same, `min` returns the order of the data, with which nothing is sent.
+    # If both cost the same, `min` returns the data order, with which nothing is sent.
     shares = min(in_file_order, dealt, key=costliest)
     return _assigned(shares)
 
@@ -120,7 +120,7 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
         if replica not in share_of and index in free_shares:
             share_of[replica] = index
             del free_shares[index]
-    # Replicas that have not got a share take the remaining shares, in order.
+    # Replicas without a share take the remaining shares, in order.
     remaining = iter(free_shares)
     assigned = []
     for replica in range(num_replicas):
@@ -171,7 +171,7 @@ def shortest(
       micro-batch, which contains at least the smallest sample, has passed all earlier stages.
     - The longest sample passes all stages, and its gradient passes them back.
     """
-    # Share of one stage in the work of a rank.
+    # One stage's share of a rank's work.
     stage_share = placement.num_ranks / placement.num_stages
     # The rank that starts last: its first stage has the highest number.
     last_head = max(min(stages) for stages in placement.stages_of)
@@ -189,13 +189,13 @@ _FEW = 3
 def best_order(
     schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT
 ) -> tuple[int, ...]:
-    """Return the number of the data's micro-batch that runs as each micro-batch of a table.
+    """Return, for each micro-batch in a table, the number of the data micro-batch that runs there.
 
-    If all micro-batches are equal, they stay in the order of the data.
+    If all micro-batches are equal, they stay in data order.
 
     Args:
         schedule: The table.
-        scales: Costs of the micro-batches in the order of the data, in any unit.
+        scales: Micro-batch costs in data order, in any unit.
         costs: Durations at scale 1.
 
     Raises:
@@ -207,8 +207,8 @@ def best_order(
     largest = max(scales)
     shares = [scale / largest for scale in scales]
     # Ranks wait for each other mainly while the pipeline fills and drains, so small micro-batches
-    # should run at both ends. The best order depends on the table, so simulate a few orders. They
-    # include the order of the data, so the result is never slower than that.
+    # should run at both ends. The best order depends on the table, so simulate a few orders. These
+    # include the data order, so the result is never slower than the data order.
     rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
     candidates = (
         in_file_order,
@@ -234,7 +234,7 @@ def makespan_of(
 ) -> float:
     """Return the time of a step whose micro-batches enter the pipeline in a given order.
 
-    `order` has the number of the micro-batch in each place. `costs` are durations at scale 1.
+    `order` gives the number of the micro-batch in each place. `costs` are durations at scale 1.
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan

@@ -1,4 +1,4 @@
-"""Simulates how much a data set gains from balancing by cost, from the lengths of its samples."""
+"""Simulates how much a data set gains from balancing by cost, given its sample lengths."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 class LengthGains(NamedTuple):
     """Step times of one schedule, as means over the global batches.
 
-    Times are in units of the forward of an average micro-batch through 1/pp of the model.
+    Times are in units of an average micro-batch's forward pass through 1/pp of the model.
     """
 
     schedule: str
@@ -73,8 +73,8 @@ class LengthGains(NamedTuple):
     """Step time with `--pipeline-slice-tokens` in addition to `pack`, or None if the schedule does
     not support slices by length."""
     sliced_peak: float | None
-    """Peak of the activations on a rank with these slices, in longest micro-batches on 1/pp of the
-    model."""
+    """Peak of the activations on a rank with these slices, in units of the longest micro-batch on
+    1/pp of the model."""
     bound: float
     """Lower bound on the step time, for any packing and any order."""
 
@@ -83,7 +83,7 @@ class _Batch(NamedTuple):
     """A global batch. Costs are relative to its mean micro-batch."""
 
     microbatches: list[float]
-    """Cost of each micro-batch, in the order of the data."""
+    """Cost of each micro-batch, in data order."""
     samples: list[float]
     """Cost of each sample."""
     packs: list[list[int]]
@@ -100,7 +100,7 @@ def predict_lengths(
     costs: Costs,
     slice_tokens: int | None = None,
 ) -> tuple[list[LengthGains], list[str]]:
-    """Simulate schedules with the lengths of a data set.
+    """Simulate schedules with a data set's sample lengths.
 
     Args:
         lengths: Number of tokens in each sample, in the order in which a sampler reads them.
@@ -116,7 +116,7 @@ def predict_lengths(
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
-            micro-batch, or no schedule can run these sizes.
+            micro-batch, or no schedule can run with these sizes.
     """
     batches = _global_batches(lengths, sizes, length_cost)
     choices: list[Choice] = []
@@ -179,7 +179,8 @@ def _global_batches(
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
-        # Use the mean micro-batch as the unit of cost, so that steps of data sets are comparable.
+        # Use the mean micro-batch as the unit of cost, so that steps from different data sets are
+        # comparable.
         mean_cost = length_cost.of_pack(samples) / batch_size
         pack_costs = [length_cost.of_pack(pack) / mean_cost for pack in batch_packs]
         sample_costs = [length_cost.of_length(length) / mean_cost for length in samples]
@@ -202,7 +203,7 @@ def _gains(
         replicas: Sequence[Sequence[float]],
         order_of: Callable[[Sequence[float]], Sequence[int]],
     ) -> float:
-        """Return the time of a step, which ends when the slowest replica ends."""
+        """Return the time of a step, which lasts until the slowest replica finishes."""
         return max(
             makespan_of(schedule, microbatches, order_of(microbatches), costs)
             for microbatches in replicas
@@ -247,9 +248,9 @@ class _Slicing:
     slice_tokens: int
 
     def step(self, batch: _Batch) -> tuple[float, float]:
-        """Return the time of a step, in mean micro-batches, and its peak of activations.
+        """Return a step's time, in mean micro-batches, and its activation peak.
 
-        The peak has the unit of `LengthGains.sliced_peak`.
+        The peak is in the same unit as `LengthGains.sliced_peak`.
         """
         fills = fills_of(self.schedule.placement)
         replicas: list[list[list[int]]] = []
@@ -273,7 +274,7 @@ class _Slicing:
     def _of_replica(
         self, packs: Sequence[Sequence[int]], counts: Sequence[int], mean_cost: float
     ) -> tuple[float, float]:
-        """Return the time of one replica's step and its peak of activations, as `step` does."""
+        """Return one replica's step time and activation peak, in the same units as `step`."""
         longest = max(map(sum, packs))
         # In the table, the unit of cost is one sample as long as the longest micro-batch.
         unit = self.length_cost.of_length(longest)

@@ -1,9 +1,9 @@
-"""Megatron settings that exclude another order of micro-batches than the order of the data."""
+"""Megatron settings that require micro-batches to run in data order."""
 
 from __future__ import annotations
 
 TEXTS = {
-    # For micro-batches in another order than the order of the data.
+    # For micro-batches that do not run in data order.
     "balance": """
         logits_load_dir | logits_save_dir
             logits are stored in the order of the data; leave one of them out

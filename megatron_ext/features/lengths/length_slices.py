@@ -1,8 +1,8 @@
-"""Cuts the micro-batches of a step into slices by their lengths (docs/lengths.md).
+"""Cuts a step's micro-batches into slices by length (docs/lengths.md).
 
 A micro-batch of at most T tokens is one slice. A longer micro-batch has as many slices as it needs,
-all of equal cost. Slices of equal length would not have equal costs, because the attention of each
-slice also reads all earlier tokens of a sample. This module uses only the standard library.
+all of equal cost. Slices of equal length would not have equal costs, because each slice's attention
+also reads all earlier tokens in a sample. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
-# For each rank, of all micro-batches together.
+# Per rank, for all micro-batches together.
 _MAX_SLICES_IN_STEP = 32
 
 
 def slices_needed(
     tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens"
 ) -> int:
-    """Return the number of slices of a micro-batch.
+    """Return the number of slices that a micro-batch needs.
 
     Args:
         tokens: Number of tokens in the micro-batch.
-        slice_tokens: The largest number of tokens in a micro-batch of one slice.
+        slice_tokens: The largest number of tokens in a micro-batch that runs as one slice.
         flag: The flag that sets `slice_tokens`, for the error message.
 
     Raises:
@@ -48,17 +48,17 @@ def slices_needed(
 
 
 def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
-    """Return the tokens of a slice for `auto`.
+    """Return the number of tokens per slice for `auto`.
 
     The longest micro-batch then has two slices for each rank. While the pipeline fills, ranks wait
     for (pp - 1) slices. They also keep at most this many slices in addition to the longest
-    micro-batch, which is half of its size. In a step with many long micro-batches, it has fewer,
-    so that the step has about 32 slices for each rank: the wait is then at most 1/32 of the step,
-    and smaller slices would cost more than they gain.
+    micro-batch, that is, half of its size. In a step with many long micro-batches, the longest one
+    has fewer slices, so that the step has about 32 slices for each rank: the wait is then at most
+    1/32 of the step, and smaller slices would cost more than they gain.
 
     Args:
-        longest: Number of tokens of the longest micro-batch.
-        tokens_in_step: Number of tokens of all micro-batches of a replica.
+        longest: Number of tokens in the longest micro-batch.
+        tokens_in_step: Number of tokens in all of a replica's micro-batches.
         pp: Number of pipeline ranks.
     """
     of_longest = ceil(longest / min(2 * pp, MAX_SLICES))
@@ -69,7 +69,7 @@ def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
 def equal_cost_bounds(
     samples: Sequence[int], num_slices: int, length_cost: LengthCost, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return the first token of each slice of a micro-batch, followed by its number of tokens.
+    """Return the first token of each slice, followed by the micro-batch's number of tokens.
 
     If there are fewer tokens than slices, the last slices are empty.
 
@@ -115,7 +115,7 @@ def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
 
 
 def rising(costs: Sequence[float]) -> tuple[int, ...]:
-    """Return the numbers of micro-batches in ascending order of cost.
+    """Return the micro-batch numbers in ascending order of cost.
 
     In this order, the first slice, for which all ranks wait, is the smallest. When the longest
     micro-batch arrives, all other micro-batches have filled the pipeline.

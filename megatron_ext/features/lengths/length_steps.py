@@ -1,4 +1,4 @@
-"""Adds the balancing of unequal lengths to the steps of a model."""
+"""Balances micro-batches of unequal length in a model's training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LengthSteps(Feature):
-    """Orders the micro-batches of a model's training steps, or cuts them into slices by length."""
+    """Orders the micro-batches in a model's training steps, or cuts them into slices by length."""
 
     def __init__(self, model: Model) -> None:
         config = model.pipeline.config
@@ -35,7 +35,7 @@ class LengthSteps(Feature):
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Read the data of a training step and cut it into slices; see `Feature.read_ahead`."""
+        """Read the data for a training step and cut it into slices; see `Feature.read_ahead`."""
         if self._slicer is None:
             return None
         return self._slicer.step(iterators, num_microbatches)
@@ -59,7 +59,7 @@ def _sharing_replicas(model: Model) -> ReplicaExchange | None:
         getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
     )
     members = tuple(dist.get_process_group_ranks(group))
-    # All ranks return here or none, because all data-parallel groups have the same size.
+    # Either all ranks return here or none do, because all data-parallel groups have the same size.
     if len(members) == 1:
         return None
     # Items are exchanged as bytes on the host, so use gloo instead of Megatron's own group.

@@ -1,4 +1,4 @@
-"""Exchanges the micro-batches of a step between data-parallel replicas, to balance their costs."""
+"""Exchanges a step's micro-batches between data-parallel replicas, to balance their costs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megatron_ext.features.lengths.length_balance import deal_out
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which redistribute their micro-batches.
 
-    Micro-batches are numbered as by Megatron's samplers: replica r of n reads r, r + n, ...
+    Micro-batches are numbered as in Megatron's samplers: replica r of n reads r, r + n, ...
     """
 
     group: dist.ProcessGroup
     """Gloo group of the ranks that hold the same stages in all replicas."""
     device: torch.device
-    """Device of this rank, for received tensors that were on a device of the sender."""
+    """This rank's device, for received tensors that were on one of the sender's devices."""
 
     def costs(self, own_costs: Sequence[float]) -> list[float]:
         """Return the costs of all replicas' micro-batches by number. Collective over `group`.
 
-        This replica contributes `own_costs`. NaN means that it could not read its micro-batches. It
-        then raises the reason itself, after this call.
+        This replica contributes `own_costs`. NaN means that this replica could not read its
+        micro-batches. Its caller then raises the reason after this call.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
@@ -73,7 +73,7 @@ class ReplicaExchange:
         shares = deal_out(costs, self.group.size(), fills)
         if self._leaves_all_in_place(shares):
             return dict(held)
-        # [receiving replica] -> the items that it gets from this replica
+        # [receiving replica] -> the items that it receives from this replica
         sent: list[dict[int, Any]] = []
         for share in shares:
             sent.append({number: held[number] for number in share if number in held})
@@ -124,7 +124,7 @@ class ReplicaExchange:
 
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
-    """Return a storage on the host or on this rank's device, like the storage of the sender."""
+    """Return a storage on the host or on this rank's device, like the sender's storage."""
     return storage if location == "cpu" else storage.to(device=device)
 
 
@@ -134,7 +134,7 @@ def _packed(items: dict[int, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(items, buffer)
     buffer.seek(0)
-    # The receiver unpickles with `weights_only`, so reject other types here, where their cause is.
+    # The receiver unpickles with `weights_only`, so reject other types here, where they originate.
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if refused:
         raise ScheduleError(

@@ -1,12 +1,12 @@
 """Reads the micro-batches of a training step in advance, and cuts them into slices by length.
 
-The table of the step depends on the lengths, so all ranks agree on them before the first action.
-Only ranks of the first and the last stage read data. The other ranks get the lengths from them.
+The step's table depends on the lengths, so all ranks agree on them before the first action. Only
+ranks with the first or the last stage read data. They share the lengths with the other ranks.
 
 All replicas run one table, because experts and losses may communicate between replicas inside an
-action. So each micro-batch of the table has as many slices as the replica with the longest
-micro-batch there needs. The other replicas cut their micro-batches into this number of slices too,
-of which the last ones may be empty.
+action. So each micro-batch in the table has as many slices as the replica with the longest
+micro-batch at this place needs. The other replicas cut their micro-batches into the same number of
+slices, of which the last may be empty.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class SlicedStep:
     """The data of one training step on this rank, and its slices (`runtime.feature.ReadAhead`)."""
 
     iterators: Sequence[Iterator[Any] | None]
-    """[chunk] -> the micro-batches in the order of the table; None if the chunk reads no data."""
+    """[chunk] -> the micro-batches in table order; None if the chunk reads no data."""
     order: tuple[int, ...]
-    """[micro-batch of the table] -> its number in the data, over all replicas that redistribute
+    """[micro-batch in the table] -> its number in the data, over all replicas that redistribute
     their micro-batches."""
     slice_bounds: tuple[tuple[int, ...], ...]
-    """[micro-batch of the table] -> the first token of each slice, then the number of tokens."""
+    """[micro-batch in the table] -> the first token of each slice, then the number of tokens."""
     packed_bounds: tuple[tuple[int, ...], ...]
-    """[micro-batch of the table] -> the bounds of its packed samples; empty without packing."""
+    """[micro-batch in the table] -> the bounds of its packed samples; empty without packing."""
     slice_tokens: tuple[tuple[int, ...], ...]
-    """[micro-batch of the table][slice] -> the largest number of tokens on any replica."""
+    """[micro-batch in the table][slice] -> the largest number of tokens on any replica."""
     length_cost: LengthCost
 
     def in_file_order(
@@ -72,7 +72,7 @@ class SlicedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch of the data instead of micro-batch of the table."""
+        """Return reports by micro-batch in the data instead of micro-batch in the table."""
         return {
             self.order[microbatch]: report for microbatch, report in reports.items()
         }
@@ -85,15 +85,15 @@ class _Reading:
         self.items_by_chunk: list[dict[int, Any] | None] = [None] * num_chunks
         """[chunk][number in the data] -> item, or None if the chunk reads no data."""
         self.order: list[int] = []
-        """[micro-batch of the table] -> its number in the data."""
+        """[micro-batch in the table] -> its number in the data."""
         self.samples: list[list[int]] = []
-        """[micro-batch of the table][sample] -> number of tokens."""
+        """[micro-batch in the table][sample] -> number of tokens."""
         self.packed_bounds: list[tuple[int, ...]] = []
-        """[micro-batch of the table] -> the bounds of its packed samples; empty ones without
+        """[micro-batch in the table] -> the bounds of its packed samples; empty ones without
         packing."""
 
     def iterators(self) -> list[Iterator[Any] | None]:
-        """Return an iterator for each chunk, over its micro-batches in the order of the table."""
+        """Return an iterator for each chunk, over its micro-batches in table order."""
         iterators: list[Iterator[Any] | None] = []
         for items in self.items_by_chunk:
             if items is None:
@@ -104,7 +104,7 @@ class _Reading:
 
 
 class LengthSlicer:
-    """Cuts the micro-batches of a model into slices by length. One object serves all steps."""
+    """Cuts a model's micro-batches into slices by length. One object serves all steps."""
 
     def __init__(
         self, model: Model, length_cost: LengthCost, replicas: ReplicaExchange | None
@@ -137,13 +137,13 @@ class LengthSlicer:
         )
 
     def step(self, iterators: Sequence[Any], num_microbatches: int) -> SlicedStep:
-        """Read the data of a step, and agree on its slices. This is collective over the job.
+        """Read the data for a step, and agree on its slices. This is collective over the job.
 
         Raises:
-            ScheduleError: The data has no lengths or too many slices, or the ranks of a replica
-                read different data.
+            ScheduleError: The data has no lengths or needs too many slices, or the ranks of a
+                replica read different data.
         """
-        # Read the data on this rank, and compute the number of slices of each micro-batch.
+        # Read the data on this rank, and compute the number of slices that each micro-batch needs.
         reading, failure = _Reading(len(iterators)), None
         try:
             if any(iterator is not None for iterator in iterators):
@@ -171,7 +171,7 @@ class LengthSlicer:
             reading.packed_bounds, packed_bounds, strict=False
         ):
             differs |= bool(own_bounds) and own_bounds != shared_bounds
-        # Agree within the job. Only ranks with data notice a difference, so share that as well:
+        # Agree within the job. Only ranks with data notice a difference, so share it as well:
         # otherwise the other ranks would wait for them.
         *shared_counts, any_differs = self._shared(
             [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
@@ -199,7 +199,7 @@ class LengthSlicer:
         )
 
     def _chosen_slice_tokens(self, reading: _Reading) -> int:
-        """Return the tokens of a slice in this step. For `auto`, collective over the job.
+        """Return the number of tokens per slice in this step. Collective over the job for `auto`.
 
         `auto` depends on this step alone, so that a restarted job cuts it in the same way.
         """
@@ -224,7 +224,7 @@ class LengthSlicer:
         return chosen
 
     def _numbers_of_slices(self, reading: _Reading, slice_tokens: int) -> list[int]:
-        """Return how many slices each of this rank's micro-batches needs, in their order.
+        """Return how many slices each of this rank's micro-batches needs, in order.
 
         Raises:
             ScheduleError: A micro-batch cannot be cut.
@@ -271,7 +271,7 @@ class LengthSlicer:
                     reading.items_by_chunk[chunk] = fetched(
                         iterator, num_microbatches, self._exchange, _FLAG
                     )
-            # All chunks of a rank read the same data, so use the first one.
+            # All chunks on a rank read the same data, so use the first chunk.
             [held, *_] = [
                 items for items in reading.items_by_chunk if items is not None
             ]
@@ -290,7 +290,7 @@ class LengthSlicer:
                 if items is not None:
                     # Copy the items, because forward steps write into them.
                     reading.items_by_chunk[chunk] = {n: copy(held[n]) for n in held}
-        # Without an exchange, the numbers count only the micro-batches of this replica.
+        # Without an exchange, the numbers count only this replica's micro-batches.
         numbers = sorted(held)
         if self._sorts:
             order = rising([costs[number] for number in numbers])
@@ -311,10 +311,10 @@ class LengthSlicer:
     def _packed_bounds(
         self, reading: _Reading, nums_bounds: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the bounds of the packed samples of each micro-batch. Collective over a replica.
+        """Return the bounds of the packed samples in each micro-batch. Collective over a replica.
 
         Ranks without data need them on the host, where reading them from the device in the middle
-        of a step would wait for it. `nums_bounds` has their number by micro-batch.
+        of a step would wait for it. `nums_bounds` gives the number of bounds for each micro-batch.
         """
         width = max(nums_bounds)
         if width == 0:
@@ -331,9 +331,9 @@ class LengthSlicer:
     def _bounds(
         self, reading: _Reading, counts: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the bounds of the slices of each micro-batch. This is collective over a replica.
+        """Return the bounds of the slices in each micro-batch. This is collective over a replica.
 
-        `counts` has the number of slices of each micro-batch.
+        `counts` gives the number of slices in each micro-batch.
         """
         # A matrix with a row for each micro-batch. Ranks without data contribute zeros.
         width = max(counts) + 1

@@ -1,1 +1,1 @@
-"""Runs the forward of one micro-batch and the backward of another as one action, a pair."""
+"""Runs one micro-batch's forward pass and another's backward pass as one action, a pair."""

@@ -1,6 +1,6 @@
-"""Patches with which a host runs W until its peers have arrived at an exchange of tokens.
+"""Patches that make a host run W until its peers have arrived at a token exchange.
 
-They act only in steps with `HostWeights`. Devices do not need them.
+The patches apply only to steps with `HostWeights`. Devices do not need them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.rules import HYBRID_MODELS
 
 TEXTS = {
-    # For forwards and backwards that run as pairs, with Megatron's schedule plans.
+    # For forward and backward passes that run as pairs, with Megatron's schedule plans.
     "pairs": f"""
         recompute_granularity=full & fp8 | distribute_saved_activations
             these recompute layers in another way than plans do; use

@@ -1,4 +1,4 @@
-"""Adds pairs to the steps of a model."""
+"""Runs pairs in a model's training steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PairSteps(Feature):
-    """Pairs in the training steps of a model."""
+    """Pairs in a model's training steps."""
 
     def __init__(self, model: Model) -> None:
         pipeline = model.pipeline
@@ -70,7 +70,7 @@ class PairSteps(Feature):
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
-        # The W of an earlier step must not run in this one.
+        # W from an earlier step must not run in this step.
         in_force().kept_by_feature.pop(HOST_WEIGHTS, None)
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
@@ -91,7 +91,7 @@ class PairSteps(Feature):
         )
 
     def _weights(self, step: Step) -> WaitingWeights | None:
-        """Return the W of a step that may run before their place in the table; None if no W may."""
+        """Return a step's W if they may run before their place in the table, else None."""
         if not self._fills_waits:
             return None
         _check_waiting(step)

@@ -1,12 +1,12 @@
-"""Tables with pairs: the forward of one micro-batch and the backward of another as one action.
+"""Tables with pairs: one micro-batch's forward pass and another's backward pass as one action.
 
-In a model with experts, ranks exchange tokens twice in each layer (all-to-all), both in the forward
-and in the backward, and wait for them. In a pair, one of the two actions computes while the other
-communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
+In a model with experts, ranks exchange tokens twice in each layer (all-to-all), in both the forward
+and the backward pass, and wait for each exchange. In a pair, one of the two actions computes while
+the other communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
 Most tables already alternate F and B, but each B depends on the F before it. At the last stage, for
-example, both belong to the same micro-batch. This module moves every forward ahead of `lead` more
-backwards, so that independent partners exist.
+example, both belong to the same micro-batch. This module moves every forward pass ahead of `lead`
+more backward passes, so that independent partners exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -55,18 +55,18 @@ class PairChange(TableChange):
     def change(
         self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
     ) -> Schedule:
-        """Return the table with pairs. If its generator makes it for pairs, the order is kept."""
+        """Return the table with pairs. Its order is kept if the generator made it for pairs."""
         if not self._is_on:
             return schedule
         return marked_pairs(schedule) if is_made_for_pairs else paired(schedule, costs)
 
 
 def marked_pairs(schedule: Schedule) -> Schedule:
-    """Return a table that pairs each F with a directly following backward of another micro-batch.
+    """Return a table that pairs each F with another micro-batch's backward pass right after it.
 
     The order does not change, so this alone is useful only for tables made for pairs, such as
-    DualPipe's. If pairs would make ranks wait for each other, a forward whose input has arrived
-    runs alone.
+    DualPipe's. If pairs would make ranks wait for each other, a forward pass whose input has
+    arrived runs alone.
     """
     # [rank] -> positions in its row at which a pair starts
     pairs: list[set[int]] = []
@@ -82,7 +82,8 @@ def marked_pairs(schedule: Schedule) -> Schedule:
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        # A backward without its input blocks its pair, so let the forward before it run alone.
+        # A backward pass without its input blocks its pair, so let the forward pass before it run
+        # alone.
         alone = [
             (rank, position - 1)
             for rank, position in stuck(table).items()
@@ -103,7 +104,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     A table that already has pairs is returned unchanged. Jitter in the costs is ignored.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks, or the table has slices.
+        ScheduleError: Forward and backward passes are on different ranks, or the table has slices.
     """
     if schedule.num_slices > 1:
         raise ScheduleError(
@@ -128,7 +129,7 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
 
 def _moved_tables(schedule: Schedule) -> list[Schedule]:
-    """Return tables with pairs whose forwards move ahead, without tables that would deadlock."""
+    """Return tables with pairs and earlier forward passes, except tables that would deadlock."""
     # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. Then their pairs wait
     # for each other in turn, and a micro-batch takes the time of two pairs. A lead that grows by
     # one from rank to rank keeps all ranks busy. In interleaved and V-shaped tables, the warm-ups
@@ -148,7 +149,7 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
 
 
 def _pairs_of_regular_rows(schedule: Schedule) -> int:
-    """Return the number of pairs in regular rows with one more forward in each warm-up."""
+    """Return the number of pairs in regular rows with one more forward pass in each warm-up."""
     num_pairs = 0
     for row in schedule.rows:
         num_forwards = sum(action.kind == "F" for action in row)
@@ -174,8 +175,8 @@ def _placed_tables(
     growing = [num_ranks - 1 - rank for rank in range(num_ranks)]
     tables: list[Schedule] = []
     for lead in count():
-        # With a small lead, forwards may fill all memory before a backward can run. Some order
-        # completes with a larger lead, so go on until there is one.
+        # With a small lead, forward passes may fill all memory before a backward pass can run. Some
+        # order completes with a larger lead, so continue until one is found.
         if lead > _MAX_LEAD and (tables or has_fallback):
             return tables
         for extra_leads in (equal, growing):
@@ -212,7 +213,7 @@ def _with_pairs(
 
 
 def _warm_up(row: Row) -> int:
-    """Return the number of forwards before the first other action of a row."""
+    """Return the number of forward passes before the first other action in a row."""
     return next(
         (index for index, action in enumerate(row) if action.kind != "F"), len(row)
     )
@@ -226,7 +227,7 @@ class _Fed(NamedTuple):
     """Whether the result is sent to another stage or rank."""
 
 
-# Kind of action -> change in the number of live activations, each of one stage and micro-batch.
+# Kind of action -> change in the number of live activations, each for one stage and micro-batch.
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
@@ -235,17 +236,17 @@ _Event = tuple[float, int, "Action | tuple[()]"]
 
 
 class _Placing:
-    """Places the actions of a table again, in simulated time.
+    """Places a table's actions again, in simulated time.
 
     Args:
         schedule: The table.
         costs: Durations and latencies for the simulation.
         feeds: Action -> the actions that need its result.
-        leads: [rank] -> number of forwards by which it may be ahead of its backwards, outside of
-            pairs.
-        extra_activations: Number of activations, of one stage each, that a rank may keep beyond the
-            table's peak.
-        waits: Whether a backward waits for a partner.
+        leads: [rank] -> number of forward passes by which it may be ahead of its backward passes,
+            outside pairs.
+        extra_activations: Number of activations, for one stage each, that a rank may keep beyond
+            the table's peak.
+        waits: Whether a backward pass waits for a partner.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class _Placing:
         # [rank] -> actions in their new order, and the positions at which pairs start.
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # [rank] -> forwards minus backwards that have run, and number of live activations.
+        # [rank] -> forward minus backward passes that have run, and number of live activations.
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
         # [rank] -> time at which it is idle again.
@@ -289,7 +290,7 @@ class _Placing:
         self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
 
     def table(self) -> Schedule | None:
-        """Place all actions. Return None if forwards fill all memory before a backward can run."""
+        """Place all actions. Return None if forward passes fill all memory first."""
         now = 0.0
         while True:
             while self._events:
@@ -321,8 +322,9 @@ class _Placing:
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
         """Return the actions that a rank runs next: a pair, one action, or no action."""
         forwards, backwards = self._ready(rank)
-        # In order of preference: a pair of different micro-batches, a backward that need not wait
-        # for a partner, a forward within the lead, a W, and then an action that could have waited.
+        # In order of preference: a pair of different micro-batches, a backward pass that need not
+        # wait for a partner, a forward pass within the lead, a W, and then an action that could
+        # have waited.
         for backward in backwards:
             for forward in forwards:
                 if forward.microbatch != backward.microbatch:
@@ -340,7 +342,7 @@ class _Placing:
         return ()
 
     def _ready(self, rank: int) -> tuple[list[Action], list[Action]]:
-        """Return the forwards and the backwards that can run now, in order of preference."""
+        """Return the forward and the backward passes that can run now, in order of preference."""
         forwards: list[Action] = []
         backwards: list[Action] = []
         has_room = self._live[rank] < self._cap
@@ -351,13 +353,13 @@ class _Placing:
                 backwards.append(queue[-1])
             elif has_room:
                 forwards.append(queue[-1])
-        # Prefer the deepest forward: it is closest to its backward, which frees memory.
+        # Prefer the deepest forward pass: it is closest to its backward pass, which frees memory.
         forwards.sort(key=lambda action: -action.stage)
         backwards.sort()
         return forwards, backwards
 
     def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
-        """Return whether a backward that can run should wait for a partner."""
+        """Return whether a backward pass that can run should wait for a partner."""
         has_partners = any(
             queue and queue[-1].kind == "F" for queue in self._queues[rank].values()
         )

@@ -1,9 +1,9 @@
 """Runs stages through Megatron's schedule plans, so that two micro-batches can run as a pair.
 
 A plan cuts each layer into nodes: attention and router, dispatch, experts, combine. Megatron's
-`combined_forward_backward_step` alternates the nodes of one forward and one backward, and runs
-nodes that communicate on a separate stream. It does not depend on a schedule or on virtual stages.
-The executor still receives all messages before a pair, and sends all messages after it.
+`combined_forward_backward_step` alternates the nodes of one forward pass and one backward pass, and
+runs nodes that communicate on a separate stream. It does not depend on a schedule or on virtual
+stages. The executor still receives all messages before a pair, and sends all messages after it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 """(stage, micro-batch)."""
-# Nodes of a layer in order. The first two are names of the same node: the second one is used from
-# 0.19 on.
+# A layer's nodes in order. The first two are names for the same node: the second name is used since
+# 0.19.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
 def _nodes_of(layer: Any) -> list[Any]:
-    """Return the nodes of a layer in the order in which they run."""
+    """Return a layer's nodes in the order in which they run."""
     # Some nodes may be missing: a dense layer has no dispatch and no combine.
     nodes = [vars(layer).get(name) for name in _PARTS]
     return [node for node in nodes if isinstance(node, utils.ScheduleNode)]
@@ -58,7 +58,7 @@ class PlannedCompute(StageCompute):
     streams: SideStreams | None = None
     """The streams of actions and W, or None if actions run on the current stream."""
     observers: Sequence[Observer] = field(default=(), init=False)
-    """Observers of the exchanges of tokens."""
+    """Observers of token exchanges."""
 
     def __post_init__(self) -> None:
         """Create Megatron's communication stream, once per process."""
@@ -66,17 +66,17 @@ class PlannedCompute(StageCompute):
         if self.streams is not None:
             return
         kind: dict[str, Any] = {}
-        # From 0.18 on, the priority of the stream can be set.
+        # Since 0.18, the stream's priority can be set.
         if "high_priority" in parameters(f"{utils.__name__}:set_streams"):
             kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
         utils.set_streams(**kind)
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Report exchanges of tokens to the observers that override the callbacks for them."""
+        """Report token exchanges to the observers that override the callbacks for them."""
         self.observers = [o for o in observers if overrides(o, "end_exchange")]
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step, which may select a stream."""
+        """Return the context for a step, which may select a stream."""
         return nullcontext() if self.streams is None else self.streams.around_step()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
@@ -124,11 +124,12 @@ class PlannedCompute(StageCompute):
         backward: _Key | None,
         gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
-        """Run a forward, a backward, or both, and return the outputs of each."""
+        """Run a forward pass, a backward pass or both, and return the outputs of each."""
         call = self.call
         saved: tuple[Tensors, Tensors] = ([], [])
         store: list[Any] = []
-        # Megatron runs the forward if `f_model` is set, and the backward if `b_model` is set.
+        # Megatron runs the forward pass if `f_model` is set, and the backward pass if `b_model` is
+        # set.
         arguments: dict[str, Any] = dict.fromkeys(
             ("forward_step_func", "data_iterator", "f_model", "b_model")
         )
@@ -136,10 +137,11 @@ class PlannedCompute(StageCompute):
         if forward is not None:
             arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
-                # A backward draws no new random numbers: recomputation restores the generators.
+                # A backward pass draws no new random numbers: recomputation restores the
+                # generators.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
-            # Remove the entry before the backward runs, so that autograd can free tensors while it
+            # Remove the entry before the backward pass, so that autograd can free tensors while it
             # runs.
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
@@ -168,7 +170,7 @@ class PlannedCompute(StageCompute):
         return outputs, self._sent_back(*backward, saved[0], input_gradients)
 
     def _arguments_of_forward(self, key: _Key) -> dict[str, Any]:
-        """Return the forward's arguments for Megatron's combined step."""
+        """Return the forward pass's arguments for Megatron's combined step."""
         stage, microbatch = key
         place, is_first = self._stage(stage), not self._forwards[stage]
         return {
@@ -211,17 +213,17 @@ class PlannedCompute(StageCompute):
         return step
 
     def _recomputed(self, layers: list[Any]) -> list[Any]:
-        """Return the layers that full recomputation runs again before their backward."""
+        """Return the layers that full recomputation runs again before their backward pass."""
         config = self.call.config
         if config.recompute_granularity != "full":
             return []
         if config.recompute_method == "block":
             layers = layers[: config.recompute_num_layers]
-        # Layers of multi-token prediction keep more than their input, so do not recompute them.
+        # Multi-token prediction layers keep more than their input, so do not recompute them.
         return [layer for layer in layers if not _predicts(layer)]
 
     def _observe(self, layer: Any, index: int, key: _Key, backward_kind: Kind) -> None:
-        """Report a layer's exchanges of tokens to the observers.
+        """Report a layer's token exchanges to the observers.
 
         `index` is the position of the layer in the stage.
         """
@@ -264,15 +266,15 @@ class PlannedCompute(StageCompute):
             # The input is a view of the tensor that the router reads.
             dispatch.free_input = False
             gather = dispatch.forward_func
-            # Clone the result: all layers gather into the same buffer, which the backward of the
-            # partner would overwrite.
+            # Clone the result: all layers gather into the same buffer, which the partner's backward
+            # pass would overwrite.
             dispatch.forward_func = lambda *args: gather(*args).clone()
 
     def _draw_as_in_a_block(self, layer: Any) -> None:
         """Make a layer draw random numbers from the generators of its tensor-parallel rank.
 
         With sequence parallelism, Megatron's block selects these generators around all layers, but
-        plans do so only for layers of multi-token prediction. In other layers, all tensor-parallel
+        plans do so only for multi-token prediction layers. In other layers, all tensor-parallel
         ranks would use the same dropout mask for their parts, which also differs from the mask
         without pairs.
         """
@@ -294,14 +296,15 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
-        """Make each of several layers of multi-token prediction run its backward exactly once.
+        """Make each of several multi-token prediction layers run its backward pass exactly once.
 
         The last layer joins the outputs of all layers. If these outputs kept their graphs, its
-        backward would run through the graphs of the other layers and free them. So detach them.
+        backward pass would run through the other layers' graphs and free them. So detach the
+        outputs.
 
         In addition, all of these layers embed tokens. Megatron's own backward sums the gradients of
         these embeddings before it adds them to the weight. To get the same sum, all embeddings
-        belong to the graph of the first layer, whose backward runs last.
+        belong to the graph of the first layer, whose backward pass runs last.
         """
         # Detach the output of each layer but the last.
         for layer in layers[:-1]:
@@ -350,11 +353,12 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _recompute(layer: Any) -> None:
-        """Make a layer run its forward without a graph, and again with a graph in its backward."""
+        """Make a layer run forward without a graph, and again with a graph in its backward pass."""
         nodes = _nodes_of(layer)
         forwards = [node.forward for node in nodes]
         backward = nodes[-1].backward
-        # The input of the layer, and the states of the generators before it. Empty until it runs.
+        # The layer's input, and the generators' states before the layer. Empty until the layer
+        # runs.
         input_and_states: list[Any] = []
 
         def without_graph(forward: Callable[..., Any], value: Any) -> Any:
@@ -374,7 +378,7 @@ class PlannedCompute(StageCompute):
         def again(gradient: Any) -> Any:
             value, drawn = input_and_states
             input_and_states.clear()
-            # Run the forward with the generators as they were, and then restore them.
+            # Run the forward pass with the generators as they were before, and then restore them.
             states = random._get_all_rng_states()
             set_rng_states(*drawn)
             for node, forward in zip(nodes, forwards, strict=True):
@@ -393,7 +397,7 @@ class PlannedCompute(StageCompute):
     def _observed(
         self, kind: Kind, key: _Key, layer: int, function: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Wrap an exchange of tokens to report it to the observers."""
+        """Wrap a token exchange to report it to the observers."""
 
         def run(*args: Any) -> Any:
             for observer in self.observers:
@@ -409,10 +413,10 @@ class PlannedCompute(StageCompute):
     def _kept_for_w(
         function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[..., Any]:
-        """Wrap a part of a layer to run in a context of the split, and keep its results for W.
+        """Wrap part of a layer to run in a context of the split, and keep its results for W.
 
-        Each part enters its own context. In a pair, parts of the partner run between the parts of
-        an action, and they may belong to a different W or to none.
+        Each part enters its own context. In a pair, the partner's parts run between an action's
+        parts, and may belong to a different W or to none.
         """
         of_w = torch.cuda.current_stream()
 

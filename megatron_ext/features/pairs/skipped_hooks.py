@@ -1,4 +1,4 @@
-"""Warns about hooks of a program that do not run in pairs."""
+"""Warns about a program's hooks that do not run in pairs."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """Runs W before its place in the table, while a rank would otherwise wait for tokens.
 
-Experts get unequal numbers of tokens, so in each layer all ranks of a group wait for the slowest
-one. `--pipeline-waiting-weights N` moves each W of a table N places back (`weights_waiting`). The
-place in the table is the latest time at which a W runs, and bounds the memory of waiting W. Before
-that, a W runs when its rank is idle:
+Experts get unequal numbers of tokens, so in each layer all ranks in a group wait for the slowest
+rank. `--pipeline-waiting-weights N` moves each W in a table N places back (`weights_waiting`). A W
+runs at its place in the table at the latest, which bounds the memory for waiting W. It runs earlier
+if its rank is idle:
 
 * On CPUs, the host runs W until its peers have arrived at the exchange, one layer's weights at a
   time.
 * On devices, each W is launched right after its I, on a stream of low priority that waits only for
-  that I. The device runs W when the stream of the actions leaves it idle. At the W's place in the
-  table, the stream of the actions waits for it.
+  that I. The device runs W when the action stream leaves it idle. At the W's place in the table,
+  the action stream waits for it.
 
-W never overtake each other, and never overtake a whole backward of their stage, so gradients are
-summed in the order of the table.
+W never overtake each other, and never overtake a whole backward pass of their stage, so gradients
+are summed in table order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Key = tuple[int, int]
 
 
 class WeightQueue:
-    """The W of one rank and step, in the order of its row."""
+    """The W for one rank and step, in row order."""
 
     def __init__(self, row: Row) -> None:
         self._queue: deque[_Queued] = deque()
@@ -56,7 +56,7 @@ class WeightQueue:
                 self._queue.append(_Queued(key, num_wholes[action.stage]))
         # The I that have run and whose W have not.
         self._inputs_done: set[_Key] = set()
-        # Stage -> number of whole backwards that have run.
+        # Stage -> number of whole backward passes that have run.
         self._wholes_done: Counter[int] = Counter()
 
     def ended(self, action: Action) -> None:
@@ -85,7 +85,7 @@ class _Queued(NamedTuple):
 
     key: _Key
     num_wholes: int
-    """Number of whole backwards of its stage that add to the same gradients before it."""
+    """Number of whole backward passes of its stage that add to the same gradients before it."""
 
 
 class WaitingWeights(ABC):
@@ -114,7 +114,7 @@ class HostWeights(WaitingWeights):
     def await_peers(self, group: dist.ProcessGroup) -> None:
         """Run W until all ranks of a group have called this. Collective over the group.
 
-        Without a W to run, this sleeps. The time-out of the group limits the wait.
+        Sleeps if there is no W to run. The group's time-out limits the wait.
         """
         arrival = dist.barrier(group, async_op=True)
         assert arrival is not None
@@ -137,7 +137,7 @@ class HostWeights(WaitingWeights):
 
 @dataclass(frozen=True)
 class SideStreams:
-    """The streams of a device on which actions and W run in parallel.
+    """The streams on a device on which actions and W run in parallel.
 
     CUDA's default stream has the lowest priority, so actions run on another stream.
     """
@@ -145,9 +145,9 @@ class SideStreams:
     runtime: Any
     """`torch.cuda`, or a module with the same interface."""
     actions: Any
-    """Stream of the actions."""
+    """Stream for actions."""
     weights: Any
-    """Stream of the W, with a lower priority."""
+    """Stream for W, with a lower priority."""
 
     @classmethod
     def of_device(cls, backend: Device, device: torch.device) -> SideStreams:
@@ -174,7 +174,7 @@ class SideStreams:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Run a step on the stream of the actions, ordered with the work of the current stream."""
+        """Run a step on the action stream, ordered with the work on the current stream."""
         outer = self.runtime.current_stream()
         self.actions.wait_stream(outer)
         with self.runtime.stream(self.actions):
@@ -187,7 +187,7 @@ class SideStreams:
 
 
 class DeviceWeights(WaitingWeights):
-    """W on a device, which runs them on a stream of low priority."""
+    """W on a device, which runs them on a low-priority stream."""
 
     def __init__(self, row: Row, splits: SplitBackward, streams: SideStreams) -> None:
         super().__init__(row, splits)
@@ -205,9 +205,9 @@ class DeviceWeights(WaitingWeights):
         # W reads the results of the action, so order it after the action on the device.
         weights.wait_stream(self._streams.actions)
         while key is not None:
-            # Keep references to the operands until the W's place in the table, where the stream of
-            # the actions waits for it. Their memory belongs to streams that do not wait for W, or
-            # is a message buffer, so it could be reused too early.
+            # Keep references to the operands until the W's place in the table, where the action
+            # stream waits for the W. Their memory belongs to streams that do not wait for W, or is
+            # a message buffer, so it could be reused too early.
             gradients = self.splits.gradients(*key)
             with self._streams.runtime.stream(weights):
                 self.splits.run(*key, in_current_stream=True)
@@ -216,7 +216,7 @@ class DeviceWeights(WaitingWeights):
             key = self.queue.first()
 
     def finish(self, stage: int, microbatch: int) -> None:
-        """Make the stream of the actions wait for a W, and drop its operands."""
+        """Make the action stream wait for a W, and drop the W's operands."""
         launched = self._launched.pop((stage, microbatch))
         self._streams.actions.wait_event(launched.end)
         # The W has been launched already. This only reports its gradients to a reduction, which
@@ -224,7 +224,7 @@ class DeviceWeights(WaitingWeights):
         self.splits.run(stage, microbatch)
 
     def _await_weight(self, weight: torch.Tensor) -> None:
-        """Make a backward that adds to a weight's gradient wait for all W that add to it too."""
+        """Make a backward pass that adds to a weight's gradient wait for all W that also do."""
         for launched in self._launched.values():
             for gradient in launched.gradients:
                 if any(weight is changed for changed in gradient.weights):

@@ -6,8 +6,8 @@ from megatron_ext.rules import HYBRID_MODELS
 
 TEXTS = {
     # For micro-batches that run in slices. The rule about the fused softmax is for Megatron's local
-    # layers only, because Transformer Engine uses another softmax. Megatron's kernel is only for 16
-    # bits.
+    # layers only, because Transformer Engine uses another softmax. Megatron's kernel only supports
+    # 16-bit types.
     "slices": f"""
         transformer_impl!=local,transformer_engine
             only their attention keeps keys and values between slices; use --transformer-impl=local
@@ -57,7 +57,7 @@ TEXTS = {
             one of them out
         moe_enable_routing_replay
             programs replay the experts of whole micro-batches; leave one of them out""",
-    # Settings that tables of slices drop.
+    # Settings that tables with slices drop.
     "dropped_by_slices": """
         overlap_moe_expert_parallel_comm
             only whole micro-batches run as pairs

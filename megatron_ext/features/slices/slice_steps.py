@@ -1,4 +1,4 @@
-"""Adds slices to the steps of a model."""
+"""Runs slices in a model's training steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kept_state() -> KeptState:
 
 
 class SliceSteps(Feature):
-    """Slices in the training steps of a model."""
+    """Slices in a model's training steps."""
 
     def __init__(self, model: Model) -> None:
         config = model.pipeline.config
@@ -48,8 +48,8 @@ class SliceSteps(Feature):
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a step with slices; see `Feature.compute`."""
         table, call = step.table, step.call
-        # A step of short micro-batches has bounds too, although nothing is cut. So the checks of
-        # the model, and the way in which empty micro-batches run, do not depend on the lengths.
+        # A step with only short micro-batches has bounds too, although nothing is cut. So neither
+        # the model checks nor the way in which empty micro-batches run depends on the lengths.
         if table.schedule.num_slices == 1 and not call.slice_bounds:
             return None
         shapes = self.shapes_on_wires(step.shapes)

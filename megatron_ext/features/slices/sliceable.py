@@ -85,7 +85,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
     from megatron.core.models.gpt import GPTModel
 
     model = unwrap_model(chunk)
-    # A subclass may change the forward, so accept exactly this class.
+    # A subclass may change the forward pass, so accept exactly this class.
     if type(model) is not GPTModel:
         return f"a {type(model).__name__}"
     for layer in sliced_layers(chunk):
@@ -134,7 +134,7 @@ def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 def _is_known(module: torch.nn.Module) -> bool:
     if getattr(module, "runs_in_slices", False):
         return True
-    # Decide by the forward instead of the class: a subclass may inherit its forward.
+    # Decide by the `forward` method instead of the class, because a subclass may inherit it.
     place = _module_of(module.forward)
     if place.partition(".")[0] == "torch":
         return place.rpartition(".")[2] in _TORCHS and not isinstance(
@@ -144,7 +144,7 @@ def _is_known(module: torch.nn.Module) -> bool:
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the hooks on a module's forward and backward that do not declare `runs_in_slices`."""
+    """Yield a module's forward and backward hooks that do not declare `runs_in_slices`."""
     hooks = chain(
         module._forward_pre_hooks.values(),
         module._forward_hooks.values(),

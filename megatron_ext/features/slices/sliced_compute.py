@@ -1,9 +1,9 @@
 """Runs micro-batches in slices: cuts batches, and keeps keys and values.
 
-The forwards of a micro-batch's slices run in order, and the backwards run in reverse order. The
-attention of a slice reads the keys and values of all earlier slices, so each layer keeps them. The
-gradients of a slice's keys and values are complete when the backward of this slice starts. The idea
-is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
+A micro-batch's slices run their forward passes in order and their backward passes in reverse order.
+A slice's attention reads the keys and values of all earlier slices, so each layer keeps them. The
+gradients of a slice's keys and values are complete when the backward pass of this slice starts. The
+idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
 
 A slice may be empty, because all replicas have the same number of slices, so that the collectives
 inside their layers match. Megatron's layers fail without tokens, so an empty slice runs a few
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
 
 
 class _LayerBuffer:
-    """The keys (or values) of one layer for one micro-batch, and the sum of their gradients."""
+    """The keys (or values) in one layer for one micro-batch, and the sum of their gradients."""
 
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
-        """All tokens of the micro-batch, `[s, b, heads, width]`. Each forward writes its slice."""
+        """All tokens of the micro-batch, `[s, b, heads, width]`. Each forward pass writes its
+        slice."""
         self.gradient: torch.Tensor | None = None
         """Sum of the gradients from later slices, `[s, b, heads, width]`, for all tokens that later
         slices read."""
         self._last_read: torch.Tensor | None = None
-        """The tensor that the layer read last. Its version counts changes in place."""
+        """The tensor that the layer read last. Its version counts in-place changes."""
 
     def write(self, tensor: torch.Tensor, begin: int, num_tokens: int) -> None:
         """Write a slice, `[s, ...]`, to its place in a sequence of `num_tokens`.
@@ -79,7 +80,7 @@ class _LayerBuffer:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return these tokens without copying them."""
         assert self.tokens is not None
-        # Later slices are written to the buffer before this slice's backward reads its tokens.
+        # Later slices are written to the buffer before this slice's backward pass reads its tokens.
         # Autograd would reject a view as modified, because a view shares the version counter of the
         # buffer. `data` is an alias whose counter starts at 0.
         alias = self.tokens[begin:end].data
@@ -90,7 +91,7 @@ class _LayerBuffer:
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> None:
         """Add the gradient of tokens from `begin` on, `[s, ...]`."""
         end = begin + len(gradient)
-        # The first backward is the last slice's, which reads the most tokens, so later gradients
+        # The last slice runs its backward pass first and reads the most tokens, so later gradients
         # fit into this tensor.
         if self.gradient is None:
             self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
@@ -105,8 +106,8 @@ class _LayerBuffer:
 class _Joined(torch.autograd.Function):
     """Appends the keys (or values) of a slice to those of the earlier slices.
 
-    Earlier slices are not autograd inputs. Each of them has a separate graph, whose backward runs
-    later and adds the gradients that the backward of this slice stores in the buffer.
+    Earlier slices are not autograd inputs. Each earlier slice has a separate graph, whose backward
+    pass runs later and adds the gradients that this slice's backward pass stores in the buffer.
     """
 
     @staticmethod
@@ -135,13 +136,13 @@ class _Joined(torch.autograd.Function):
         buffer, first, begin = ctx.buffer, ctx.first, ctx.begin
         num_earlier = begin - first
         slice_gradient = gradients[0][num_earlier:]
-        # All later slices, which attend to this one, have run their backwards. Earlier slices do
-        # not attend to it, so its gradient is complete.
+        # All later slices, which attend to this one, have run their backward passes. Earlier slices
+        # do not attend to it, so its gradient is complete.
         if buffer.gradient is not None and begin < len(buffer.gradient):
             slice_gradient = slice_gradient + buffer.gradient[begin : ctx.end]
         if num_earlier > 0:
             buffer.add_gradient(gradients[0][:num_earlier], first)
-        # The first slice runs its backward last.
+        # The first slice runs its backward pass last.
         if ctx.is_first_slice:
             buffer.release()
         return slice_gradient, None, None, None
@@ -149,7 +150,7 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class _Balanced:
-    """Sums of one router over the slices so far, `[experts]` each."""
+    """Sums for one router over the slices so far, `[experts]` each."""
 
     counts: torch.Tensor | float = 0.0
     """Number of tokens that were sent to each expert."""
@@ -158,11 +159,11 @@ class _Balanced:
 
 
 class _Balance(torch.autograd.Function):
-    """The balancing loss of a slice: `factor` times its probabilities times all slices' counts.
+    """A slice's balancing loss: `factor` times its probabilities times all slices' counts.
 
-    The value of a slice is the amount by which it increases the loss of the slices so far. So the
-    values add up to the loss of the micro-batch. In a recomputation, the value is 0. The gradient
-    also depends on the counts of later slices, which are known when a backward runs.
+    A slice's value is the amount by which it increases the loss so far. So the values add up to the
+    micro-batch's loss. In a recomputation, the value is 0. The gradient also depends on the counts
+    from later slices, which are known when a backward pass runs.
     """
 
     @staticmethod
@@ -190,7 +191,7 @@ class _Balance(torch.autograd.Function):
 
 @dataclass
 class _Microbatch:
-    """State that the layers of one stage keep for one micro-batch."""
+    """State that the layers in one stage keep for one micro-batch."""
 
     attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(
         default_factory=dict
@@ -216,7 +217,7 @@ class _Microbatch:
 
 @dataclass
 class RunningSlice:
-    """The slice whose forward or backward is running, and what Megatron's layers compute for it.
+    """The slice that runs forward or backward, and what Megatron's layers compute for it.
 
     The patches in `sliced_layers.py` call these methods instead of Megatron's functions.
     """
@@ -227,11 +228,12 @@ class RunningSlice:
     begin: int
     """First token of the slice."""
     end: int
-    """The token after its last token."""
+    """The token after the slice's last token."""
     num_tokens: int
     """Number of tokens in the whole micro-batch."""
     is_backward: bool
-    """Whether this is a backward. A layer that runs its forward then is being recomputed."""
+    """Whether this is a backward pass. A layer that runs its forward pass then is being
+    recomputed."""
     num_padding: int
     """Number of padding tokens that run if the slice is empty."""
     _mask: torch.Tensor | None = None
@@ -303,10 +305,10 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
 
-        This runs the forward of Megatron's `DotProductAttention` or `TEDotProductAttention`. The
-        queries are `[s, b, heads, width]`, or `[s, heads, width]` if sequences are packed. The mask
-        is `[b, 1, s, tokens up to the end of the slice]`, and True where a token must not attend.
-        None means causal attention.
+        This runs the forward pass of Megatron's `DotProductAttention` or `TEDotProductAttention`.
+        The queries are `[s, b, heads, width]`, or `[s, heads, width]` if sequences are packed. The
+        mask is `[b, 1, s, tokens up to the end of the slice]`, and True where a token must not
+        attend. None means causal attention.
         """
         packed = arguments.get("packed_seq_params")
         first = 0
@@ -327,8 +329,8 @@ class RunningSlice:
         if packed is not None:
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
-                # As self-attention, its unfused attention would use the lengths of the queries for
-                # the keys too.
+                # For self-attention, Transformer Engine's unfused attention would use the lengths
+                # of the queries for the keys too.
                 unfused: Any = layer.unfused_attention
                 unfused.attention_type = "cross"
         elif has_own_masks:  # it ignores mask tensors for causal attention
@@ -384,7 +386,7 @@ class RunningSlice:
     def begin_forward(self, arguments: dict[str, Any]) -> None:
         """Convert the arguments of `GPTModel.forward` from a micro-batch to this slice.
 
-        `arguments` has the arguments by name, and is changed in place.
+        `arguments` maps names to arguments, and is changed in place.
 
         Raises:
             ScheduleError: There is padding between packed sequences, or a padding mask.
@@ -465,7 +467,7 @@ class RunningSlice:
         return self._positions_in(result)
 
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a position table for the tokens of a packed slice."""
+        """Return the rows of a position table for the tokens in a packed slice."""
         places = torch.arange(self.num_tokens, device=table.device)
         # A table with a row for each token counts positions across all sequences. For any other
         # table, count them within each sequence.
@@ -583,18 +585,18 @@ class RunningSlice:
 
     def _weight(self) -> float:
         """Return the weight of the gradients of the running router's losses."""
-        # With a per-token loss, Megatron multiplies the gradient by the tokens of the slice. It
-        # must be multiplied by the tokens of the whole micro-batch.
+        # With a per-token loss, Megatron multiplies the gradient by the number of tokens in the
+        # slice. The correct factor is the number of tokens in the whole micro-batch.
         if self._router.calculate_per_token_loss:
             return 1 / self.share
         return 1.0
 
 
 class KeptState:
-    """State that layers keep for sliced micro-batches, from first forward to last backward."""
+    """State that layers keep for sliced micro-batches, from first forward to last backward pass."""
 
     def __init__(self) -> None:
-        # A plain attribute, because autograd may run a backward, including recomputation, in
+        # A plain attribute, because autograd may run a backward pass, including recomputation, in
         # another thread.
         self.running: RunningSlice | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(
@@ -615,8 +617,8 @@ class KeptState:
     ) -> Iterator[None]:
         """Make layers compute slice `number` inside this context.
 
-        `bounds` has the first token of each slice, followed by the number of tokens. An empty slice
-        runs `num_padding` tokens.
+        `bounds` gives the first token of each slice, followed by the number of tokens. An empty
+        slice runs `num_padding` tokens.
         """
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
@@ -636,7 +638,7 @@ class KeptState:
 
 @contextmanager
 def _without_counts(router: Any) -> Iterator[None]:
-    """Let a router run without counting tokens for the bias of its experts."""
+    """Let a router run without counting tokens for its experts' bias."""
     bias_counts = getattr(router, "local_tokens_per_expert", None)
     if bias_counts is None:
         yield
@@ -660,9 +662,9 @@ def with_earlier_slices(
     """Join keys and values with those of the running micro-batch's earlier slices.
 
     A custom model with causal attention that declares `runs_in_slices = True` calls this once in
-    each forward of a layer, with the keys and values of its tokens, `[s, ...]` each. Outside of
-    slices, it returns its arguments. All slices read the same memory, so do not change the results
-    in place.
+    each forward pass of a layer, with the keys and values of its tokens, `[s, ...]` each. Outside
+    of slices, it returns its arguments. All slices read the same memory, so do not change the
+    results in place.
 
     Returns:
         The keys and values of all tokens of the micro-batch up to the last token of `key`, and the
@@ -679,16 +681,16 @@ def with_earlier_slices(
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
-# Prefixes of the names of fields that describe packed sequences.
+# Name prefixes of fields that describe packed sequences.
 _OF_PACKED = ("cu_seqlens", "max_seqlen")
 # Fields whose later tokens multi-token prediction reads.
 _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
-    """The items of a chunk's data, which are read once and cut into slices.
+    """The items in a chunk's data, which are read once and cut into slices.
 
-    `view` and `take` take the number of a slice instead of a micro-batch.
+    `view` and `take` expect the number of a slice instead of a micro-batch.
 
     Args:
         data: The whole items.
@@ -711,7 +713,7 @@ class SlicedData(MicrobatchData):
         self._bounds = bounds
         self._num_slices = num_slices
         self._num_padding = num_padding
-        # Number of a slice -> its fields. They are kept for later slices, because an iterator
+        # Slice number -> its fields. The fields are kept for later slices, because an iterator
         # yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
         # Micro-batch -> bounds of its packed sequences.
@@ -819,7 +821,7 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
 
 @dataclass
 class SlicedCompute(StageCompute):
-    """Runs the actions of a table of slices.
+    """Runs the actions in a table with slices.
 
     `StageCompute` treats each slice as a micro-batch, numbered across the step. A micro-batch with
     a single slice runs like a micro-batch without slices.
@@ -828,9 +830,9 @@ class SlicedCompute(StageCompute):
     kept: KeptState = field(default_factory=KeptState, kw_only=True)
     """State that layers keep from slice to slice."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    """Number of a slice -> tokens counted by the loss function, on the rank of the last stage."""
+    """Slice number -> tokens counted by the loss function, on the rank with the last stage."""
     _number: int = field(default=0, init=False)
-    """Number of the slice whose forward is running."""
+    """Number of the slice whose forward pass is running."""
 
     def __post_init__(self) -> None:
         """Cut the step's data into slices, and postpone the division of losses."""
@@ -878,7 +880,7 @@ class SlicedCompute(StageCompute):
         is_cut = not self._is_whole(microbatch)
         if kind == "F" and slice_index == 0 and is_cut:
             self._begin_microbatch(stage, microbatch, inputs)
-        # Megatron calls the loss function inside the forward, without the number of the slice.
+        # Megatron calls the loss function inside the forward pass, without the slice number.
         self._number = number
         with self._layers_in_slice(action):
             outputs = super().run(numbered, inputs)
@@ -933,7 +935,7 @@ class SlicedCompute(StageCompute):
             )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
-        """Return the inputs and outputs kept for a backward; None once it has run."""
+        """Return the inputs and outputs kept for a backward pass; None once the pass has run."""
         return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
 
     def end_step(self) -> None:
@@ -957,15 +959,15 @@ class SlicedCompute(StageCompute):
         )
 
     def _place_of(self, number: int) -> tuple[int, int, int]:
-        """Return the micro-batch of a slice, its first token, and the token after its last one."""
+        """Return a slice's micro-batch, its first token, and the token after its last token."""
         microbatch, slice_index = divmod(number, self._num_slices)
         begin, end = self._bounds[microbatch][slice_index : slice_index + 2]
         return microbatch, begin, end
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Run the user's forward step, without dividing its loss by the tokens of the slice.
+        """Run the user's forward step, without dividing its loss by the slice's tokens.
 
-        `_complete_loss` divides it by the tokens of the micro-batch.
+        `_complete_loss` divides the loss by the micro-batch's tokens.
         """
         number = self._number
         microbatch, begin, end = self._place_of(number)
@@ -999,7 +1001,7 @@ class SlicedCompute(StageCompute):
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
         """Keep the whole tensors that multi-token prediction reads.
 
-        The tensor-parallel rank with data sends them to the others.
+        The tensor-parallel rank with data sends them to the other ranks.
         """
         place = self._stage(stage)
         if not (
@@ -1030,14 +1032,14 @@ class SlicedCompute(StageCompute):
     def _complete_loss(self, stage: int, microbatch: int) -> None:
         """Divide a micro-batch's losses by its tokens, and add up the reports of its slices.
 
-        No backward of the micro-batch has run yet, because the first backward waits for the forward
-        of the last slice.
+        No backward pass of the micro-batch has run yet, because the first one waits for the last
+        slice's forward pass.
         """
         first = microbatch * self._num_slices
         numbers = range(first, first + len(self._bounds[microbatch]) - 1)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # With a per-token loss, Megatron itself divides gradients by the tokens of the step. It has
-        # also divided the loss of a micro-batch with a single slice.
+        # With a per-token loss, Megatron itself divides gradients by the number of tokens in the
+        # step. It has also divided the loss of a micro-batch with a single slice.
         if not (
             self.call.config.calculate_per_token_loss or self._is_whole(microbatch)
         ):

@@ -1,6 +1,7 @@
-"""Patches with which Megatron's layers compute a slice of a sequence.
+"""Patches that make Megatron's layers compute a slice of a sequence.
 
-They act only inside `KeptState.of`, which `SlicedCompute` enters for actions of tables with slices.
+The patches apply only inside `KeptState.of`, which `SlicedCompute` enters for actions in tables
+with slices.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 A pipeline fills with slices as it does with micro-batches. But with k slices per micro-batch, this
 takes 1/k of the time, and each activation that is kept has 1/k of the size. So a table with k times
-as many micro-batches is almost a table of slices. Only the order of backwards differs: the
-backwards of a micro-batch's slices run in reverse order, and start only after its last forward,
-k - 1 forwards later. To compensate, all forwards move ahead by k - 1 places.
+as many micro-batches is almost a table with slices. Only the order of backward passes differs: a
+micro-batch's slices run their backward passes in reverse order, and start only after its last
+forward pass, k - 1 forward passes later. To compensate, all forward passes move ahead by k - 1
+places.
 
     1f1b, last rank, m 4            1f1b, last rank, m 2 in 2 slices
     F0 B0 F1 B1 F2 B2 F3 B3         F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1
 
 The idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488), which do not split
-backwards.
+backward passes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SliceChange(TableChange):
         self._has_pairs = bool(options.get("pairs", False))
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table of a file, with slices of equal cost. The file determines their number.
+        """Return the table in a file, with slices of equal cost. The file determines their number.
 
         Raises:
             ScheduleError: The file has a different number of slices.
@@ -76,14 +77,14 @@ class SliceChange(TableChange):
     def change(
         self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
     ) -> Schedule:
-        """Return the table of slices."""
+        """Return the table with slices."""
         if self._num_slices == 1:
             return schedule
         return sliced(schedule, self._num_slices, costs)
 
 
 class LengthChange(TableChange):
-    """Implements the option `slice_sizes` of `generate`: the slices of each single micro-batch."""
+    """Implements the option `slice_sizes` of `generate`: the slices of each micro-batch."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._slice_sizes: SliceSizes = options.get("slice_sizes", ())
@@ -97,21 +98,21 @@ class LengthChange(TableChange):
     def change(
         self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
     ) -> Schedule:
-        """Return the table of slices."""
+        """Return the table with slices."""
         if not self._slice_sizes:
             return schedule
         return sliced_by_length(schedule, self._slice_sizes, costs)
 
 
 def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule:
-    """Return the table of micro-batches in slices of equal cost.
+    """Return a table whose micro-batches run in slices of equal cost.
 
     `schedule` is a table with as many micro-batches as there are slices in a step. The result is
     the candidate with the shortest step for `costs` without jitter. Among equal candidates, the one
     with the lowest memory wins.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks, or no order was found.
+        ScheduleError: Forward and backward passes are on different ranks, or no order was found.
     """
     num_microbatches = schedule.num_microbatches // num_slices
     table = replace(
@@ -153,18 +154,18 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
 def sliced_by_length(
     schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT
 ) -> Schedule:
-    """Return the table of micro-batches that differ in their number of slices.
+    """Return a table whose micro-batches differ in their number of slices.
 
     `schedule` is a table with as many micro-batches as there are slices in the step. All slices
     should have about the same cost.
 
     Raises:
-        ScheduleError: Forwards and backwards are on different ranks, or no order was found.
+        ScheduleError: Forward and backward passes are on different ranks, or no order was found.
     """
     table = replace(
         schedule, num_microbatches=len(slice_sizes), rows=(), slice_sizes=slice_sizes
     )
-    # Every step has another table, so this must be fast. Search only for folded tables, whose
+    # Every step has a different table, so this must be fast. Search only for folded tables, whose
     # chunks need different leads, and only for one order.
     if schedule.placement.name not in ("v", "w"):
         rows = _rows_of_slices(schedule, list(map(len, slice_sizes)))
@@ -185,7 +186,7 @@ def sliced_by_length(
 
 
 def _moved_ahead(table: Schedule) -> Schedule:
-    """Return a table of slices whose forwards are moved far enough ahead of its backwards."""
+    """Return a table with slices, with forward passes moved far enough ahead of backward passes."""
     lead = max(map(_lead, table.rows))
     moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
     check_actions(moved_table)
@@ -195,7 +196,7 @@ def _moved_ahead(table: Schedule) -> Schedule:
 def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
     """Return the problem for a search that may use as much memory as the moved table.
 
-    `schedule` has one micro-batch for each slice of `table`.
+    `schedule` has one micro-batch for each slice in `table`.
     """
     num_slices = table.num_slices
     chunks = max(map(len, schedule.placement.stages_of))
@@ -215,9 +216,9 @@ def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
 
 
 def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row, ...]:
-    """Return the rows of a table, in which each micro-batch is replaced by a slice.
+    """Return a table's rows, with each micro-batch replaced by a slice.
 
-    `nums_slices` has the number of slices of each micro-batch in the result.
+    `nums_slices` gives the number of slices of each micro-batch in the result.
     """
     # [micro-batch of `schedule`] -> (micro-batch, slice) that replaces it.
     forwards: list[tuple[int, int]] = []
@@ -225,7 +226,7 @@ def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row
     for microbatch, num_slices in enumerate(nums_slices):
         slices = [(microbatch, slice_index) for slice_index in range(num_slices)]
         forwards += slices
-        # The backwards of a micro-batch start with its last slice, which attends to all keys and
+        # A micro-batch's backward passes start with its last slice, which attends to all keys and
         # values.
         backwards += reversed(slices)
     rows: list[Row] = []
@@ -240,8 +241,8 @@ def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row
 
 
 def _lead(row: Row) -> int:
-    """Return the number of places by which a row's forwards are too late for its backwards."""
-    # (stage, micro-batch) -> number of forwards in the row up to the forward of its last slice.
+    """Return the number of places by which a row's forward passes have to move ahead."""
+    # (stage, micro-batch) -> number of forward passes in the row up to that of its last slice.
     forwards_needed: dict[tuple[int, int], int] = {}
     num_forwards = 0
     for action in row:

@@ -1,8 +1,9 @@
-"""Messages of routes, which send tensors past the stages between publisher and takers.
+"""Messages on routes, which send tensors past the stages between publisher and takers.
 
-A route has a name, one stage that publishes a tensor, and stages that take it. In the forward, the
-publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
-the last taker to the previous taker, which adds its own gradient, and so on to the publisher.
+A route has a name, one stage that publishes a tensor, and stages that take it. In the forward pass,
+the publisher sends the tensor once to each rank with takers. In the backward pass, the gradient
+goes from the last taker to the previous taker, which adds its own gradient, and so on to the
+publisher.
 
 A table that completes without routes also completes with routes, because no route leads to an
 earlier stage (`Bypass`).
@@ -36,18 +37,19 @@ class Route(NamedTuple):
     @property
     def links(self) -> Iterator[tuple[int, int]]:
         """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
-        # Gradients are added in descending order of stages, as in the backward of a model without a
-        # pipeline, so the sum has the same bits under every placement. A sum per rank would save
-        # messages if a rank has several takers, but its bits would depend on the placement.
+        # Gradients are added in descending order of stages, as in the backward pass of a model
+        # without a pipeline, so the sum has the same bits under every placement. A sum per rank
+        # would save messages if a rank has several takers, but its bits would depend on the
+        # placement.
         return pairwise((*reversed(self.takers), self.source))
 
 
 def connect(
     publishes: Sequence[Iterable[str]], takes: Sequence[Iterable[str]]
 ) -> tuple[Route, ...]:
-    """Return the routes of a model, sorted by name.
+    """Return a model's routes, sorted by name.
 
-    `publishes` and `takes` have the names of routes by stage.
+    `publishes` and `takes` give the route names by stage.
 
     Raises:
         ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
@@ -89,11 +91,11 @@ def connect(
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """The messages of all routes under one placement, and the lifetime of their tensors."""
+    """The messages on all routes under one placement, and the lifetime of their tensors."""
 
     bypasses: tuple[Bypass, ...]
     """The messages, each with the sorted names of its routes. The taker of a message is the stage
-    on the receiving rank that runs first among those that need one of the routes."""
+    on the receiving rank that runs first among the stages that need one of the routes."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
     """(F or B, stage) -> routes that the rank drops after this B, or in evaluation after this F."""
 
@@ -134,7 +136,7 @@ class _Bundle(NamedTuple):
 
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
-    """Derive the messages of routes under a placement. Takers on the same place need no message."""
+    """Derive the messages on routes under a placement. Takers in the same place need no message."""
     places = [
         _Place(rank, placement.is_crossed(stage))
         for stage, rank in enumerate(placement.rank_of)
@@ -145,7 +147,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         for stages in stages_by_route.values():
             receivers.update(stages)
         # Among several receiving stages on a rank, choose the one that runs first: the lowest in
-        # the forward, and the highest in the backward.
+        # the forward pass, and the highest in the backward pass.
         taker = min(receivers) if bundle.kind == "P" else max(receivers)
         to_twin = bundle.place.is_crossed != places[bundle.stage].is_crossed
         names = tuple(sorted(stages_by_route))
@@ -156,7 +158,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
 def _bundles(
     routes: Sequence[Route], places: Sequence[_Place]
 ) -> dict[_Bundle, dict[str, list[int]]]:
-    """Return the messages of routes, as message -> name of a route -> stages that receive it."""
+    """Return the messages on routes, as message -> route name -> stages that receive it."""
     bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source

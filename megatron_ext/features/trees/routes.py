@@ -13,7 +13,7 @@
             return x + self.project(routes.take("features"))
 
 Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
-within the forward. Under a schedule, the tensor is sent once to each rank with takers, and its
+within the forward pass. Under a schedule, the tensor is sent once to each rank with takers, and its
 gradient is sent back. The bits of the results do not depend on where the model is cut into stages.
 """
 
@@ -39,13 +39,13 @@ def declare(
 ) -> None:
     """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
 
-    Call this in the constructor of the module, because schedules are built before the first
-    forward.
+    Call this in the constructor of the module, because schedules are built before the first forward
+    pass.
 
     Args:
         module: A layer, or the whole model. Earlier declarations of the module are replaced.
-        publishes: Routes that the module publishes in every forward.
-        takes: Routes that the module takes in every forward.
+        publishes: Routes that the module publishes in every forward pass.
+        takes: Routes that the module takes in every forward pass.
         boundary: Set this if the stage outputs a tree of tensors. "fixed": structure, shapes and
             dtypes are the same for all micro-batches. "varies": they may change.
 
@@ -76,8 +76,8 @@ def declare(
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Publish a tensor of any shape and dtype, or None, for each later `take` of this micro-batch.
 
-    Continue with the returned tensor, which has the same values. Its backward adds the gradient of
-    the takers.
+    Continue with the returned tensor, which has the same values. Its backward pass adds the takers'
+    gradient.
 
     Raises:
         ScheduleError: The name is already published or not declared, or recomputation publishes a
@@ -110,7 +110,7 @@ class Declared:
 
 
 def declared(chunk: torch.nn.Module) -> Declared:
-    """Return the combined declarations of all modules of a stage."""
+    """Return the combined declarations of all modules in a stage."""
     publishes: list[str] = []
     takes: set[str] = set()
     boundary: Boundary | None = None
@@ -129,16 +129,17 @@ Batch = tuple[int, bool]
 """A micro-batch on a rank: its index, and whether it belongs to the twin."""
 
 
-# Each `take` has one gradient. The backward adds these gradients from the last `take` to the first,
-# and then adds the sum to the gradient of the publisher's own uses of the tensor after `publish`.
-# This order does not depend on where the model is cut into stages, so the bits of the sum do not
-# either. With autograd's own order they would, because each stage would first sum its gradients.
+# Each `take` has one gradient. The backward pass adds these gradients from the last `take` to the
+# first, and then adds the sum to the gradient of the publisher's own uses of the tensor after
+# `publish`. This order does not depend on where the model is cut into stages, so neither do the
+# bits of the sum. With autograd's own order, the bits would depend on the cut, because each stage
+# would first sum its gradients.
 class _Sum:
     """The running sum of the takers' gradients for a published tensor."""
 
     value: torch.Tensor | None = None
     done = False
-    """Whether the publisher's backward has run."""
+    """Whether the publisher's backward pass has run."""
 
     def add(self, gradient: torch.Tensor) -> None:
         if self.value is None:
@@ -152,7 +153,7 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Identity, whose backward adds the takers' gradient to the publisher's own gradient."""
+    """Identity whose backward pass adds the takers' gradient to the publisher's own gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
@@ -165,8 +166,8 @@ class _Publish(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None]:
-        # The backwards of all takers have run: in this stage because of their edges to this node,
-        # and in later stages because they run before this stage's backward.
+        # All takers have run their backward passes: in this stage because of their edges to this
+        # node, and in later stages because those run before this stage's backward pass.
         of_takers = ctx.takers.pop()
         ctx.takers.done = True
         if gradient is None:
@@ -177,9 +178,9 @@ class _Publish(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Identity, whose backward adds to the sum of gradients.
+    """Identity whose backward pass adds to the sum of gradients.
 
-    The edge to the publisher carries no gradient. It only determines the order of backwards.
+    The edge to the publisher carries no gradient. It only determines the order of backward passes.
     """
 
     @staticmethod
@@ -203,12 +204,13 @@ class Published:
     look: tuple[tuple[int, ...], torch.dtype] | None
     """Shape and dtype of the tensor and of its gradient."""
     stage: int | None
-    """The stage of this rank that published the tensor, or None if it was received."""
+    """The stage on this rank that published the tensor, or None if it was received."""
     origin: torch.Tensor | None = None
     """The tensor in the graph of its stage, if it has a graph."""
     takers: _Sum = field(default_factory=_Sum)
     repeated: bool = False
-    """Whether a recomputation has published the tensor again. Its backward then gets the gradient.
+    """Whether a recomputation has published the tensor again. The recomputation's backward pass
+    then gets the gradient.
     """
 
     @property
@@ -287,7 +289,7 @@ class RouteStore:
     def _publish_again(
         self, name: str, tensor: torch.Tensor | None, in_forward: Published
     ) -> torch.Tensor | None:
-        """Publish a tensor in a recomputation, after the forward has published it."""
+        """Publish a tensor in a recomputation, after the forward pass has published it."""
         look = _look(tensor)
         if look != in_forward.look:
             raise ScheduleError(
@@ -296,7 +298,7 @@ class RouteStore:
             )
         if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
             return tensor
-        # The forward ran without a graph, so the gradient must enter through this graph.
+        # The forward pass ran without a graph, so the gradient must enter through this graph.
         in_forward.repeated = True
         return _Publish.apply(tensor, in_forward.takers)  # type: ignore[no-any-return]
 
@@ -331,7 +333,7 @@ class RouteStore:
         value = published.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
             return value
-        # Recomputations and other stages of this rank have separate graphs, which must not be
+        # Recomputations and other stages on this rank have separate graphs, which must not be
         # connected.
         is_of_this_graph = published.stage == self._stage and not _recomputes()
         start = published.origin
@@ -340,7 +342,7 @@ class RouteStore:
         return _Take.apply(start, published.takers)  # type: ignore[no-any-return]
 
     def _unfinished(self, name: str) -> list[ReferenceType[_Sum]]:
-        """Return the replaced tensors of a name whose backward has not run yet."""
+        """Return the replaced tensors under a name whose backward pass has not run yet."""
         unfinished = []
         for reference in self._replaced.get(name, ()):
             takers = reference()
@@ -354,7 +356,7 @@ class RouteStore:
             self._known[batch, name] = Published(value, _look(value), None)
 
     def check_forward(self, stage: int) -> None:
-        """Check that a forward published and took every route that its stage declares.
+        """Check that a forward pass published and took every route that its stage declares.
 
         Raises:
             ScheduleError: A declared route was not published or not taken.
@@ -377,7 +379,7 @@ class RouteStore:
         """Drop tensors that this rank no longer needs.
 
         Raises:
-            ScheduleError: A gradient of the takers has not reached the publisher.
+            ScheduleError: A taker's gradient has not reached the publisher.
         """
         for name in names:
             published = self._known.pop((batch, name), None)
@@ -385,7 +387,7 @@ class RouteStore:
                 self._check_gradient_taken(name, published)
 
     def release(self, batch: Batch, names: Iterable[str]) -> None:
-        """Free the data of published tensors that no other stage of this rank takes."""
+        """Free the data of published tensors that no other stage on this rank takes."""
         for name in names:
             published = self._known[batch, name]
             if published.value is not None:

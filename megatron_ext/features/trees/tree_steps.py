@@ -1,4 +1,4 @@
-"""Adds trees and routes to the steps of a model."""
+"""Runs trees and routes in a model's training steps."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
 class _Join(torch.autograd.Function):
     """Joins tensors into one root, a float32 scalar. The data of the tensors may be freed.
 
-    When the backward runs, `gradients` has one entry per tensor. With None, the tensor gets no
+    When the backward pass runs, `gradients` has one entry per tensor. With None, the tensor gets no
     gradient, but its autograd node still runs.
     """
 
@@ -245,7 +245,7 @@ class Channel(NamedTuple):
     """The trees of one kind that one stage sends to another."""
 
     kind: str
-    """F for the output of a stage, P for the tensors that it publishes."""
+    """F for a stage's output, P for the tensors that the stage publishes."""
     stage: int
     """The sending stage."""
     taker: int
@@ -310,7 +310,7 @@ class Forms:
 
 @dataclass
 class Trees:
-    """The declarations of all stages of a model, and the forms of the trees that they exchange."""
+    """The declarations of all stages in a model, and the forms of the trees that they exchange."""
 
     routes: tuple[Route, ...]
     declared: Mapping[int, Declared]
@@ -318,8 +318,8 @@ class Trees:
     varies: bool
     """Whether the form of a tree may change between micro-batches."""
     _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
-    """(forward only, shapes) -> forms. Training and evaluation have different forms, and so have
-    different sizes of micro-batches."""
+    """(forward only, shapes) -> forms. Training and evaluation have different forms, and so do
+    micro-batches of different sizes."""
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for steps of this kind."""
@@ -337,8 +337,9 @@ class TreeCompute(StageCompute):
     _ends: dict[tuple[int, int], tuple[list[Leaf], Tensors]] = field(
         default_factory=dict, init=False
     )
-    """(stage, micro-batch) -> state that a forward keeps for its backward: the sent tensors whose
-    gradients come back, and the gradients of its root, which are None for published tensors."""
+    """(stage, micro-batch) -> state that a forward pass keeps for its backward pass: the sent
+    tensors whose gradients come back, and the gradients of its root, which are None for published
+    tensors."""
 
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
@@ -354,7 +355,7 @@ class TreeCompute(StageCompute):
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
-        # The micro-batches of the twin have the same indices.
+        # The twin's micro-batches have the same indices.
         batch = microbatch, self.table.schedule.placement.is_crossed(stage)
         if kind == "F":
             return self._run_forward(action, batch, iter(inputs))
@@ -364,7 +365,7 @@ class TreeCompute(StageCompute):
         """Do nothing: the outputs are packed bytes, and the tree is freed with its graph."""
 
     def end_step(self) -> None:
-        """Record that sender and receiver of each message know the form of its tree now."""
+        """Record that each message's sender and receiver now know the form of its tree."""
         self.forms.step_done()
 
     def _run_forward(
@@ -400,7 +401,7 @@ class TreeCompute(StageCompute):
             channel = Channel("P", stage, bypass.taker)
             messages, _ = self._bytes_of(named, channel, microbatch)
             outputs += messages
-        # Keep published tensors that other stages of this rank still take. The last taker drops
+        # Keep published tensors that other stages on this rank still take. The last taker drops
         # them.
         names = self.trees.declared[stage].publishes
         published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
@@ -414,10 +415,10 @@ class TreeCompute(StageCompute):
     def _keep_root(
         self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
     ) -> None:
-        """Keep a single root from which the stage's backward starts, and the leaves of the stage.
+        """Keep a single root from which the stage's backward pass starts, and the stage's leaves.
 
         Megatron's `forward_step` and `backward_step` can then run as with a single tensor. `sent`
-        are the output tensors of the stage whose gradients come back.
+        holds the stage's output tensors whose gradients come back.
         """
         stage, _, microbatch, _ = action
         # Published tensors get their gradients from the sums of their takers (`routes._Publish`),
@@ -446,7 +447,7 @@ class TreeCompute(StageCompute):
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
             # Insert the gradients in place, before the gradients of published tensors, because the
-            # root has referred to this list since the forward.
+            # root has referred to this list since the forward pass.
             gradients[:0] = self._unpacked(inputs, sent, subject)
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
@@ -461,7 +462,7 @@ class TreeCompute(StageCompute):
             route_gradients = self._unpacked(inputs, looks, subject)
             for published, gradient in zip(routed, route_gradients, strict=True):
                 published.takers.add(gradient)
-        # The sums of the takers' gradients are complete now. The backward reads them for the
+        # The sums of the takers' gradients are complete now. The backward pass reads them for the
         # tensors that this stage has published.
         with self._store.running(stage, batch):
             input_gradients = self.backward(
