@@ -190,7 +190,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
 
 
 def name_and_memory() -> tuple[str, float | None]:
-    """Return the name of this process's device, and its memory in GiB; None on the host."""
+    """Return the name and memory (in GiB) of this process's device; None on the host."""
     device = current()
     if device.is_host:
         return device.name, None

@@ -116,7 +116,7 @@ class CpuDevice(Device):
         return torch.device("cpu")
 
     def peak_memory_bytes(self) -> int:
-        """Return the peak resident memory of this process."""
+        """Return this process's peak resident memory."""
         return host.peak_rss_bytes()
 
     def follow_collectives(self) -> None:
@@ -318,8 +318,8 @@ class GlooConnections:
     ) -> Iterator[None]:
         """Remember the connections that the body opens between the ranks in a group.
 
-        The body is collective over the group's ranks, which exchange the ports of their listeners
-        through the group's store.
+        The body is collective over the group's ranks, which exchange their listeners' ports through
+        the group's store.
         """
         store.set(f"megatron_ext/ports/{rank}", ",".join(map(str, ports)))
         before = open_sockets()
@@ -344,7 +344,7 @@ class GlooConnections:
 
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Flatten the tensors of a gather if their numbers of dimensions differ."""
+    """Flatten the tensors in a gather if they differ in their number of dimensions."""
 
     def all_gather_into_tensor(
         output_tensor: torch.Tensor,

@@ -76,7 +76,7 @@ def translator(kind: str) -> Translator:
             if device.type != "cuda":
                 return device
             device = without_index if device.index is None else device.index
-        # In torch, an integer is the index of an accelerator.
+        # In torch, an integer is an accelerator's index.
         if isinstance(device, int):
             return torch.device(kind, device) if has_indices else without_index
         return device
@@ -249,7 +249,7 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
 
         return property(is_cuda)
 
-    # On the host, `is_cuda` stays False: a host tensor is not in the memory of an accelerator.
+    # On the host, `is_cuda` stays False: a host tensor is not in accelerator memory.
     if kind != "cpu":
         yield Redirect(
             "torch:Tensor.is_cuda",
@@ -281,7 +281,7 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                # Use the prefix of the tensor's device: torch.musa.HalfTensor for
+                # Use the prefix for the tensor's device: torch.musa.HalfTensor for
                 # torch.cuda.HalfTensor.
                 prefix = original(self).rpartition(".")[0]
                 dtype = f"{prefix}.{dtype.rpartition('.')[2]}"

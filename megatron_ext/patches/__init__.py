@@ -2,8 +2,8 @@
 
 A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator with an id and a
 target; the docstring of the decorated function is the reason: what goes wrong without the patch.
-Importing a table imports neither torch nor Megatron. Add a patch to the table of its upstream area.
-To add a table, write the module and list it here.
+Importing a table imports neither torch nor Megatron. Add a patch to the table for its upstream
+area. To add a table, write the module and list it here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Patches for jobs whose forward and backward passes run in different processes.
 
 Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so only a few patches are
-needed: for the initialisation of torch.distributed, the training step of each role, evaluation and
-logging. All of them act only with --forward-backward-disaggregating.
+needed: for initialising torch.distributed, each role's training step, evaluation and logging. All
+these patches act only with --forward-backward-disaggregating.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
         return None
     module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are unchanged, so compare the file's hash first. Parsing the source of each
-    # function would slow down every import.
+    # Most files are unchanged, so compare the file's hash first. Parsing every function's source
+    # would slow down every import.
     if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
     actual = fingerprint(original)
@@ -153,7 +153,7 @@ def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
 
 
 def fingerprint(obj: Any) -> dict[str, str] | None:
-    """Return the fingerprint of a function or class in memory; None if it has no source."""
+    """Return the fingerprint of an in-memory function or class; None if it has no source."""
     try:
         source = inspect.getsource(inspect.unwrap(getattr(obj, "__func__", obj)))
     except (TypeError, OSError):

@@ -37,7 +37,7 @@ def _is_due() -> bool:
 
 
 def not_logged() -> active.Active | None:
-    """Return the active configuration until the first line of the log has been checked."""
+    """Return the active configuration until the first log line has been checked."""
     in_force = in_use()
     if in_force is None or in_force.is_log_checked:
         return None

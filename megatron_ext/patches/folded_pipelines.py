@@ -1,4 +1,4 @@
-"""Patches for pipelines that end on the rank where they begin (V and W placements).
+"""Patches for pipelines whose last stage is on the first rank (V and W placements).
 
 Upstream assumes that the first and last stage are on different ranks, and identifies them by rank.
 These patches act only while a schedule with such a placement is active, because upstream's own

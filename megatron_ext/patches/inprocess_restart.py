@@ -113,7 +113,7 @@ def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 @contextmanager
 def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a module during the body."""
+    """Replace a module's attribute while the body runs."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -1,6 +1,6 @@
 """Patches as data, and their targets in the running process.
 
-A `Patch` is a row of a table. A `Site` is a target, which several patches may share: it holds the
+A `Patch` is a row in a table. A `Site` is a target, which several patches may share: it holds the
 original and the current value, and restores the original. If other modules have copied the name
 with `from x import y`, the copies are found by identity. Copies in default arguments, closures,
 partials and bound methods cannot be found.
@@ -208,7 +208,7 @@ class Site:
 
     @property
     def first(self) -> Patch:
-        """The first patch of the site; a `set` patch is always the only one."""
+        """The site's first patch; a `set` patch is always the only one."""
         return self.patches[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Patches that record the results of each training step, for `megatron-ext compare`."""
+"""Patches that record each training step's results, for `megatron-ext compare`."""
 
 from __future__ import annotations
 

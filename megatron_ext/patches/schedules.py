@@ -251,7 +251,7 @@ def _count_tokens_once(
 ) -> tuple[float | None, ...]:
     """Megatron counts packed sequences once for each stage of a rank."""
     placement = pipeline.placement
-    # The slices of a micro-batch need no correction: only the first one is counted (patch
+    # The slices of a micro-batch need no correction: only the first slice is counted (patch
     # `slices.packed_flops`).
     num_chunks = placement.num_stages // placement.num_ranks
     means = []

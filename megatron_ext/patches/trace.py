@@ -1,4 +1,4 @@
-"""Patches that report parts of a training step to observers, if they are outside its table.
+"""Patches that report the parts of a training step outside its table to observers.
 
 A training step begins when the schedule is called and ends after the optimizer. The executor itself
 reports the actions in our tables; the patches here report the actions in Megatron's own schedules.

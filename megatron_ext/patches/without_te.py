@@ -98,7 +98,7 @@ def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
 
 
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
-    """Yield the first token of each sequence in a packed batch, and the token after its last one.
+    """Yield the first token of each sequence in a packed batch, and the token after its end.
 
     Empty sequences are skipped. Upstream's `PackedSeqParams` holds cumulative lengths starting at
     0, int32 `[sequences + 1]`: `cu_seqlens_q` for queries, `cu_seqlens_kv` for keys and values, and
@@ -130,11 +130,11 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Multi-latent attention passes k_channels and v_channels, which only TE accepts: TypeError."""
     kwargs = dict(kwargs)
-    # The layer does not need k_channels, because the width of the keys follows from the tensors.
+    # The layer does not need k_channels, because the key width follows from the tensors.
     kwargs.pop("k_channels", None)
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
-    # Upstream derives the width of the output from `kv_channels`, but the values define it.
+    # Upstream derives the output width from `kv_channels`, but the values determine it.
     if v_channels is not None:
         instance.hidden_size_per_partition = (
             v_channels * instance.num_attention_heads_per_partition

@@ -87,7 +87,7 @@ class MicrobatchData:
             ScheduleError: The item was already taken.
         """
         assert self.iterator is not None
-        # Read only on demand, because the middle stages of a GPT read no data.
+        # Read only on demand, because a GPT's middle stages read no data.
         while self._fetched <= microbatch:
             self._items[self._fetched] = next(self.iterator)
             self._fetched += 1
@@ -206,7 +206,7 @@ Tensors = list[torch.Tensor | None]
 
 @dataclass
 class Call:
-    """The arguments of one step, named as in Megatron's own schedules."""
+    """One step's arguments, named as in Megatron's own schedules."""
 
     forward_step_func: Callable[..., Any]
     data: list[MicrobatchData]
@@ -405,9 +405,9 @@ class StageCompute:
     def backward(
         self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
     ) -> Tensors:
-        """Run B, or I with `split`; return the gradients of the inputs (None on the first stage).
+        """Run B, or I with `split`; return the input gradients (None on the first stage).
 
-        `gradients` are the gradients of the outputs, `[s, b, h]` each; None on the last stage.
+        `gradients` are the output gradients, `[s, b, h]` each; None on the last stage.
         """
         # Remove the entry before the backward pass runs, so that autograd can free memory as it
         # goes.

@@ -59,14 +59,14 @@ def open_transport(
     dtype: torch.dtype,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Transport:
-    """Connect this rank to its peers. Collective over all ranks of the job.
+    """Connect this rank to its peers. Collective over all ranks in the job.
 
     Args:
         pipeline: The active pipeline.
         device: The device on which received tensors are allocated.
         links: Every (source, target) that includes this rank, as global ranks.
         shapes: Shapes of the tensors that stages exchange, `[s, b, h]` each.
-        dtype: The dtype of these tensors.
+        dtype: The tensors' dtype.
         bypasses: Messages that bypass stages.
 
     Raises:
@@ -202,7 +202,7 @@ class _Connections:
         return transport
 
     def _over_torch(self, links: Set[Link]) -> TorchTransport:
-        """Open torch.distributed for these links. Collective over all ranks of the job."""
+        """Open torch.distributed for these links. Collective over all ranks in the job."""
         return TorchTransport(
             self.device,
             links,
@@ -299,7 +299,7 @@ def open_native(
 ) -> NativeTransport:
     """Open the native core on this host's address, from the configuration or the launcher.
 
-    `rank` and `num_ranks` count all processes of the job. The processes find each other in `store`
+    `rank` and `num_ranks` count all processes in the job. The processes find each other in `store`
     by the transport's name (`name_transport`), and each of the `peers` must list this rank as a
     peer. `slots` is the number of messages from each peer that this rank has room for. The core
     carries tensors on `device`, or copies of them.

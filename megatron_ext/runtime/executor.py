@@ -1,7 +1,7 @@
 """Runs one rank's actions: receive inputs, compute, send results.
 
 The executor does not depend on a schedule or a policy: an `Order` yields the next action. If an
-input has not arrived, the executor sleeps in the transport. Tensors between two stages of the same
+input has not arrived, the executor sleeps in the transport. Tensors between two stages on the same
 rank do not pass through the transport. Each action and each step are reported to observers (traces,
 watchdogs, statistics).
 """
@@ -73,7 +73,7 @@ class ProfilerRanges(Observer):
 
 @dataclass
 class Executor:
-    """One step of one rank."""
+    """One step on one rank."""
 
     table: Table
     program: Program

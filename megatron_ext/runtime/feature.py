@@ -1,7 +1,7 @@
 """The interface through which `features/` extends a model's training steps.
 
-A runtime creates one object of each `Feature` class at its first step, and calls the methods below.
-The base class does nothing; a feature overrides the methods that it needs.
+A runtime creates one instance of each `Feature` class at its first step, and calls the methods
+below. The base class does nothing; a feature overrides the methods that it needs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DataOrder(ReportOrder, Protocol):
 
 
 class ReadAhead(ReportOrder, Protocol):
-    """The data of one training step, read before its table is generated, and cut into slices."""
+    """One training step's data, read before its table is generated, and cut into slices."""
 
     @property
     def iterators(self) -> Sequence[Iterator[Any] | None]:
@@ -102,7 +102,7 @@ class ReadAhead(ReportOrder, Protocol):
 class Feature:
     """Extends one model's steps. All ranks call the methods in the same order.
 
-    The constructor is collective over all ranks of the job.
+    The constructor is collective over all ranks in the job.
     """
 
     bypasses: tuple[Bypass, ...] = ()
@@ -165,7 +165,7 @@ class Feature:
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Read the data of a training step whose table depends on it. Collective over the job.
+        """Read the data for a training step whose table depends on it. Collective over the job.
 
         `iterators` has one entry for each chunk. Return None if the table depends only on the
         number of micro-batches.

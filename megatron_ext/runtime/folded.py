@@ -75,7 +75,7 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     reduction and before gradients are scaled by the number of tokens.
     """
     # With the distributed optimizer, each replica owns a shard of the gradient. Tied weights have
-    # separate buckets, so the shards of both copies match.
+    # separate buckets, so both copies' shards match.
     tied = _tied_weights(chunks)
     if tied is None:
         return

@@ -44,12 +44,12 @@ class _Request:
 
 
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
-# gets the name of the n-th message in our table of the same schedule, which is equal on sender and
-# receiver.
+# gets the name of the n-th message in our table for the same schedule, which is the same on sender
+# and receiver.
 class StockPipeline:
     """The messages of Megatron's own schedule on one pipeline, in table order.
 
-    `call` contains the keywords of the first step. The constructor is collective over the job.
+    `call` contains the first step's keywords. The constructor is collective over the job.
     """
 
     def __init__(

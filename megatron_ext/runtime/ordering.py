@@ -1,6 +1,6 @@
 """Orders a rank's actions, and bounds how far the host launches ahead of the device.
 
-The order comes from the rank's table, from a policy, or from the decisions of a leader.
+The order comes from the rank's table, from a policy, or from a leader's decisions.
 
 The executor iterates over positions in the table. When it requests the next position, it has
 launched the previous action. If the host computes, that action is complete by then; a device may
@@ -113,7 +113,7 @@ class Order:
         return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
-        """Record that a tensor is available for another stage of this rank."""
+        """Record that a tensor is available for another stage on this rank."""
 
 
 @dataclass
@@ -225,8 +225,8 @@ class PolicyOrder(Order):
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # Convert the wait to seconds at the pace of this step. Until an action has completed,
-            # there is no pace, so don't wait.
+            # Convert the wait to seconds at this step's pace. Until an action has completed, there
+            # is no pace, so don't wait.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0

@@ -196,13 +196,13 @@ def _training_table(
 def check_agreement(
     table: Table, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Check that all ranks of all groups run the same table. Collective over each group.
+    """Check that all ranks in every group run the same table. Collective over each group.
 
     Raises:
-        ScheduleError: Tables differ within a group. Every rank of that group raises this.
+        ScheduleError: Tables differ within a group. Every rank in that group raises this.
     """
     # Ranks with different tables would wait for messages that are never sent, until they time out.
-    # Compare 15 hexadecimal digits of the digest, which fit into an int64.
+    # Compare 15 hexadecimal digits of the digest, because they fit into an int64.
     digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
         digests = [torch.empty_like(digest) for _ in range(group.size())]
@@ -267,7 +267,7 @@ def shape_between_stages(
 
 @dataclass(frozen=True)
 class Peers:
-    """Global ranks of the peers with which this rank exchanges tensors."""
+    """Global ranks of the peers that this rank exchanges tensors with."""
 
     pipeline: Sequence[int]
     """Global ranks, by pipeline rank."""

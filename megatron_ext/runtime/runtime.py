@@ -121,7 +121,7 @@ class Measured(Observer):
 class Runtime:
     """State for the models on a set of process groups, kept across steps.
 
-    The constructor is collective over all ranks of the job. `iterators` has one entry for each of
+    The constructor is collective over all ranks in the job. `iterators` has one entry for each of
     the model's `chunks` on this rank; `config` is their `TransformerConfig`.
 
     Raises:
@@ -148,8 +148,8 @@ class Runtime:
         # Chunks that have been checked.
         self.checked_chunks = WeakSet(chunks)
         self.device = devices.device_of(chunks)
-        # From here on, all ranks of the job must run the same calls in the same order, because most
-        # of them are collective.
+        # From here on, all ranks in the job must make the same calls in the same order, because
+        # most of them are collective.
         model = Model(pipeline, groups, chunks, config, shapes, seq_length)
         self.features = [make(model) for make in features()]
         bypasses: list[Bypass] = []
@@ -208,7 +208,7 @@ class Runtime:
         self._has_ignored_input = False
 
     def _mirrored_ranks(self) -> list[int]:
-        """Return the global ranks of the twins, by pipeline rank; empty without twins."""
+        """Return the twins' global ranks, by pipeline rank; empty without twins."""
         if self.pipeline.config.twins < 2:
             return []
         # The twin is the neighbour in the data-parallel group.
@@ -492,7 +492,7 @@ class Runtime:
         return program
 
     def _name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank for errors; None means this rank."""
+        """Return a global rank's name for use in errors; None means this rank."""
         if rank is None:
             return f"rank {dist.get_rank()} (pipeline rank {self.rank})"
         return f"rank {rank}"
@@ -546,7 +546,7 @@ class Runtime:
 
 @dataclass
 class Runtimes:
-    """The runtimes of one configuration, closed with it."""
+    """One configuration's runtimes, closed together with it."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
     """Id of the pipeline group -> runtime, which holds the group, so the id stays unique."""
@@ -582,7 +582,7 @@ class Runtimes:
 
 
 def in_force() -> Runtimes:
-    """Return the runtimes of the active configuration; the first call creates them."""
+    """Return the active configuration's runtimes; the first call creates them."""
     configuration = active.required()
     if configuration.runtimes is None:
         configuration.runtimes = Runtimes()

@@ -94,7 +94,7 @@ class SplitBackward:
         self._chunks: dict[int, _Chunk] = {}
         # Id of a weight with another use -> why its gradient is not deferred.
         self._shared: dict[int, str] = {}
-        # Ids of weights whose gradients no rank of the tensor-parallel group defers in this step.
+        # Ids of weights whose gradients no rank in the tensor-parallel group defers in this step.
         self._agreed: set[int] = set()
         # Reason that has not been logged yet -> weights; and ids of the weights that were logged.
         self._unlogged: dict[str, list[torch.Tensor]] = {}

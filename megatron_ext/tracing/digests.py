@@ -709,7 +709,7 @@ def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
             if "norm" not in part and any(True for _ in module.parameters()):
                 yield f"{name}.{part}", module
         yield name, layer
-    # Embedding and output layer, for example, are siblings of a container of layers.
+    # The embedding and the output layer, for example, are siblings of a layer container.
     containers = _ancestors(layers)
     for path, module in root.named_modules():
         parent = path.rpartition(".")[0]

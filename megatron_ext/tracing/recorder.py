@@ -239,7 +239,7 @@ class Recorder:
         return event
 
     def _message_number(self, attributes: Mapping[str, Any]) -> int:
-        """Return the number by which viewers connect the two ends of a message with an arrow.
+        """Return the number by which viewers connect a message's two ends with an arrow.
 
         Sender and receiver compute it independently. Unlike hashes of strings, Python's hashes of
         integers are the same in every process. JavaScript can represent 53-bit integers.
@@ -269,7 +269,7 @@ class Recorder:
         self._path = directory / SCHEDULE_FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # Replace the table of a previous run in the same folder, or readers would apply it to
+            # Replace the table from a previous run in the same folder, or readers would apply it to
             # this run.
             if header.rank == 0:
                 self._path.unlink(missing_ok=True)

@@ -244,7 +244,7 @@ class Session(Observer):
     ) -> None:
         """Measure how many bytes a stage's (or slice's) first recorded forward pass keeps."""
         # Skip models that offload: reading a tensor that Megatron has moved to the host would load
-        # it back, and Megatron's backward would fail.
+        # it back, and Megatron's backward pass would fail.
         config = getattr(model, "config", None)
         offloads = any(getattr(config, name, False) for name in _OFFLOADING)
         is_measured = (stage, slice_index) in self._activation_bytes
@@ -381,8 +381,8 @@ class Session(Observer):
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
     """Return the bytes of all storages that the outputs' graph keeps, except weights.
 
-    Hooks for saved tensors would be simpler, but they pass copies of the parameters to the
-    backward, which lack the attributes that Megatron sets on parameters.
+    Hooks for saved tensors would be simpler, but they pass copies of the parameters to the backward
+    pass, and the copies lack the attributes that Megatron sets on parameters.
     """
     # Exclude weights, because they are in memory anyway.
     weights = {

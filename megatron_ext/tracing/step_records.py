@@ -58,7 +58,7 @@ class StepRecord:
         *,
         skipped: bool,
     ) -> None:
-        """Append a step that has just ended.
+        """Append a step that has just finished.
 
         Args:
             iteration: The step's number, counted over all resumed runs.

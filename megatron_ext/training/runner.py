@@ -143,7 +143,7 @@ def _missing_package(
     error: ModuleNotFoundError, frames: Sequence[FrameType]
 ) -> UserError | None:
     """Return the error for a package that Megatron imports but that is not installed."""
-    # Skip the frames of the import system, which are between the importing line and the error.
+    # Skip the import system's frames, which are between the importing line and the error.
     outside_imports = [
         frame for frame in frames if "importlib" not in frame.f_code.co_filename
     ]
@@ -162,7 +162,7 @@ def _missing_package(
 
 
 def _is_in_extra(package: str, extra: str) -> bool:
-    """Return whether an extra of this package installs another package."""
+    """Return whether one of this package's extras installs another package."""
     requirements: list[str] = []
     # A checkout on PYTHONPATH has no metadata.
     with suppress(metadata.PackageNotFoundError):

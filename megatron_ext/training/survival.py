@@ -206,10 +206,10 @@ def _clear_caches_of_megatron() -> None:
 
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an NVRx wrapper with this package's steps added."""
-    # NVRx calls the last step of a composition first, so put ours last. They must run first: NVRx
-    # interrupts the training thread between two lines of Python, and a thread that waits for a
-    # message executes no Python code.
+    """Return an NVRx wrapper's settings with this package's steps added."""
+    # NVRx calls the last step in a composition first, so put our steps last. Our steps must run
+    # first: NVRx interrupts the training thread between two lines of Python, and a thread that
+    # waits for a message executes no Python code.
     composed = dict(settings)
     for name, step in (
         ("initialize", BeginAttempt()),

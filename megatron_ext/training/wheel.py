@@ -89,9 +89,9 @@ def main() -> None:
 
 
 def _train(restart_store: Any = None) -> None:
-    """Train; `restart_store` outlives restarts, and connects the ranks of each attempt."""
+    """Train; `restart_store` outlives restarts, and connects the ranks in each attempt."""
     if restart_store is not None:
-        _config.cache_clear()  # it holds the arguments of the previous attempt
+        _config.cache_clear()  # it holds the previous attempt's arguments
         # Megatron reduces the start time over all ranks that have set it. A former reserve rank has
         # not set it, so the other ranks would wait for that rank: set it on every rank.
         import_module("megatron.training.training").set_startup_timestamps(time.time())

@@ -144,7 +144,7 @@ def own_address(
         rank: Global rank of this process.
         world_size: Number of ranks.
         ranks_per_node: Number of ranks on each node; None if all ranks are on one node.
-        rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
+        rendezvous_host: The job's rendezvous host (MASTER_ADDR).
 
     Raises:
         TransportError: The number of addresses is wrong, this host's address is unusable, or there

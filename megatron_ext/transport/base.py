@@ -1,4 +1,4 @@
-"""The interface of all transports, which carry tensors between pipeline stages.
+"""The interface for all transports, which carry tensors between pipeline stages.
 
 Messages are identified by their purpose (`megatron_ext/message.py`), not by their position in a
 sequence. A receiver may therefore receive messages in any order, and a send does not depend on the
@@ -55,14 +55,14 @@ class Transport(Protocol):
         """Start a step and announce the messages that will arrive in it.
 
         Args:
-            expected: All messages of the step, in the order in which each source sends them, with
+            expected: All messages in the step, in the order in which each source sends them, with
                 ascending `after`. Some wires need a message's size, or a buffer for it, in advance.
             slots: Maximum number of messages of one kind in flight from one rank to another. With
                 this many slots, no send ever blocks, regardless of timing (see
                 `schedules/table/memory.py`).
 
         Raises:
-            TransportError: A message of the previous step was not received.
+            TransportError: A message from the previous step was not received.
         """
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:

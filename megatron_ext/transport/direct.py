@@ -279,7 +279,7 @@ class DirectTransport:
         # The devices reuse the buffer only after this copy, so the note need not wait for the copy.
         # The sender may already be gone.
         with suppress(TransportError):
-            # At the first use of a buffer, send the handle by which the peer waits for this copy.
+            # When a buffer is first used, send the handle that lets the peer wait for this copy.
             self._host.note(
                 source, _RELEASE.pack(number) + (buffer.handle if handle else b"")
             )
@@ -455,7 +455,7 @@ class DirectTransport:
 
 
 class Reach(NamedTuple):
-    """Whether this rank's device reaches the devices of its peers."""
+    """Whether this rank's device can reach its peers' devices."""
 
     sharing: Sharing | None
     """Memory sharing for this rank's device; None if the device does not support it."""
@@ -482,7 +482,7 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
 
     Args:
         peers: Global ranks of the peers; each of them lists this rank too.
-        make_sharing: Creates the memory sharing of this rank's device; may raise DeviceError.
+        make_sharing: Creates the memory sharing for this rank's device; may raise DeviceError.
     """
     me, world_size = dist.get_rank(), dist.get_world_size()
     # Drivers report problems only when one process maps another's memory, and both processes must

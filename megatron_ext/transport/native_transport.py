@@ -58,8 +58,9 @@ _TURN_S = 1.0
 # How long to spin before sleeping, on a host with at least one CPU per rank.
 _SPIN_S = 20e-6
 
-# The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1), then those
-# below. The step is in the low bits, so that an OR turns a tag of step 0 into the tag of any step.
+# The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1), then the
+# fields below. The step is in the low bits, so that an OR turns a tag of step 0 into the tag of any
+# step.
 _KINDS: dict[MessageKind, int] = {
     "F": 0,
     "B": 1,
@@ -146,8 +147,8 @@ class NativeTransport:
         connect_timeout_s: How long to wait for the peers.
         checksums: Whether to checksum message contents. Checksums detect faulty memory and
             networks, and cost about as much as a copy. Descriptors always have a checksum.
-        ip: Address of this host for peers on other hosts. None uses an address that only this host
-            reaches.
+        ip: This host's address for peers on other hosts. None uses an address that only this host
+            can reach.
         silence_s: How long a peer on another host may be silent before it is considered dead.
         spin_s: How long to spin before sleeping. None means 20 us if this host has a CPU for each
             of its ranks, otherwise 0.
@@ -218,7 +219,7 @@ class NativeTransport:
             peer: connection.wire for peer, connection in connections.items()
         }
         self._for_device = for_device
-        # (address, size in bytes) of the buffers, and of the slots of all links.
+        # (address, size in bytes) of the buffers, and of the slots on all links.
         self._memory: list[tuple[int, int]] = []
         num_over_tcp = list(self._wires.values()).count("tcp")
         if for_device and num_over_tcp > 0:
@@ -304,7 +305,7 @@ class NativeTransport:
         self.expect(expected)
 
     def expect(self, expected: Iterable[Expected]) -> None:
-        """Announce further messages of the current step."""
+        """Announce further messages in the current step."""
         tags = self._tags
         step = self._step
         for item in expected:
@@ -326,7 +327,7 @@ class NativeTransport:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
         tag = self._tags[message] | self._step
         try:
-            # If the receiver has no room, a thread of the core sends the message while this process
+            # If the receiver has no room, a thread in the core sends the message while this process
             # computes. Pass the storage to keep alive instead of the tensor: the caller may replace
             # the tensor's `data`.
             endpoint.send(
@@ -427,7 +428,7 @@ class NativeTransport:
         if type(arrived) is self._native_type:
             tensor = tensor_on(arrived)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
-        else:  # a DLPack capsule of the requested dtype
+        else:  # a DLPack capsule with the requested dtype
             tensor = _from_dlpack(arrived)
             fits = shape is None or shape == tensor.shape
         if not fits:
@@ -582,7 +583,7 @@ class NativeTransport:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin_s: float) -> None:
-        """Raise an error about lost peers if messages of this step can no longer arrive."""
+        """Raise an error about lost peers if messages in this step can no longer arrive."""
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin_s
         problem = f"no message can arrive: waited {waited_s:.1f} s"
@@ -615,7 +616,7 @@ class NativeTransport:
         def place(report: PeerReport) -> str:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
-        # Put `peer` first: losing it may have caused the loss of other peers.
+        # Put `peer` first: losing `peer` may have caused the loss of other peers.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
