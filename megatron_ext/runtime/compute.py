@@ -484,7 +484,7 @@ class StageCompute:
     def _around_forward(
         self, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
-        """Return an F's context, which defers weight gradients, seeds and checks lengths."""
+        """Return the context for an F, with deferral, seeded generators and length checks."""
         # Most forward passes need none of these, and entering an empty context costs as much as a
         # real one.
         contexts: list[AbstractContextManager[Any]] = []

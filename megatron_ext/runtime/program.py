@@ -97,7 +97,7 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) of each backward pass that has a W; not all of them do."""
+        """(stage, micro-batch) of each backward pass that has a W; others run whole."""
         # `SlicedCompute` numbers all slices in a step consecutively, as if they were micro-batches.
         count = self.schedule.num_slices
         return frozenset(

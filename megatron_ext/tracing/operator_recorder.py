@@ -1,8 +1,8 @@
 """Records the operators that run inside one module, with a fingerprint of each result.
 
 torch's DebugMode observes every operator in an action. Hooks on the module mark where its operators
-begin and end. DebugMode is active only during a single action, because it slows every operator down
-several times.
+begin and end. DebugMode is active only during a single action, because it makes every operator
+several times slower.
 """
 
 from __future__ import annotations
