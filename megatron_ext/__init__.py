@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
-    # `routes` is itself a module. Every other name is an attribute of its module.
+    # `routes` names a module. The other names are attributes in their modules.
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 

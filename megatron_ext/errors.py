@@ -2,7 +2,7 @@
 
 Every message gives the value, the rule and the remedy. `UserError` and its subclasses are mistakes
 that the user can fix; the command line prints them in one line and exits with code 2. All other
-errors are failures of the machine or of upstream, and keep their traceback.
+errors are failures in the machine or upstream, and keep their traceback.
 """
 
 from __future__ import annotations

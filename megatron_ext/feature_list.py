@@ -2,7 +2,7 @@
 
     trees     stages exchange trees of tensors, and routes carry a tensor past stages
     slices    a micro-batch runs in several slices of its sequence
-    pairs     a forward and a backward of two micro-batches run as one action
+    pairs     the forward and backward passes of two micro-batches run as one action
     lengths   micro-batches have unequal lengths, are ordered by cost and dealt out to replicas
 
 The core (`schedules/`, `runtime/`, `config/`) imports no feature. It reads this file, which imports

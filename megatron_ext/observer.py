@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # A plain tuple is cheap to create: this happens between every two actions, when the device may be
 # idle.
 Executed = tuple[int, "Action", float]
-"""(position in table order, action, seconds of host time). The time of a pair is divided equally
-between its two actions."""
+"""(position in table order, action, seconds of host time). A pair's time is divided equally between
+its two actions."""
 
 
 class Observer(TransportObserver):
@@ -24,8 +24,8 @@ class Observer(TransportObserver):
 
     Append it to the `observers` of the active configuration before the first step. The transport
     reports messages, also between steps. The data iterator calls `read`. During a training step,
-    after `begin_step`, the executor reports the actions of a table. The patches in
-    `patches/trace.py` report the parts of a training step outside its table, and the actions of
+    after `begin_step`, the executor reports the actions in a table. The patches in
+    `patches/trace.py` report the parts of a training step outside its table, and the actions in
     Megatron's own schedules.
     """
 

@@ -267,7 +267,7 @@ class Environment:
     local_rank: int = 0
     """Index of this process on its host."""
     local_world_size: int | None = None
-    """Number of processes on this host, or None if all processes of the job are here."""
+    """Number of processes on this host, or None if all of the job's processes are on this host."""
     run: tuple[str, str] = ("", "")
     """torchrun's run id and restart count; empty strings without torchrun."""
     rendezvous_host: str = "localhost"
@@ -338,14 +338,14 @@ class Active:
     is_sized: bool = True
     """Whether the job's sizes are known; False until a host provides them."""
     observers: list[Observer] = field(default_factory=list)
-    """Observers of the runtime. They are passed to the runtime when it is created, so append to
-    this list before the first step."""
+    """Observers of the runtime. The runtime gets them when it is created, so append to this list
+    before the first step."""
     environment: Environment = field(default_factory=Environment.read)
     """The place of this process among the processes that the launcher started together."""
     iteration: int | None = None
     """The training step in progress, counted across resumed runs, or None if unknown."""
     runtimes: Aborting | None = None
-    """State of the runtime (`runtime.in_force`); None before its first step."""
+    """The runtime's state (`runtime.in_force`); None before the first step."""
     roles: Closing | None = None
     """State of a process in a disaggregated job (`worlds.roles_in_force`); None before it joins."""
     host: Closing | None = None
@@ -357,7 +357,7 @@ class Active:
     is_evaluation_checked: bool = False
     """Whether `patches/effects.py` has checked the model in an evaluation or a training step."""
     is_log_checked: bool = False
-    """Whether `patches/effects.py` has checked the first line of the log."""
+    """Whether `patches/effects.py` has checked the log's first line."""
 
     def abort(self, reason: str) -> None:
         """Stop waiting for messages in this process. Not called by the training thread."""
@@ -497,7 +497,7 @@ def draws_by_microbatch() -> bool:
 
 
 def begin_iteration(number: int) -> None:
-    """Set the number of the training step that starts now, counted across resumed runs.
+    """Set the number of the training step that is starting, counted across resumed runs.
 
     Random numbers drawn by micro-batch depend on this number.
     """

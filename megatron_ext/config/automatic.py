@@ -161,7 +161,7 @@ def _room_for_waiting(
         raise ScheduleError(f"the planner has no forecast for {config.schedule}")
     if device is None:
         raise ArgumentsError("the memory of the devices is not known here")
-    # `question_of` describes a job for any schedule, so remove the settings of this schedule.
+    # `question_of` describes a job for any schedule, so remove this schedule's settings.
     undecided = replace(
         config, schedule=AUTO, chunks=None, options={}, waiting_weights=0
     )
@@ -185,7 +185,7 @@ def memory_here() -> DeviceKind | None:
 
 
 def device_here() -> DeviceKind | None:
-    """Return the description of this process's device, with its memory.
+    """Return a description of this process's device, including its memory.
 
     Returns None if the process has no device, or if the planner does not know its kind.
     """

@@ -34,7 +34,8 @@ class CommandLine:
     """The settings in a training command line."""
 
     settings: dict[str, Any]
-    """Values by the names of Megatron's arguments and ours. Flags that are not given are absent."""
+    """Values by argument name, for Megatron's arguments and ours. Flags that are not given are
+    absent."""
     script: str | None = None
     """The script to start, or None if the words are only flags."""
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -141,7 +142,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
             texts_by_dest[_DESTINATIONS.get(dest, dest)] = texts
         else:
             texts.append(word)
-    # Guess the type of each flag from the number and the form of its words.
+    # Guess each flag's type from the number and the form of its words.
     settings: dict[str, Any] = {}
     for dest, texts in texts_by_dest.items():
         if dest in _TEXTS:

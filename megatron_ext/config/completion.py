@@ -92,7 +92,7 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
 
     Args:
         config: The configuration. An existing ratio is kept.
-        settings: Settings of the job, or the fields of a `TransformerConfig`.
+        settings: The job's settings, or the fields of a `TransformerConfig`.
     """
     if config.stash_ratio > 1:
         return config

@@ -1,8 +1,8 @@
 """How the user's flags cut a model into stages, as Megatron interprets them.
 
 Five groups of Megatron's flags cut a model into stages: the number of virtual stages, the number of
-layers per virtual stage, a layout, the segments of a hybrid pattern, and other numbers of layers on
-the first and the last rank. Flags from different groups are mutually exclusive.
+layers per virtual stage, a layout, the segments of a hybrid pattern, and different numbers of
+layers on the first and the last rank. Flags from different groups are mutually exclusive.
 """
 
 from __future__ import annotations

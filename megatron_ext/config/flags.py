@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 FLAG = "--forward-backward-disaggregating"
 FLAGS = "MEGATRON_EXT_FLAGS"
-"""Environment variable with flags of this package, for programs that do not parse Megatron's
-command line."""
+"""Environment variable with this package's flags, for programs that do not parse Megatron's command
+line."""
 _DPP = "--use-dpp"
 
 DROPPED = {"--data-impl": "datasets are always memory-mapped"}
@@ -399,7 +399,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _value(args: Namespace, flag: str) -> Any:
-    """Return the value of a flag; None if it was not given."""
+    """Return a flag's value, or None if the flag was not given."""
     return getattr(args, flag[2:].replace("-", "_"), None)
 
 

@@ -90,10 +90,10 @@ def preflight(
     Transformer Engine's layers are chosen, Transformer Engine is assumed to be installed.
 
     Args:
-        arguments: A command line or its words, parsed arguments, or settings by the names of
-            Megatron's arguments, of its configuration objects or of Megatron-Bridge's. Missing
-            settings get Megatron's defaults. Checks that need missing sizes of the model or of the
-            batch are skipped.
+        arguments: A command line or its words, parsed arguments, or settings by the names that
+            Megatron's arguments, its configuration objects or Megatron-Bridge use. Missing settings
+            get Megatron's defaults. Checks that need missing sizes of the model or of the batch are
+            skipped.
         config: The pipeline, as for `configure`. If None, flags among the arguments choose it.
         world_size: Number of ranks in the job. Default: `world_size` of the arguments, or one
             replica.
@@ -155,7 +155,7 @@ _RENAMED = {field: dest for dest, field in MEGATRON_FIELDS.items()}
 
 
 def _read_by_rules() -> frozenset[str]:
-    """Return the names of Megatron's arguments that a rule reads."""
+    """Return the names of the Megatron arguments that a rule reads."""
     names: set[str] = set()
     for rules in RULES.values():
         for rule in rules:
@@ -247,10 +247,10 @@ def inspect(
     Args:
         args: Megatron's arguments, before Megatron validates them. They are not changed.
         requested: The pipeline. If None, flags among the arguments choose it.
-        in_job: Whether this is a process of the job, with the job's device and software.
+        in_job: Whether this is a process in the job, with the job's device and software.
         script_defaults: A training script's values for missing arguments. If None, arguments that
             Megatron needs may be missing.
-        device_kind: As in `preflight`. A process of the job detects its device instead.
+        device_kind: As in `preflight`. A process in the job detects its device instead.
         num_candidates: As in `preflight`.
     """
     answer = Preflight()
@@ -550,7 +550,7 @@ def _add_stages(
     *,
     in_job: bool,
 ) -> None:
-    """Add the arguments with which Megatron builds the stages of the schedule or of both roles."""
+    """Add the arguments with which Megatron builds the schedule's or both roles' stages."""
     with answer.collecting("num_layers"):
         if config.disaggregation is not None:
             placement = linear(cut.sizes.pipeline_model_parallel_size)

@@ -415,8 +415,8 @@ def _imply_slices(answer: Preflight, args: Namespace) -> None:
     # Megatron-Bridge does not have this setting, and creates no masks.
     makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
     if makes_mask and not getattr(args, "reset_attention_mask", None):
-        # Tensor-parallel ranks receive the mask into a buffer with the shape of the whole mask, so
-        # a slice's mask would not fit.
+        # Tensor-parallel ranks receive the mask into a buffer that has the whole mask's shape, so a
+        # slice's mask would not fit.
         answer.arguments["create_attention_mask_in_dataloader"] = False
     # Transformer Engine's layers overwrite the gradients from other slices if this cache, which
     # only fp8 uses, is combined with fused gradient accumulation.

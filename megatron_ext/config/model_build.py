@@ -62,7 +62,7 @@ class ModelBuild:
         return keywords
 
     def chunks(self, rank: int) -> list[dict[str, Any]]:
-        """Return the keyword arguments for each model chunk of a rank, such as a `GPTModel`.
+        """Return the keyword arguments for each model chunk on a rank, such as a `GPTModel`.
 
         Args:
             rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.

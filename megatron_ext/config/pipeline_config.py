@@ -1,4 +1,4 @@
-"""The user's configuration of the pipeline: one frozen object, validated by its constructor.
+"""The user's pipeline configuration: one frozen object, validated by its constructor.
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
@@ -157,7 +157,7 @@ class PipelineConfig:
     """Number of slices of equal cost into which each micro-batch is cut (`docs/lengths.md`)."""
     slice_tokens: int | Literal["auto"] | None = None
     """Number of tokens T: a micro-batch of L tokens is cut into L / T slices of equal cost, rounded
-    up. `auto`: T is derived from the lengths of each step. If None, every micro-batch has `slices`
+    up. `auto`: T is derived from the lengths in each step. If None, every micro-batch has `slices`
     slices."""
     costs: Costs | None = None
     """Durations with which the table is generated and simulated. Default: `Costs()`, all equal."""
@@ -204,8 +204,8 @@ class PipelineConfig:
     message_timeout_s: float = 600.0
     """The longest time that a rank waits for one message."""
     variable_seq_lengths: bool = False
-    """Whether micro-batches may have sequences of different lengths. Messages then contain the
-    shapes of their tensors."""
+    """Whether micro-batches may have sequences of different lengths. Messages then include their
+    tensors' shapes."""
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine dropout masks; implied by `dynamic`."""
     device: str = "auto"
@@ -247,7 +247,7 @@ class PipelineConfig:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the planner chooses the schedule once the sizes of the job are known."""
+        """Whether the planner chooses the schedule once the job's sizes are known."""
         return self.schedule is not None and self.schedule.partition(":")[0] == AUTO
 
     @property

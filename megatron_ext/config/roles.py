@@ -46,7 +46,7 @@ class RankMap:
     """Maps global ranks to roles and positions, and numbers the processes within each role."""
 
     tp: int
-    """Tensor-parallel size of the backward ranks."""
+    """Tensor-parallel size on the backward ranks."""
     pp: int
     """Number of pipeline stages."""
     dp: int
@@ -73,7 +73,7 @@ class RankMap:
     def place(self, rank: int) -> Place:
         """Return the role and position of a global rank."""
         # The two roles for one part of the model are neighbours, because they exchange the most
-        # data. The last process is a backward rank of the last stage, because Megatron logs there.
+        # data. The last process is a backward rank in the last stage, because Megatron logs there.
         # Within each role, ranks are in Megatron's order.
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
@@ -140,7 +140,7 @@ def rank_map(
 
 @dataclass(frozen=True)
 class Job:
-    """A disaggregated job, and the place of this process in it."""
+    """A disaggregated job, and this process's place in it."""
 
     ranks: RankMap
     rank: int
@@ -162,7 +162,7 @@ class Job:
 
     @property
     def place(self) -> Place:
-        """The role and position of this process."""
+        """This process's role and position."""
         return self.ranks.place(self.rank)
 
     @property
@@ -221,7 +221,7 @@ class Job:
         return 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table of one replica, with both roles, for a number of micro-batches."""
+        """Return the table for one replica, with both roles, for a number of micro-batches."""
         return generate(
             "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
         )

@@ -22,10 +22,10 @@ _PLACED = (*_DEALT, "v", "w")
 
 @dataclass
 class StageArguments:
-    """Arguments with which Megatron builds the stages of a schedule."""
+    """Arguments with which Megatron builds a schedule's stages."""
 
     values: dict[str, Any]
-    """Values by the names of Megatron's arguments."""
+    """Values by Megatron's argument names."""
     changes: list[str] = field(default_factory=list)
     """Sentences about the user's settings that these arguments replace."""
 
@@ -33,7 +33,7 @@ class StageArguments:
 def stage_arguments(
     args: Namespace, cut: UserCut, placement: Placement, subject: str
 ) -> StageArguments:
-    """Return the arguments with which Megatron builds the stages of a schedule.
+    """Return the arguments with which Megatron builds a schedule's stages.
 
     `subject` is the flag that chose the schedule, for messages.
 
@@ -192,7 +192,7 @@ def layout_string(
 ) -> str:
     """Return the layout for a model on a placement, in Megatron's notation.
 
-    The user's layout is returned unchanged if it has the stages of the placement.
+    The user's layout is returned unchanged if its stages match the placement.
 
     Args:
         num_layers: Number of layers, without multi-token prediction.

@@ -1,4 +1,4 @@
-"""Runs Megatron-Bridge's training loop under the schedules and transports of this package.
+"""Runs Megatron-Bridge's training loop under this package's schedules and transports.
 
 Bridge calls Megatron's schedule as Megatron's own trainer does, so the schedule itself needs no
 patch here. Two things differ:
@@ -81,9 +81,9 @@ class FieldPlace(NamedTuple):
 
 
 class Settings:
-    """Reads and writes Bridge's `ConfigContainer` under the names of Megatron's arguments.
+    """Reads and writes Bridge's `ConfigContainer` under Megatron's argument names.
 
-    The checks of a schedule, and the settings that a schedule needs, use these names
+    A schedule's checks, and the settings that a schedule needs, use these names
     (`megatron_ext/config/entrances.py`). Bridge stores the settings in fields of several
     dataclasses, mostly under the same names.
     """
@@ -108,7 +108,7 @@ class Settings:
         self._saved_values: dict[tuple[int, str], tuple[FieldPlace, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
-        """Return the settings under the names of Megatron's arguments."""
+        """Return the settings under Megatron's argument names."""
         container = self.container
         args = Namespace()
         for dest, place in self._places.items():
@@ -131,7 +131,7 @@ class Settings:
         return args
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Set values by the names of Megatron's arguments; `restore` undoes this."""
+        """Set values by Megatron's argument names; `restore` undoes this."""
         self.keep(values)
         for dest, value in values.items():
             place = self._places[dest]
@@ -181,7 +181,7 @@ class _Hosted:
 
     settings: Settings
     arguments: Namespace
-    """The settings under the names of Megatron's arguments; tracing reads them too."""
+    """The settings under Megatron's argument names; tracing reads them too."""
 
     def close(self) -> None:
         """Restore the original values of Bridge's configuration, and remove our hook from it."""
@@ -285,7 +285,7 @@ def _prepare(
     """Activate our configuration and write its values into Bridge's configuration.
 
     Returns:
-        Bridge's settings with the prepared values, under the names of Megatron's arguments.
+        Bridge's settings with the prepared values, under Megatron's argument names.
     """
     model = settings.container.model
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:

@@ -78,7 +78,7 @@ def configure(
         layout: The layers of each stage, in Megatron's notation. Default: the same number in each
             stage.
         world_size: Number of ranks in the job. Default: one pipeline.
-        seed: Seed of the run. Required if random numbers are drawn by micro-batch, as with
+        seed: The run's seed. Required if random numbers are drawn by micro-batch, as with
             `dynamic`.
 
     Returns:

@@ -71,7 +71,7 @@ class Cause:
     kind: str
     """One of `KINDS`."""
     reason: str
-    """The text of the exception, in one line."""
+    """The exception's text, in one line."""
     at: float
     """When the rank exited, in seconds since 1970, by its host's clock."""
     iteration: int | None = None
@@ -150,7 +150,7 @@ def of_error(error: BaseException) -> Cause:
 
 
 def _explaining(error: BaseException) -> BaseException:
-    """Return the error of a hang or a lost peer that was being handled when this one was raised.
+    """Return the hang or lost-peer error that was being handled when this error was raised.
 
     While a job shuts down, its data loader's workers are killed. torch raises an error for each of
     them at whatever line the rank is running, even while it reports the first error.

@@ -1,8 +1,8 @@
-"""Reports an error in one line, once per host, however many ranks of the host raise it.
+"""Reports an error in one line, once per host, however many ranks on the host raise it.
 
 Before the ranks are connected, an error may concern one rank (a package that only the last rank
 imports) or one host (a missing file), and the ranks cannot consult each other. So a rank reports
-its error unless it knows that another rank on its host has reported the same one. A failing host
+its error unless it knows that another rank on its host has reported the same error. A failing host
 also leaves a notice in torchrun's store. Without it, the other hosts would wait for minutes in
 `init_process_group`.
 """
@@ -116,7 +116,7 @@ def report_interrupt() -> None:
 
 
 def to_resume(save: str | None, load: str | None) -> str:
-    """Describe the last checkpoint of a training, and how to continue from it."""
+    """Describe a training run's last checkpoint, and how to continue from it."""
     if save is None:
         return "nothing was saved (--save DIR --load DIR)"
     last = _last_saved(save)

@@ -242,7 +242,7 @@ class _Classes:
         return None
 
     def fields(self, name: str) -> dict[str, ast.AnnAssign]:
-        """Return the fields of a dataclass in order, including those of its bases."""
+        """Return a dataclass's fields in order, including the fields of its base classes."""
         definition = self.named(name)
         if definition is None:
             return {}
@@ -333,7 +333,7 @@ def _of_field(
         if default is not False:
             names = [f"no_{name}", f"disable_{name}"]
     flags = tuple(f"--{spelling.replace('_', '-')}" for spelling in names)
-    # The metadata of a field override what its type implies, as in upstream's factory.
+    # A field's metadata override what its type implies, as in upstream's factory.
     keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
     default = keywords.pop("default", default)
     keywords.pop("help", None)

@@ -67,7 +67,7 @@ class PersonView:
     """Source -> whether torch prefixed the last error shown, whose message may have more lines."""
 
     def feed(self, line: str, source: str = "") -> list[str]:
-        """Return the lines to show for a line of the log, usually none."""
+        """Return the lines to show for a line in the log, usually none."""
         # Only torch adds this prefix, so the lines that follow with the prefix belong to the error.
         is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
@@ -83,7 +83,7 @@ class PersonView:
             self._after_error.pop(source, None)
             return shown
         # The line may continue the message of the last error. Without torch's prefix, it may also
-        # be an ordinary line of the log, which cannot be told apart.
+        # be an ordinary log line, and the two cannot be told apart.
         is_rest = self._after_error.get(source) == is_marked
         if is_rest and line and not _TORCHRUNS_LOG.match(line):
             return [line]
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal is_stopped
         is_stopped = True
 
-    # Ctrl-C reaches the whole process group. Write the last lines of the training to the file but
-    # do not show them: after Ctrl-C, users do not care how the launcher and its ranks exit.
+    # Ctrl-C reaches the whole process group. Write the training's last lines to the file but do not
+    # show them: after Ctrl-C, users do not care how the launcher and its ranks exit.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
     log_file: AbstractContextManager[TextIO | None] = nullcontext()

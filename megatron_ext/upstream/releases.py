@@ -94,7 +94,7 @@ def installed_core() -> Path | None:
     core = Path(str(distribution.locate_file("megatron/core")))
     about = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not core.is_dir() and about.get("dir_info", {}).get("editable"):
-        # `pip install -e` of a tree installs an import finder instead of the files.
+        # `pip install -e` on a tree installs an import finder instead of the files.
         core = Path(url2pathname(urlsplit(about["url"]).path)) / "megatron" / "core"
     return core if os.access(core / "__init__.py", os.R_OK) else None
 
@@ -126,9 +126,10 @@ def installed_release() -> Release | None:
 
 
 def reference(release: Release | None = None) -> Reference:
-    """Return the reference of a release, by default of the installed one.
+    """Return the reference for a release, by default for the installed release.
 
-    A release without a reference gets that of the nearest older release, or else the oldest one.
+    A release without a reference gets the nearest older release's reference, or else the oldest
+    one.
     """
     release = release or installed_release() or _OLDEST
     # A release newer than all references resembles the newest reference most.

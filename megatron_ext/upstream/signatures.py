@@ -93,7 +93,7 @@ def is_multi_module(groups: Any) -> bool:
 
 
 def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
-    """Return whether a chunk of this rank contains layers of multi-token prediction.
+    """Return whether a chunk on this rank contains multi-token prediction layers.
 
     `vp_stage` is the index of the chunk; None if the rank has only one.
     """

@@ -71,7 +71,7 @@ def find_tree() -> Path | None:
 
 
 def setting_names() -> frozenset[str]:
-    """Return the names of Megatron's settings, read from the sources of the tree and the wheel.
+    """Return the names of Megatron's settings, read from the sources in the tree and the wheel.
 
     These are the fields of its configuration objects, and the flags of `megatron.training`.
     """
@@ -132,7 +132,7 @@ def check_tree(tree: Path) -> None:
     if fits and installed in (None, release):
         return
     remedy = f"Get it with {how_to_get()}"
-    # A supported tree can also be used with the wheel of its release.
+    # A supported tree can also be used with the wheel for its release.
     if release is not None and fits:
         minor_release = f"{release[0]}.{release[1]}"
         remedy += f"; or install its megatron-core: pip install 'megatron-core=={minor_release}.*'"
@@ -181,7 +181,7 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
 
 
 def _git(tree: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, or None if git fails or the tree is not a checkout."""
+    """Return a git command's output, or None if git fails or the tree is not a checkout."""
     if not (tree / ".git").exists():
         return None
     try:
@@ -233,7 +233,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Clone on the file system of the destination, so that the rename below is atomic.
+        # Clone on the destination's file system, so that the rename below is atomic.
         scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     except OSError as error:
         raise UserError(
@@ -261,7 +261,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
         )
         commit = _git(clone, "rev-parse", "HEAD")
-        # A tag can be moved, and a mirror can have another tag of the same name.
+        # A tag can be moved, and a mirror can have a different tag with the same name.
         if commit != expected:
             raise UpstreamMismatch(
                 f"{url} {tag}",

@@ -1,7 +1,7 @@
 """Runs a step's micro-batches in an order that depends on their lengths.
 
-With `--pipeline-balance`, a rank reads all micro-batches of a step in advance. `order` runs them in
-the order that is fastest in a simulation of the table. `pack` first distributes them over the
+With `--pipeline-balance`, a rank reads all micro-batches for a step in advance. `order` runs them
+in the order that is fastest in a simulation of the table. `pack` first distributes them over the
 data-parallel replicas, so that all replicas have about the same work.
 """
 
@@ -51,7 +51,7 @@ def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
 
 
 def check_iterator(items: Any, flag: str = _FLAG) -> None:
-    """Check that the data of a chunk can be read ahead.
+    """Check that a chunk's data can be read ahead.
 
     Raises:
         ScheduleError: The data comes from something other than an iterator.
@@ -171,7 +171,7 @@ class BalancedStep:
         return held
 
     def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Fetch the micro-batches of the step, by number in the data."""
+        """Fetch the step's micro-batches, by number in the data."""
         return fetched(items, self.schedule.num_microbatches, self.replicas)
 
     def in_file_order(

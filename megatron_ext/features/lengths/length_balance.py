@@ -37,7 +37,7 @@ def fills_of(placement: Placement) -> float:
 def deal_out(
     costs: Sequence[float], num_replicas: int, fills: float = 0.0
 ) -> list[list[int]]:
-    """Distribute the micro-batches of a step over replicas, the same number to each.
+    """Distribute a step's micro-batches over replicas, the same number to each.
 
     The cost of a replica is the sum over its micro-batches, plus `fills` times its costliest
     micro-batch. This is the makespan, in any order, of a flow shop whose jobs take equally long on

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 class LengthGains(NamedTuple):
-    """Step times of one schedule, as means over the global batches.
+    """Step times for one schedule, as means over the global batches.
 
     Times are in units of an average micro-batch's forward pass through 1/pp of the model.
     """

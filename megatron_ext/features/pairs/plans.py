@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 """(stage, micro-batch)."""
-# A layer's nodes in order. The first two are names for the same node: the second name is used since
+# A layer's nodes in order. The first two names are for the same node: the second is used since
 # 0.19.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
@@ -141,8 +141,8 @@ class PlannedCompute(StageCompute):
                 # generators.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
-            # Remove the entry before the backward pass, so that autograd can free tensors while it
-            # runs.
+            # Remove the entry before the backward pass, so that autograd can free tensors during
+            # the pass.
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
         with drawing:

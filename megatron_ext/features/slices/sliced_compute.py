@@ -530,8 +530,8 @@ class RunningSlice:
                 return call(logits, *args, **kwargs)
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
             # The layer will be recomputed, and Megatron computes these losses only in the
-            # recomputation. But the backward of a slice needs the counts of all slices, so run the
-            # router here for its counts. Do not add to the token counts for the experts' bias,
+            # recomputation. But a slice's backward pass needs the counts from all slices, so run
+            # the router here for its counts. Do not add to the token counts for the experts' bias,
             # because the recomputation will add to them.
             self._counts_only = True
             # Megatron computes no losses without gradients.
@@ -889,7 +889,7 @@ class SlicedCompute(StageCompute):
         is_last_slice = slice_index == len(self._bounds[microbatch]) - 2
         if kind == "F" and is_last_slice and self._stage(stage).is_last:
             self._complete_loss(stage, microbatch)
-        if kind != "F" and slice_index == 0:  # the last backward of the micro-batch
+        if kind != "F" and slice_index == 0:  # the micro-batch's last backward pass
             self.kept.microbatches.pop((stage, microbatch), None)
         return outputs
 

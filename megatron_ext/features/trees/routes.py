@@ -240,7 +240,7 @@ class RouteStore:
         # Name -> the sums of tensors that a later publish has replaced. The references are weak, so
         # that the sums live only as long as their graphs.
         self._replaced: dict[str, list[ReferenceType[_Sum]]] = {}
-        # The running action, and the names that its forward has published and taken so far.
+        # The running action, and the names that its forward pass has published and taken so far.
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()
@@ -453,7 +453,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 def _recomputes() -> bool:
-    """Return whether a backward is running, so that any forward now is a recomputation."""
+    """Return whether a backward pass is running, so that any forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -242,7 +242,7 @@ class _Join(torch.autograd.Function):
 
 
 class Channel(NamedTuple):
-    """The trees of one kind that one stage sends to another."""
+    """The trees of one kind that one stage sends to another stage."""
 
     kind: str
     """F for a stage's output, P for the tensors that the stage publishes."""
@@ -372,7 +372,7 @@ class TreeCompute(StageCompute):
         self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
     ) -> Tensors:
         stage, _, microbatch, _ = action
-        # Receive the output of the previous stage, and the tensors on routes.
+        # Receive the previous stage's output, and the tensors on routes.
         tree = None
         leaves: Tensors = []
         if stage > 0:
@@ -388,7 +388,7 @@ class TreeCompute(StageCompute):
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
         self._store.check_forward(stage)
-        # Send the output of the stage first, as in the order of messages in `exchanges`.
+        # Send the stage's output first, as in the order of messages in `exchanges`.
         outputs: Tensors = []
         sent: list[torch.Tensor] = []
         if stage < self._last_stage:
@@ -513,9 +513,9 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return the bytes of a tree, and its tensors whose gradients come back.
+        """Return a tree's bytes, and its tensors whose gradients come back.
 
-        The bytes include a header if the receiver does not know the form of the tree.
+        The bytes include a header if the receiver does not know the tree's form.
         """
         subject = self._subject(channel.stage, microbatch)
         tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
@@ -536,7 +536,7 @@ def agree_trees(
     *,
     shapes_travel: bool,
 ) -> Trees | None:
-    """Gather the declarations of all stages. This is collective over the group of a pipeline.
+    """Gather the declarations of all stages. This is collective over a pipeline's group.
 
     `shapes_travel` is set if sequence lengths vary (`--variable-seq-lengths`).
 
@@ -550,7 +550,7 @@ def agree_trees(
     own_declarations = dict(zip(stages, map(declared, chunks), strict=True))
     everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everybody, own_declarations, group=group)
-    # The ranks of a pipeline have different stages, so no entry is overwritten.
+    # The ranks in a pipeline have different stages, so no entry is overwritten.
     by_stage: dict[int, Declared] = {}
     for declarations in everybody:
         by_stage.update(declarations)
