@@ -23,8 +23,8 @@ class Observer(TransportObserver):
     """Observes the training of one rank; override the methods you need.
 
     Append it to the `observers` of the active configuration before the first step. The transport
-    reports messages, also between steps. The data iterator calls `read`. During a training step,
-    after `begin_step`, the executor reports the actions in a table. The patches in
+    reports messages, including between steps. The data iterator calls `read`. During a training
+    step, after `begin_step`, the executor reports the actions in a table. The patches in
     `patches/trace.py` report the parts of a training step outside its table, and the actions in
     Megatron's own schedules.
     """

@@ -1,4 +1,4 @@
-"""Finds the sockets of this process, including those of C++ libraries, and shuts them down.
+"""Finds and shuts down this process's sockets, including sockets opened by C++ libraries.
 
 Gloo and torch's stores cannot cancel a wait for a lost peer. If their sockets are shut down, the
 waiting thread gets an error at once.

@@ -87,7 +87,7 @@ class Pipeline:
 
     @property
     def margin_by_length(self) -> int:
-        """The margin of a dynamic order with slices by length, in longest micro-batches of a step.
+        """A dynamic order's margin with slices by length, in units of a step's longest micro-batch.
 
         Other dynamic orders use `dynamic.margin`.
         """

@@ -46,7 +46,7 @@ def declares_slices(chunk: torch.nn.Module) -> bool:
 
 
 def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
-    """Return the layers of a chunk's GPTModel, including those of multi-token prediction."""
+    """Return the layers in a chunk's GPTModel, including multi-token prediction layers."""
     model = unwrap_model(chunk)
     predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
     return [

@@ -104,7 +104,7 @@ class _LayerBuffer:
 
 
 class _Joined(torch.autograd.Function):
-    """Appends the keys (or values) of a slice to those of the earlier slices.
+    """Appends a slice's keys (or values) to the earlier slices' keys (or values).
 
     Earlier slices are not autograd inputs. Each earlier slice has a separate graph, whose backward
     pass runs later and adds the gradients that this slice's backward pass stores in the buffer.
@@ -342,7 +342,7 @@ class RunningSlice:
         return result
 
     def _packed_in_slice(self, packed: Any) -> tuple[Any, int]:
-        """Return the bounds of the packed sequences for attention in this slice.
+        """Return the packed sequences' bounds for attention in this slice.
 
         Returns:
             Megatron's `PackedSeqParams` for queries of the slice and keys up to its end, and the
@@ -350,8 +350,8 @@ class RunningSlice:
         """
         if self._packed is None:  # all layers share it
             documents = self.kept.documents
-            # Find the sequences of the slice's first and last token. Sequences without tokens may
-            # be between them.
+            # Find the sequences that contain the slice's first and last token. Sequences without
+            # tokens may be in between.
             end_index = min(bisect_left(documents, self.end), len(documents) - 1)
             first_index = min(bisect_right(documents, self.begin), end_index) - 1
             first = documents[first_index]
@@ -584,7 +584,7 @@ class RunningSlice:
         return loss
 
     def _weight(self) -> float:
-        """Return the weight of the gradients of the running router's losses."""
+        """Return the weight for the gradients of the running router's losses."""
         # With a per-token loss, Megatron multiplies the gradient by the number of tokens in the
         # slice. The correct factor is the number of tokens in the whole micro-batch.
         if self._router.calculate_per_token_loss:
@@ -648,7 +648,7 @@ def _without_counts(router: Any) -> Iterator[None]:
     bias_counts.copy_(before)
 
 
-# Megatron passes the name of a mask to Transformer Engine, but its `AttnMaskType` lacks this kind.
+# Megatron passes the name of a mask to Transformer Engine, but its `AttnMaskType` has no such kind.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
@@ -761,7 +761,7 @@ def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
 def _cut(
     item: Any, bounds: Sequence[int], num_padding: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the slices of a micro-batch. Empty slices have `num_padding` tokens, which are all 0.
+    """Cut a micro-batch into slices. Empty slices have `num_padding` tokens, which are all 0.
 
     A micro-batch has, by name:
     - tensors along the sequence, `[b, s]`;
@@ -807,7 +807,7 @@ def _cut(
 
 
 def _is_whole_in_slices(name: str, tensor: Any) -> bool:
-    """Return whether each slice gets a field of the micro-batch unchanged."""
+    """Return whether each slice gets a micro-batch field unchanged."""
     if tensor is None:
         return True
     if name in _ALONG_SEQUENCE:
@@ -874,8 +874,8 @@ class SlicedCompute(StageCompute):
         if kind == "W":  # reads no keys or values
             return super().run(numbered, inputs)
         if kind == "F" and not self._forwards[stage]:
-            # Check once per step: hooks may change between steps, but the check of a large model
-            # takes milliseconds.
+            # Check once per step: hooks may change between steps, but checking a large model takes
+            # milliseconds.
             check_model(self._stage(stage).model)
         is_cut = not self._is_whole(microbatch)
         if kind == "F" and slice_index == 0 and is_cut:
@@ -913,7 +913,7 @@ class SlicedCompute(StageCompute):
         )
 
     def _begin_microbatch(self, stage: int, microbatch: int, inputs: Tensors) -> None:
-        """Prepare the state that the slices of a micro-batch share."""
+        """Prepare the state that a micro-batch's slices share."""
         data = self._stage(stage).data
         assert isinstance(data, SlicedData)
         state = self.kept.microbatches[stage, microbatch]
@@ -922,7 +922,7 @@ class SlicedCompute(StageCompute):
             self._look_ahead(stage, microbatch, inputs)
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
-        """Check that all layers of a stage have kept keys and values, so that the patch works."""
+        """Check that all layers in a stage have kept keys and values, i.e. that the patch works."""
         model = self._stage(stage).model
         if declares_slices(model):
             return
@@ -1030,7 +1030,7 @@ class SlicedCompute(StageCompute):
             ahead[name] = [(tensor, tensor.sum())]
 
     def _complete_loss(self, stage: int, microbatch: int) -> None:
-        """Divide a micro-batch's losses by its tokens, and add up the reports of its slices.
+        """Divide a micro-batch's losses by its tokens, and add up its slices' reports.
 
         No backward pass of the micro-batch has run yet, because the first one waits for the last
         slice's forward pass.
@@ -1056,7 +1056,7 @@ class SlicedCompute(StageCompute):
 def _sequence_length(num_tokens: int) -> Iterator[None]:
     """Make Megatron's scripts read batches of this length instead of whole sequences.
 
-    On tensor-parallel ranks, the scripts allocate buffers of the length in the arguments.
+    On tensor-parallel ranks, the scripts allocate buffers whose length is given by the arguments.
     """
     arguments = megatron_arguments()
     if arguments is None:

@@ -442,7 +442,7 @@ _CURRENT = _Current()
 
 
 def current_store() -> RouteStore:
-    """Return the store of the running action, or the plain store outside of actions."""
+    """Return the running action's store, or the plain store outside actions."""
     if _CURRENT.store is None:
         return _CURRENT.plain
     return _CURRENT.store
