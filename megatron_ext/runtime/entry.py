@@ -8,6 +8,7 @@ contract of `forward_backward_pipelining_with_interleaving` in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -40,6 +41,17 @@ if TYPE_CHECKING:
 _Model = torch.nn.Module | list[torch.nn.Module]
 _TORCHS_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """torch classes that reduce gradients in hooks during the backward pass."""
+
+
+_INDEPENDENT_OF_NUMBERS = {
+    "mtp_num_layers": 0,
+    "moe_layer_freq": 1,
+    "apply_query_key_layer_scaling": False,
+    "window_attn_skip_freq": 0,
+    "no_rope_freq": 0,
+}
+"""Settings that make layers depend on their numbers -> the value that does not."""
+_LOG = logging.getLogger(__name__)
 
 
 def forward_backward(
@@ -86,6 +98,7 @@ def forward_backward(
     # This is the model's first step.
     if runtime is None or not runtime.checked_chunks.issuperset(chunks):
         _check_models(chunks)
+        _check_layer_numbers(pipeline, groups.pp.rank(), chunks)
         _refuse_torchs_wrappers(pipeline, chunks)
         for feature in features():
             feature.refuse_model(pipeline, chunks, forward_step_func)
@@ -243,6 +256,45 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
                 "docs/your-model.md has an example"
             )
+
+
+def _check_layer_numbers(
+    pipeline: Pipeline, rank: int, chunks: Sequence[torch.nn.Module]
+) -> None:
+    """Check that Megatron numbers the layers of the model as the stages run them.
+
+    Raises:
+        ScheduleError: The model was built without the layout of the schedule, and what a layer
+            computes depends on its number.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    # Without a layout, the chunks of the ranks take turns, which is right for interleaved stages.
+    placement = pipeline.placement
+    takes_turns = True
+    for chunk, stage in enumerate(placement.stages_of[rank]):
+        takes_turns &= stage == chunk * placement.num_ranks + rank
+    config = get_model_config(chunks[0])
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    is_numbered = any(isinstance(module, TransformerBlock) for module in modules)
+    if takes_turns or layout is not None or not is_numbered:
+        return
+    for name, independent in _INDEPENDENT_OF_NUMBERS.items():
+        value = getattr(config, name, independent)
+        if value not in (None, independent):
+            raise ScheduleError(
+                f"the model was built without the layout of {pipeline.name}, so its layers have "
+                f"the numbers of other stages, and {name} = {value} depends on them; build it from "
+                "TransformerConfig(**build.transformer, ...), with what configure returned"
+            )
+    if rank == 0:
+        _LOG.warning(
+            "the model was built without the layout of %s, so checkpoints name its layers "
+            "differently from those of other schedules; build it from "
+            "TransformerConfig(**build.transformer, ...)",
+            pipeline.name,
+        )
 
 
 def _refuse_torchs_wrappers(

@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import megatron_ext
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
+from megatron_ext.runtime import entry
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
 
@@ -433,6 +435,48 @@ def _wrapped_by_torch() -> list[str]:
         with pytest.raises(ScheduleError, match="in another order on each replica"):
             entry._refuse_torchs_wrappers(pipeline, wrapped)
     return refusals
+
+
+def _chunk(**settings: Any) -> torch.nn.Module:
+    """A chunk with a decoder whose layers Megatron has numbered by these settings."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(**settings)  # type: ignore[assignment]
+    decoder = TransformerBlock.__new__(TransformerBlock)
+    torch.nn.Module.__init__(decoder)
+    chunk.decoder = decoder
+    return chunk
+
+
+def _check_numbers(schedule: str, chunk: torch.nn.Module) -> None:
+    entry._check_layer_numbers(make_pipeline(schedule, 2, M), 0, [chunk])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mtp_num_layers": 1}, {"moe_layer_freq": [0, 1]}, {"moe_layer_freq": 2}],
+    ids=str,
+)
+def test_a_v_without_its_layout_is_refused_where_numbers_of_layers_matter(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it, Megatron gives layers the numbers of other stages and trains another model."""
+    without = _chunk(pipeline_model_parallel_layout=None, **settings)
+    with pytest.raises(ScheduleError, match="built without the layout of zb-v"):
+        _check_numbers("zb-v", without)
+    _check_numbers("zb-h1", without)
+    _check_numbers(
+        "zb-v", _chunk(pipeline_model_parallel_layout="E|t|t|tL", **settings)
+    )
+    assert not caplog.messages
+
+
+def test_a_v_without_its_layout_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    _check_numbers(
+        "zb-v", _chunk(pipeline_model_parallel_layout=None, moe_layer_freq=1)
+    )
+    assert "checkpoints name its layers differently" in caplog.text
 
 
 def test_torchs_data_parallelism_is_refused_where_weight_gradients_come_later() -> None:
