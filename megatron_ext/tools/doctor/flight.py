@@ -23,11 +23,6 @@ from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
-from megatron_ext.features.lengths.length_slices import (
-    automatic_slice_tokens,
-    equal_cost_bounds,
-    slices_needed,
-)
 from megatron_ext.planning.choice import NOT_FORECAST
 from megatron_ext.planning.layout_forecast import Layout, forecast
 from megatron_ext.planning.layout_search import search
@@ -356,6 +351,13 @@ def _memory_by_length(
 
     `plan` is the forecast for whole micro-batches, all with the maximum sequence length.
     """
+    # Only a configuration of this feature gets here; the command works without its folder.
+    from megatron_ext.features.lengths.length_slices import (
+        automatic_slice_tokens,
+        equal_cost_bounds,
+        slices_needed,
+    )
+
     longest, microbatches = plan.job.sequence, pipeline.num_microbatches
     slice_tokens = pipeline.config.slice_tokens
     if not isinstance(slice_tokens, int):
