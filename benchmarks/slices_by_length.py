@@ -13,7 +13,7 @@ model. The last column is the processor time that a rank needs for the table of 
 messages.
 
 `sleeping`: the same draws on 8 real processes whose stages sleep, as in `schedules.py`; about
-eight minutes. Steps are given without the time for their tables, which 8 ranks make on few cores
+16 minutes. Steps are given without the time for their tables, which 8 ranks make on few cores
 here, and with it.
 
 `model`: a GPT of 4 layers on 2 CPU ranks, with samples of up to 2048 tokens; about five minutes.
@@ -77,7 +77,7 @@ ENDS = PipelineEnds.of_shapes(
 
 
 _PARTS = ("simulated", "sleeping", "model")
-_FORWARD_S = 0.6
+_FORWARD_S = 0.8
 """Sleep for the longest sample on a rank of `sleeping`."""
 _LIMIT_S = 900.0
 """Longest time of one system on real processes."""
@@ -201,7 +201,7 @@ def sleeping(draws: Sequence[Sequence[int]], forward_s: float) -> None:
     for lengths in draws:
         scaled_draws.append([max(1, round(length / scale)) for length in lengths])
     cost = LengthCost(1.0, 0.5 / SEQUENCE_LENGTH)
-    slice_tokens = SEQUENCE_LENGTH // 16  # as `auto` chooses
+    slice_tokens = SEQUENCE_LENGTH // 8
     whole_bins = [bins(lengths, SEQUENCE_LENGTH) for lengths in scaled_draws]
     cut_packs = [packs_by_length(lengths, slice_tokens) for lengths in scaled_draws]
     by_length: dict[str, Any] = {
@@ -217,6 +217,7 @@ def sleeping(draws: Sequence[Sequence[int]], forward_s: float) -> None:
             whole_bins,
         ),
         f"zb-h1, {label}": ({"schedule": "zb-h1", **by_length}, cut_packs),
+        f"zb-v, {label}": ({"schedule": "zb-v", **by_length}, cut_packs),
     }
     unit = cost.of_length(SEQUENCE_LENGTH)
     work_s = []
