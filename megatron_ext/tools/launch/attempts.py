@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 _LONGEST_PAUSE_S = 60.0
 
 
-def shown_ranks(text: str, world_size: int) -> list[int]:
+def shown_ranks(text: str, plan: JobPlan) -> list[int]:
     """Return the ranks that `--show` names, in order.
 
     Raises:
         LaunchError: It names a rank that is not in this job.
     """
+    num_started = plan.num_started
     if text == "all":
-        return list(range(world_size))
-    ranks = set()
+        return list(range(num_started))
+    ranks: set[int] = set()
     for word in text.split(","):
-        rank = -1
         if word == "last":
-            rank = world_size - 1
-        elif word.isdecimal():
-            rank = int(word)
-        if not 0 <= rank < world_size:
+            # The last rank logs the losses. If it is lost, any rank in reserve may replace it.
+            ranks.update(range(plan.world_size - 1, num_started))
+        elif word.isdecimal() and int(word) < num_started:
+            ranks.add(int(word))
+        else:
             raise LaunchError(
-                f"--show names {word!r}; use all, or ranks from 0 to {world_size - 1} and last"
+                f"--show names {word!r}; use all, or ranks from 0 to {num_started - 1} and last"
             )
-        ranks.add(rank)
     return sorted(ranks)
 
 
@@ -164,7 +164,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if problems := _of_hosts(plan, hellos, "problems"):
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
-        show = shown_ranks(args.show, plan.num_started)
+        show = shown_ranks(args.show, plan)
         # Write the files before the job starts, so that `stop` can find it even if the launcher
         # dies.
         try:

@@ -90,7 +90,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
     if not uncounted:
         # Report mistakes in the flags before any host is contacted.
         complete = plan.completed()
-        shown_ranks(args.show, complete.num_started)
+        shown_ranks(args.show, complete)
     # Other hosts may have a different version of Megatron, so their ranks check the command.
     if not args.per_node and all(host.local for host in hosts):
         check_command_here(plan.command)

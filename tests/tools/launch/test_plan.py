@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import LaunchError
+from megatron_ext.tools.launch.attempts import shown_ranks
 from megatron_ext.tools.launch.hostfile import parse, read
 from megatron_ext.tools.launch.plan import JobPlan, Parallel, flag_value
 
@@ -312,6 +313,16 @@ def test_ranks_in_reserve_come_last_on_several_hosts() -> None:
         assert flag_value(flags, "--replication-factor") == "2"
         # A rank that stands in on another host has the number of the lost one.
         assert "--node-ips" not in flags
+
+
+def test_the_last_rank_is_shown_with_those_that_may_replace_it() -> None:
+    plain = plan_of("a:2\nb:2").completed()
+    assert shown_ranks("0,last", plain) == [0, 3]
+    kept = plan_of("a:2\nb:2", "pretrain_gpt.py", reserve=2).completed()
+    assert shown_ranks("0,last", kept) == [0, 3, 4, 5]
+    assert shown_ranks("all", kept) == list(range(6))
+    with pytest.raises(LaunchError, match="from 0 to 5"):
+        shown_ranks("6", kept)
 
 
 def test_three_hosts_save_three_copies_and_uneven_ones_none() -> None:
