@@ -77,14 +77,17 @@ class _Host:
         self._num_beats = 0
         self._silent_from_s = time.monotonic()
 
-    def is_silent(self, num_beats: int) -> bool:
-        """Return whether the host's last heartbeat is too long ago."""
-        now = time.monotonic()
+    def note_beats(self, num_beats: int) -> None:
+        """Note the number of heartbeats that the host has sent."""
         if num_beats != self._num_beats:
             self._num_beats = num_beats
-            self._silent_from_s = now
+            self._silent_from_s = time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the host's last heartbeat is too long ago."""
         limit_s = SILENCE_S if self._num_beats else _START_S
-        return now - self._silent_from_s > limit_s
+        return time.monotonic() - self._silent_from_s > limit_s
 
 
 class FirstBoard:
@@ -147,8 +150,8 @@ class FirstBoard:
             return
         self._looks_at_s = now + _BEAT_S
         for number, host in self._hosts.items():
-            is_silent = host.is_silent(self._board.num_beats(number))
-            if is_silent and not host.has_ended:
+            host.note_beats(self._board.num_beats(number))
+            if host.is_silent and not host.has_ended:
                 host.has_ended = True
                 self._add_losses_of(host)
 

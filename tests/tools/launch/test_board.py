@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_all_ranks_of_a_silent_host_are_lost(
     for other in others:
         other.take_turn()
     first.take_turn()
-    monkeypatch.setattr(board, "SILENCE_S", 0.0)
+    monkeypatch.setattr(board, "SILENCE_S", 0.2)
+    time.sleep(0.3)
     others[1].take_turn()
     first.take_turn()
     assert sorted((loss.rank, loss.exit_code) for loss in losses.items) == [

@@ -130,6 +130,45 @@ def test_ctrl_c_counts_while_a_lost_host_is_looked_at_again(
     assert "cannot be reached to check what is left" in str(outcome.failure)
 
 
+def _watch_of_three_hosts(**settings: Any) -> Watch:
+    hosts = tuple(Host(name, 1) for name in "abc")
+    plan = JobPlan("r1", hosts, ("x.py",), "/", sys.executable, **settings)
+    agents = Agents(plan)
+    for index, host in enumerate(hosts):
+        agents.connections[index] = Mock(host=host.name, heard_at=time.monotonic())
+        agents.connections[index].noise.return_value = []
+    return Watch(agents, plan, [{"ahead_s": 0.0}] * 3, Mock())
+
+
+def _ended(code: int) -> dict[str, Any]:
+    return {"what": "torchrun", "code": code, "stopped": None, "time": 1.0, "tail": []}
+
+
+def test_a_job_that_keeps_going_outlives_another_host_but_not_the_first(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    keeps_going = {"reserve": 0, "num_reserve_hosts": 1}
+    watch = _watch_of_three_hosts(**keeps_going)
+    watch._lose_host(1)
+    assert not watch.failures
+    assert "ranks 1 to 1 are lost" in capfd.readouterr().err
+    watch._end_host(2, _ended(0))
+    watch._end_host(0, _ended(0))
+    assert not watch.failures
+    # If the job fails later, the lost host may be the cause.
+    watch = _watch_of_three_hosts(**keeps_going)
+    watch._lose_host(1)
+    watch._end_host(0, _ended(137))
+    assert sorted(watch.failures) == [0, 1]
+    # The first host runs the stores.
+    watch = _watch_of_three_hosts(**keeps_going)
+    watch._lose_host(0)
+    assert sorted(watch.failures) == [0]
+    watch = _watch_of_three_hosts()
+    watch._lose_host(1)
+    assert sorted(watch.failures) == [1]
+
+
 def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
