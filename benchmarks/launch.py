@@ -76,6 +76,8 @@ _STEPS_BETWEEN_KILLS = 4
 _STEPS_AFTER_KILLS = 60
 """Enough for the loss of a rank in reserve to be noticed before the job ends."""
 _LONGEST_STEP_S = 0.3
+_RANKS_THAT_MAY_HANG = 1
+"""More ranks in reserve than kills: a rank that hangs in a recovery is lost too, and reported."""
 _TIMED_MODEL = (
     LLAMA.replace("--hidden-size 32 --ffn-hidden-size 88", "--hidden-size 256")
     .replace("--seq-length 16", "--seq-length 128")
@@ -315,9 +317,9 @@ def _kept_job(directory: Path, wire: str, num_kills: int) -> list[str]:
     num_steps = _num_steps(num_kills)
     return [
         sys.executable, "-m", "megatron_ext", "launch", "--keep-going", "--reserve",
-        str(max(1, num_kills)), "--num-microbatches", "4", "--raw", "--show", "all", "--",
-        "pretrain_gpt.py", *_KEPT.split(), "--train-iters", str(num_steps), "--pipeline-transport",
-        wire, "--save", str(saved), "--load", str(saved), "--save-interval", str(10 * num_steps),
+        str(num_kills + _RANKS_THAT_MAY_HANG), "--num-microbatches", "4", "--raw", "--show", "all",
+        "--", "pretrain_gpt.py", *_KEPT.split(), "--train-iters", str(num_steps),
+        "--pipeline-transport", wire, "--save", str(saved), "--load", str(saved), "--save-interval", str(10 * num_steps),
     ]  # fmt: skip
 
 
@@ -327,7 +329,7 @@ def _disturbed(
     """Train, and kill a rank every few steps, at a random moment."""
     directory.mkdir()
     run = Disturbed(directory / "saved")
-    alive = list(range(2 + max(1, num_kills)))
+    alive = list(range(2 + num_kills + _RANKS_THAT_MAY_HANG))
     num_killed = 0
     killed_s: float | None = None
     has_restarted = False
@@ -339,6 +341,10 @@ def _disturbed(
             output.append(line)
             if "in the same processes" in line:
                 has_restarted = True
+            lost = re.search(r"megatron_ext: rank (\d+) was lost", line)
+            if lost is not None and int(lost[1]) in alive:
+                alive.remove(int(lost[1]))
+                print(f"{wire}: rank {lost[1]} was lost, not killed", file=sys.stderr)
             step = re.search(r"iteration +(\d+)/.*lm loss: ", line)
             if step is None:
                 continue

@@ -588,23 +588,23 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
         "worst %",
     )
     print(markdown(head, [(str(len(time)), *summary(time), *summary(memory))]) + "\n")
-    others_off = []
-    for (row, _, error, _), (_, _, bare, _) in zip(rows, plain, strict=True):
+    errors_by_model = []
+    errors_without_flags = []
+    for (row, _, error, _), (_, _, plain_error, _) in zip(rows, plain, strict=True):
         if row["source"] == "Megatron-Bridge":
-            unfitted = None if row["fitted"] else error
-            others_off.append(((row["model"],), (unfitted, bare)))
-    lines = [
-        (model, str(len(others)), *summary(others), summary(bare)[0])
-        for model, (others, bare) in grouped(others_off)
-    ]
-    head = (
-        "Megatron-Bridge",
-        "rows not fitted",
-        "mean %",
-        "worst %",
-        "without flags, mean %",
-    )
+            not_fitted = None if row["fitted"] else error
+            errors_by_model.append(((row["model"],), (not_fitted,)))
+            errors_without_flags.append(plain_error)
+    lines = []
+    for model, (errors,) in grouped(errors_by_model):
+        if errors:
+            lines.append((model, str(len(errors)), *summary(errors)))
+    head = ("Megatron-Bridge", "rows not fitted", "mean %", "worst %")
     print(markdown(head, lines))
+    mean, _ = summary(errors_without_flags)
+    print(
+        f"\nWithout flags, the mean over all {len(errors_without_flags)} rows is {mean} %."
+    )
 
 
 def main(words: Sequence[str] = ()) -> None:

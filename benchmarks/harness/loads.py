@@ -83,8 +83,8 @@ def _normal(times: Sequence[float]) -> list[float]:
 
 def _hot(num_ranks: int, hot_rank: int, load: float = _HOT) -> list[float]:
     """Return loads of which one is hot and the others share what is left."""
-    rest = (num_ranks - load) / (num_ranks - 1)
-    return [load if rank == hot_rank else rest for rank in range(num_ranks)]
+    other_load = (num_ranks - load) / (num_ranks - 1)
+    return [load if rank == hot_rank else other_load for rank in range(num_ranks)]
 
 
 def _by_place(
