@@ -302,7 +302,7 @@ def reason_for_peers(error: BaseException) -> str:
 class UpstreamMismatch(MegatronExtError):
     """The installed Megatron differs from the release that a patch was written for.
 
-    The target is `module:attribute.path`; `expected` and `found` are, for example, signatures.
+    The target is `module:attribute.path`; `expected` and `actual` are, for example, signatures.
     """
 
     def __init__(
@@ -310,14 +310,14 @@ class UpstreamMismatch(MegatronExtError):
         target: str,
         *,
         expected: str,
-        found: str,
+        actual: str,
         installed: str,
         supported: str,
         remedy: str,
     ) -> None:
         self.target = target
-        self.found = found
+        self.actual = actual
         super().__init__(
-            f"{target}: expected {expected}, found {found}; Megatron {installed} is installed, "
+            f"{target}: expected {expected}, found {actual}; Megatron {installed} is installed, "
             f"{supported} is supported. {remedy}."
         )

@@ -119,7 +119,7 @@ def test_doctor_needs_a_hostfile_to_choose_from(
         UpstreamMismatch(
             "module:name",
             expected="a",
-            found="b",
+            actual="b",
             installed="1",
             supported="2",
             remedy="pip",

@@ -49,7 +49,7 @@ def policy() -> Literal["error", "warn", "ignore"]:
 
 def is_missing(mismatch: UpstreamMismatch) -> bool:
     """Return whether the mismatch is a missing target."""
-    return mismatch.found.startswith(_NOTHING)
+    return mismatch.actual.startswith(_NOTHING)
 
 
 def refuses(mismatch: UpstreamMismatch | None) -> bool:
@@ -85,7 +85,7 @@ def log(
             "MEGATRON_EXT_DRIFT=warn: the patches in use were not written for Megatron %s: %s",
             releases.core_version(),
             "; ".join(
-                f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches
+                f"{mismatch.target} has {mismatch.actual}" for mismatch in mismatches
             ),
         )
     elif releases.is_newer_than_known(release):
@@ -131,7 +131,7 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
     )
 
 
-def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
+def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
     # Force the installation: pip keeps an installed version that is within the range, even if its
     # files were edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
@@ -140,12 +140,12 @@ def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
         and tree.find_tree()
     ):
         remedy = tree.how_to_get()
-    if not found.startswith(_NOTHING):
+    if not actual.startswith(_NOTHING):
         remedy += "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn"
     return UpstreamMismatch(
         target,
         expected=expected,
-        found=found,
+        actual=actual,
         installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
         remedy=f"Get the supported one with {remedy}",

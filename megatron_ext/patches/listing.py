@@ -102,7 +102,7 @@ def _difference(row: Row) -> str:
     if row.state == "pending" and row.required:
         missing = drift.missing_module(row.target)
         if missing is not None:
-            return missing.found
+            return missing.actual
     if row.state == "absent" and not row.required:
         return ""
     return row.drift

@@ -324,7 +324,7 @@ class Registry:
             state = "absent"
         difference = ""
         if site.mismatch is not None:
-            difference = f"{site.mismatch.found}"
+            difference = f"{site.mismatch.actual}"
         return Row(
             **vars(patch),
             state=state,

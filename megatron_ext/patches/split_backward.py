@@ -48,7 +48,7 @@ def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     "split_backward.config",
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     when=lambda: (
-        (found := active.pipeline()) is not None and found.full.splits_backward
+        (pipeline := active.pipeline()) is not None and pipeline.full.splits_backward
     ),
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:

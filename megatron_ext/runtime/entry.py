@@ -271,9 +271,10 @@ def _check_layer_numbers(
 
     # Without a layout, the chunks of the ranks take turns, which is right for interleaved stages.
     placement = pipeline.placement
-    takes_turns = True
-    for chunk, stage in enumerate(placement.stages_of[rank]):
-        takes_turns &= stage == chunk * placement.num_ranks + rank
+    takes_turns = all(
+        stage == chunk * placement.num_ranks + rank
+        for chunk, stage in enumerate(placement.stages_of[rank])
+    )
     config = get_model_config(chunks[0])
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     modules = [module for chunk in chunks for module in chunk.modules()]

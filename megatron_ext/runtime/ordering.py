@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # stage has run the action that produced them. That leader's followers run this action too, so their
 # peers in this stage receive their inputs.
 def agree(
-    *groups: dist.ProcessGroup, others: Iterable[int] = ()
+    *groups: dist.ProcessGroup, twins: Iterable[int] = ()
 ) -> tuple[int, list[int]]:
     """Return this rank's leader, and its followers if it leads. Collective over the job.
 
@@ -51,13 +51,13 @@ def agree(
 
     Args:
         groups: Groups that run collectives inside actions, in addition to the expert groups.
-        others: Additional global ranks that must run the same order.
+        twins: Global ranks outside the groups that must run the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
         parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
     )
-    peers = {dist.get_rank(), *others}
+    peers = {dist.get_rank(), *twins}
     for group in (*groups, *experts):
         if group is not None:
             peers.update(dist.get_process_group_ranks(group))

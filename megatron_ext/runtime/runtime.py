@@ -171,7 +171,7 @@ class Runtime:
                 for is_crossed, iterator in zip(crossed, iterators, strict=True)
             )
             twin = mirrored[rank : rank + 1] if swaps else []
-            self.agreement = agree(groups.tp, groups.cp, others=twin)
+            self.agreement = agree(groups.tp, groups.cp, twins=twin)
             links |= self._decision_links(*self.agreement)
         self.observers = active.required().observers
         transport = open_transport(

@@ -186,7 +186,7 @@ def check_core() -> None:
         raise UpstreamMismatch(
             "megatron-core",
             expected=f"a version {SUPPORTED}",
-            found=f"version {version}",
+            actual=f"version {version}",
             installed=version,
             supported=SUPPORTED,
             remedy=f"pip install 'megatron-core{SUPPORTED}'",

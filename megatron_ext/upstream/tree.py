@@ -140,7 +140,7 @@ def check_tree(tree: Path) -> None:
     raise UpstreamMismatch(
         f"Megatron-LM tree {tree}",
         expected=f"version {major}.{minor}, like the installed megatron-core",
-        found=f"version {version}",
+        actual=f"version {version}",
         installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
         remedy=remedy,
@@ -266,7 +266,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             raise UpstreamMismatch(
                 f"{url} {tag}",
                 expected=f"commit {expected}",
-                found=f"commit {commit or 'unknown'}",
+                actual=f"commit {commit or 'unknown'}",
                 installed="(none)",
                 supported=tag,
                 remedy="Fetch from the official repository or an exact mirror of it",

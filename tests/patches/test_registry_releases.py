@@ -26,7 +26,7 @@ def test_a_missing_target_never_breaks_the_import_but_refuses_the_run(
     with pytest.raises(UpstreamMismatch) as caught:
         registry.raise_mismatches()
     assert caught.value.target == "fake_upstream.core:gone"
-    assert caught.value.found.startswith("nothing")
+    assert caught.value.actual.startswith("nothing")
 
 
 def test_a_missing_target_of_an_idle_patch_is_no_error(

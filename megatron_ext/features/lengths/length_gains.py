@@ -145,15 +145,15 @@ def predict_lengths(
         raise ScheduleError("; ".join(left_out))
     gains = []
     for schedule in schedules:
-        whole = _gains(schedule, batches, sizes.num_replicas, costs)
+        schedule_gains = _gains(schedule, batches, sizes.num_replicas, costs)
         if slice_tokens is not None and schedule.name in SLICED_BY_LENGTH:
             slicing = _Slicing(schedule, sizes, length_cost, costs, slice_tokens)
             steps = [slicing.step(batch) for batch in batches]
-            whole = whole._replace(
+            schedule_gains = schedule_gains._replace(
                 sliced=fmean(step for step, _ in steps),
                 sliced_peak=max(peak for _, peak in steps),
             )
-        gains.append(whole)
+        gains.append(schedule_gains)
     return sorted(gains, key=lambda gains: gains.pack), left_out
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def kept_state() -> KeptState:
     """Return the state that layers keep from slice to slice. Patched layers read it too."""
-    kept: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
-    return kept
+    state: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
+    return state
 
 
 class SliceSteps(Feature):
@@ -54,7 +54,12 @@ class SliceSteps(Feature):
             return None
         shapes = self.shapes_on_wires(step.shapes)
         compute = SlicedCompute(
-            call, table, len(shapes["F"]), shapes["B"], step.splits, kept=kept_state()
+            call,
+            table,
+            len(shapes["F"]),
+            shapes["B"],
+            step.splits,
+            layer_state=kept_state(),
         )
         return compute, PipelineEnds.of_shapes(
             step.peers, shapes, call.config.pipeline_dtype

@@ -222,7 +222,7 @@ class RunningSlice:
     The patches in `sliced_layers.py` call these methods instead of Megatron's functions.
     """
 
-    kept: _Microbatch
+    state: _Microbatch
     number: int
     """Position of the slice in its micro-batch."""
     begin: int
@@ -277,7 +277,7 @@ class RunningSlice:
         Raises:
             ScheduleError: They have more or fewer tokens than the slice.
         """
-        keys, values = self.kept.attention.setdefault(
+        keys, values = self.state.attention.setdefault(
             id(layer), (_LayerBuffer(), _LayerBuffer())
         )
         if self.is_empty:
@@ -349,7 +349,7 @@ class RunningSlice:
             first token of the first sequence that has tokens in the slice.
         """
         if self._packed is None:  # all layers share it
-            documents = self.kept.documents
+            documents = self.state.documents
             # Find the sequences that contain the slice's first and last token. Sequences without
             # tokens may be in between.
             end_index = min(bisect_left(documents, self.end), len(documents) - 1)
@@ -364,7 +364,7 @@ class RunningSlice:
             key_bounds = [min(max(start, first), self.end) for start in starts]
             # Compute the bounds on the device: with a copy from the host, the host would wait for
             # the device.
-            whole_bounds = self.kept.packed.cu_seqlens_q[first_index : end_index + 1]
+            whole_bounds = self.state.packed.cu_seqlens_q[first_index : end_index + 1]
             self._packed = replace(
                 packed,
                 cu_seqlens_q=whole_bounds.clamp(self.begin, self.end) - self.begin,
@@ -379,8 +379,8 @@ class RunningSlice:
         self, num_queries: int, num_keys: int, device: torch.device
     ) -> torch.Tensor:
         if self._mask is None:  # all layers share it
-            ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-            self._mask = ones.triu_(num_keys - num_queries + 1)[None, None]
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+            self._mask = mask.triu_(num_keys - num_queries + 1)[None, None]
         return self._mask
 
     def begin_forward(self, arguments: dict[str, Any]) -> None:
@@ -391,7 +391,7 @@ class RunningSlice:
         Raises:
             ScheduleError: There is padding between packed sequences, or a padding mask.
         """
-        state, packed = self.kept, arguments.get("packed_seq_params")
+        state, packed = self.state, arguments.get("packed_seq_params")
         if arguments.get("padding_mask") is not None:
             raise ScheduleError(
                 "padding_mask of GPTModel's forward cannot be used in slices, whose routers count "
@@ -418,13 +418,13 @@ class RunningSlice:
                 f"packed sequences of format {packed.qkv_format} with padding between them "
                 "cannot run in slices; pack without padding, or leave the slices out"
             )
-        self.kept.packed = packed
-        documents = self.kept.documents_read()
+        self.state.packed = packed
+        documents = self.state.documents_read()
         if len(documents) != len(bounds):
             # This rank did not read the data, and the step has not read it ahead. The copy waits
             # for the device, so do this only once per micro-batch.
             documents = tuple(bounds.tolist())
-        self.kept.documents = documents
+        self.state.documents = documents
 
     def _packed_as_one_sequence(self) -> Any:
         """Return Megatron's `PackedSeqParams` for the slice as if it were one sequence.
@@ -433,7 +433,7 @@ class RunningSlice:
         several sequences, they would start each sequence at the first position of the table.
         Attention still gets the separate sequences (`attend`).
         """
-        whole_packed, num_tokens = self.kept.packed, self.end - self.begin
+        whole_packed, num_tokens = self.state.packed, self.end - self.begin
         changes: dict[str, Any] = {
             "cu_seqlens_q_padded": None,
             "cu_seqlens_kv_padded": None,
@@ -472,7 +472,7 @@ class RunningSlice:
         # A table with a row for each token counts positions across all sequences. For any other
         # table, count them within each sequence.
         if len(table) != self.num_tokens:
-            starts = self.kept.packed.cu_seqlens_q.to(places.dtype)
+            starts = self.state.packed.cu_seqlens_q.to(places.dtype)
             document_of = torch.bucketize(places, starts, right=True) - 1
             places = places - starts[document_of]
         if self.is_empty:
@@ -501,9 +501,9 @@ class RunningSlice:
         if self.num_tokens == 0:
             return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
-        shifted = self.kept.ahead[name]
+        shifted = self.state.ahead[name]
         if "packed_seq_params" in kwargs:
-            kwargs["packed_seq_params"] = self.kept.packed
+            kwargs["packed_seq_params"] = self.state.packed
         # The first slice shifts the whole tensors, and later slices reuse them.
         while len(shifted) < shift + 2:
             shifted.append(call(shifted[-1][0], *args, **kwargs))
@@ -557,7 +557,7 @@ class RunningSlice:
         """
         if self.is_empty:
             return probs.new_zeros(())
-        sums = self.kept.balanced[id(self._router), self._num_losses]
+        sums = self.state.balanced[id(self._router), self._num_losses]
         self._num_losses += 1
         # Counts and probabilities are sums over slices, so only this factor depends on the number
         # of tokens in the micro-batch.
@@ -827,7 +827,7 @@ class SlicedCompute(StageCompute):
     a single slice runs like a micro-batch without slices.
     """
 
-    kept: KeptState = field(default_factory=KeptState, kw_only=True)
+    layer_state: KeptState = field(default_factory=KeptState, kw_only=True)
     """State that layers keep from slice to slice."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     """Slice number -> tokens counted by the loss function, on the rank with the last stage."""
@@ -890,7 +890,7 @@ class SlicedCompute(StageCompute):
         if kind == "F" and is_last_slice and self._stage(stage).is_last:
             self._complete_loss(stage, microbatch)
         if kind != "F" and slice_index == 0:  # the micro-batch's last backward pass
-            self.kept.microbatches.pop((stage, microbatch), None)
+            self.layer_state.microbatches.pop((stage, microbatch), None)
         return outputs
 
     def _is_whole(self, microbatch: int) -> bool:
@@ -903,7 +903,7 @@ class SlicedCompute(StageCompute):
         stage, kind, microbatch, slice_index = action
         if self._is_whole(microbatch):
             return nullcontext()
-        return self.kept.of(
+        return self.layer_state.of(
             stage,
             microbatch,
             slice_index,
@@ -916,7 +916,7 @@ class SlicedCompute(StageCompute):
         """Prepare the state that a micro-batch's slices share."""
         data = self._stage(stage).data
         assert isinstance(data, SlicedData)
-        state = self.kept.microbatches[stage, microbatch]
+        state = self.layer_state.microbatches[stage, microbatch]
         state.documents_read = partial(data.documents, microbatch)
         if getattr(self.call.config, "mtp_num_layers", None):
             self._look_ahead(stage, microbatch, inputs)
@@ -927,7 +927,7 @@ class SlicedCompute(StageCompute):
         if declares_slices(model):
             return
         num_layers = len(sliced_layers(model))
-        num_kept = len(self.kept.microbatches[stage, microbatch].attention)
+        num_kept = len(self.layer_state.microbatches[stage, microbatch].attention)
         if num_kept != num_layers:
             raise ScheduleError(
                 f"{num_kept} of {num_layers} layers of stage {stage} kept keys and values "
@@ -1011,7 +1011,7 @@ class SlicedCompute(StageCompute):
         assert isinstance(place.data, SlicedData)
         item, device = place.data.whole(microbatch), device_of(self.call.chunks)
         group = parallel_state.get_tensor_model_parallel_group()
-        ahead = self.kept.microbatches[stage, microbatch].ahead
+        ahead = self.layer_state.microbatches[stage, microbatch].ahead
         for name in _LOOKS_AHEAD:
             dtype = torch.int64
             if name == "loss_mask":
