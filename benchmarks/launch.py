@@ -319,7 +319,8 @@ def _kept_job(directory: Path, wire: str, num_kills: int) -> list[str]:
         sys.executable, "-m", "megatron_ext", "launch", "--keep-going", "--reserve",
         str(num_kills + _RANKS_THAT_MAY_HANG), "--num-microbatches", "4", "--raw", "--show", "all",
         "--", "pretrain_gpt.py", *_KEPT.split(), "--train-iters", str(num_steps),
-        "--pipeline-transport", wire, "--save", str(saved), "--load", str(saved), "--save-interval", str(10 * num_steps),
+        "--pipeline-transport", wire, "--save", str(saved), "--load", str(saved),
+        "--save-interval", str(10 * num_steps),
     ]  # fmt: skip
 
 
