@@ -46,6 +46,7 @@ from benchmarks.harness.ranks import clean_up_when_terminated
 from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.features.lengths.length_slices import (
+    automatic_slice_tokens,
     equal_cost_bounds,
     rising,
     slices_needed,
@@ -201,7 +202,11 @@ def sleeping(draws: Sequence[Sequence[int]], forward_s: float) -> None:
     for lengths in draws:
         scaled_draws.append([max(1, round(length / scale)) for length in lengths])
     cost = LengthCost(1.0, 0.5 / SEQUENCE_LENGTH)
-    slice_tokens = SEQUENCE_LENGTH // 8
+    # `--pipeline-slice-tokens auto` chooses the same number for every draw.
+    slice_tokens = max(
+        automatic_slice_tokens(max(lengths), sum(lengths), RANKS)
+        for lengths in scaled_draws
+    )
     whole_bins = [bins(lengths, SEQUENCE_LENGTH) for lengths in scaled_draws]
     cut_packs = [packs_by_length(lengths, slice_tokens) for lengths in scaled_draws]
     by_length: dict[str, Any] = {

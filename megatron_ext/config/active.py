@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import base_table, generate
+from megatron_ext.schedules.generators.catalog import default_schedule, generate
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -73,7 +73,7 @@ class Pipeline:
     @property
     def name(self) -> str:
         """The registered name of the schedule, or `csv:FILE`."""
-        return self.config.schedule or base_table(self.config.chunks)
+        return self.config.schedule or default_schedule(self.config.chunks)
 
     @property
     def costs(self) -> Costs:
@@ -162,7 +162,7 @@ class Pipeline:
     def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
         """Return the table for one step whose micro-batches have slices of these sizes.
 
-        The table is neither validated nor cached, because the lengths differ in every step.
+        The lengths differ in every step, so the table is not cached. The caller validates it.
 
         Args:
             slice_sizes: The slices of each micro-batch.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules.generators.catalog import base_table
+from megatron_ext.schedules.generators.catalog import default_schedule
 from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def completed(
         return replace(config, microbatch_rng=True)
     # A dynamic order without a schedule starts from the table for Megatron's own schedule.
     if config.schedule is None and config.dynamic is not None:
-        config = replace(config, schedule=base_table(cut.chunks))
+        config = replace(config, schedule=default_schedule(cut.chunks))
     if config.schedule is None:
         return config
     config = replace(

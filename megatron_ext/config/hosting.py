@@ -32,7 +32,7 @@ from megatron_ext.config.restarts import check_restart, place_local_checkpoints
 from megatron_ext.config.roles import job_of, rank_map, role_arguments
 from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, default_schedule
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
 from megatron_ext.upstream.flag_list import megatron_flags
@@ -412,11 +412,11 @@ def _add_pipeline(
     over_torch = _torch_is_best(config, cut.sizes.ranks, in_job=in_job)
     if config.schedule is None and (over_torch or config.wire == "torch"):
         return None
-    carries_stock = config.schedule is None
+    carries_megatron_schedule = config.schedule is None
     table = None
-    setting = "pipeline_transport" if carries_stock else "pipeline_schedule"
+    setting = "pipeline_transport" if carries_megatron_schedule else "pipeline_schedule"
     with answer.collecting(setting):
-        if carries_stock:
+        if carries_megatron_schedule:
             config = _stock_config(config, cut)
             subject = f"--pipeline-transport={config.wire}"
         else:
@@ -448,10 +448,10 @@ def _add_pipeline(
             over_torch=over_torch,
         )
         if batches is not None:
-            fills_groups = carries_stock and config.chunks is not None
+            fills_groups = carries_megatron_schedule and config.chunks is not None
             _make_tables(pipeline, batches, subject, fills_groups=fills_groups)
         table = pipeline.full
-        if carries_stock:
+        if carries_megatron_schedule:
             answer.transport_only = pipeline
         else:
             answer.pipeline = pipeline
@@ -499,7 +499,7 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
     # The user's flags are valid for Megatron without this package, so keep its number of stages.
     chunks = cut.chunks
     return replace(
-        config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None
+        config, schedule=default_schedule(chunks), chunks=chunks if chunks > 1 else None
     )
 
 

@@ -183,7 +183,7 @@ _TEXTS = {
         tp_comm_overlap
             its buffers are for one fixed length; leave one of them out""",
     # For micro-batches of different lengths under Megatron's own schedules.
-    "stock_lengths": f"""
+    "lengths_without_table": f"""
         {_GRAPHS}
             they replay tensors of a fixed shape; leave one of them out""",
     # For forward and backward ranks. From 0.20 on, a --freeze-all-layers step is forward-only, so
@@ -306,28 +306,28 @@ def rules_of(
     `table` is the schedule's table, or the table for Megatron's own schedule if our transport
     carries its messages. If None, rules about tables do not apply.
     """
-    is_stock = config.is_stock
+    runs_no_table = config.runs_no_table
     has_roles = config.disaggregation is not None
     # (field of the configuration, group of rules, whether the group applies)
     groups = [
-        ("microbatch_rng", "microbatch_rng", config.microbatch_rng and is_stock),
+        ("microbatch_rng", "microbatch_rng", config.microbatch_rng and runs_no_table),
         ("balance", "balance", config.balance != "off"),
         ("slices", "slices", config.slices > 1),
         ("slice_tokens", "slices", config.slice_tokens is not None),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
         (
             "variable_seq_lengths",
-            "stock_lengths",
-            config.variable_seq_lengths and is_stock,
+            "lengths_without_table",
+            config.variable_seq_lengths and runs_no_table,
         ),
         ("disaggregation", "roles", has_roles),
         ("disaggregation", "schedule", has_roles),
-        ("schedule", "schedule", not is_stock),
+        ("schedule", "schedule", not runs_no_table),
         ("pairs", "pairs", config.pairs),
         ("waiting_weights", "waiting_weights", config.num_waiting > 0),
-        ("transport", "transport", is_stock and table is not None),
+        ("transport", "transport", runs_no_table and table is not None),
     ]
-    if table is not None and not is_stock:
+    if table is not None and not runs_no_table:
         placement = table.placement
         chooses = config.dynamic is not None
         # Decide by the table instead of the schedule's name, because a table from a file can have
@@ -473,7 +473,7 @@ def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
     if has_roles and getattr(args, "log_progress", None):
         yield "--log-progress counts the devices of backward ranks only"
     times_messages = getattr(args, "timing_log_level", None) in (2, "2")
-    if times_messages and (has_roles or not config.is_stock):
+    if times_messages and (has_roles or not config.runs_no_table):
         yield (
             "--timing-log-level 2: no times are logged for forward-recv, forward-send and other "
             "messages, because a schedule of this package does not wait for each message; --trace "
@@ -556,7 +556,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     args.transformer_impl = None
     groups = rules_of(config, pipeline.full, args)
     overlaps = fields.get("overlap_moe_expert_parallel_comm")
-    if config.is_stock:
+    if config.runs_no_table:
         # Megatron sets a default group size here. Other values are rejected when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
     elif overlaps not in (None, config.pairs):

@@ -258,7 +258,7 @@ class PipelineConfig:
         return Path(self.schedule.removeprefix(f"{AUTO}:"))
 
     @property
-    def is_stock(self) -> bool:
+    def runs_no_table(self) -> bool:
         """Whether Megatron's own schedules or disaggregated roles run instead of our tables."""
         return self.schedule is None and self.dynamic is None
 
@@ -351,7 +351,7 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
                 f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}} yet; leave one of them "
                 "out"
             )
-    if c.is_stock:
+    if c.runs_no_table:
         return (
             "{slices:{c.slices}} is for schedules of this package; add {schedule:NAME}, such as "
             "zb-h1"
@@ -377,7 +377,7 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
                 f"{{slice_tokens:{{c.slice_tokens}}}} cannot run with {{{field_name}}}: its tables "
                 "have no slices; leave one of them out"
             )
-    if c.is_stock or c.is_automatic:
+    if c.runs_no_table or c.is_automatic:
         return (
             "{slice_tokens:{c.slice_tokens}} generates a table for the lengths of each step; add "
             "{schedule:NAME}, such as zb-h1"
@@ -405,7 +405,7 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
             "{waiting_weights:{c.waiting_weights}} cannot run with {disaggregation}, which has no "
             "pairs; leave {waiting_weights} out"
         )
-    if c.is_stock:
+    if c.runs_no_table:
         return (
             "{waiting_weights:{c.waiting_weights}} is for schedules of this package in pairs; add "
             "{schedule:NAME}, such as zb-h1, or leave it out"
@@ -425,7 +425,7 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
 
 def _mistake_of_roles(c: PipelineConfig) -> str | None:
     """Return which setting excludes separate forward and backward ranks."""
-    if not c.is_stock or c.costs is not None:
+    if not c.runs_no_table or c.costs is not None:
         return (
             "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it has its own "
             "schedule; leave one of them out"
@@ -457,7 +457,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     """Return which setting the schedule excludes, or which setting needs one of our schedules."""
     if c.chunks is not None and c.chunks < 1:
         return "{chunks:{c.chunks}} must be at least 1"
-    if c.is_stock and c.balance != "off":
+    if c.runs_no_table and c.balance != "off":
         return (
             "{balance:{c.balance}} is for schedules of this package; add {schedule:NAME}, such as "
             "1f1b or interleaved, or leave it out"
@@ -471,7 +471,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
         "stash_ratio": c.stash_ratio != 1,
     }
     for field_name, is_set in of_tables.items():
-        if c.is_stock and is_set:
+        if c.runs_no_table and is_set:
             return f"{{{field_name}}} is for schedules of this package; add {{schedule:NAME}}"
     if c.is_automatic:
         return _mistake_of_auto(c)

@@ -59,11 +59,14 @@ if TYPE_CHECKING:
 _NOTICED_S = 2.0
 
 
-def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
+def forward_backward(
+    megatron_schedule: Callable[..., list[Any]], **call: Any
+) -> list[Any]:
     """Run one step for this process's role.
 
     Args:
-        stock: Megatron's own schedule, which forward ranks use for evaluation among themselves.
+        megatron_schedule: Megatron's own schedule, which forward ranks use for evaluation among
+            themselves.
         **call: The keyword arguments of Megatron's schedules.
 
     Returns:
@@ -103,7 +106,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
                     [shape],
                     [shape],
                 )
-            return stock(**call)
+            return megatron_schedule(**call)
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)

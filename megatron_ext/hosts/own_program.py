@@ -25,7 +25,7 @@ from megatron_ext.errors import (
     reworded,
 )
 from megatron_ext.patches.registry import REGISTRY
-from megatron_ext.schedules.generators.catalog import base_table
+from megatron_ext.schedules.generators.catalog import default_schedule
 
 
 @overload
@@ -221,7 +221,7 @@ def _take_device(name: str) -> None:
 def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
     num_microbatches = sizes.num_microbatches
     if num_microbatches % config.twins:
-        schedule = config.schedule or base_table(config.chunks)
+        schedule = config.schedule or default_schedule(config.chunks)
         raise ConfigurationError(
             f"num_microbatches {num_microbatches} must be even for the two mirrored pipelines of "
             f"{schedule}; use {num_microbatches - 1} or {num_microbatches + 1}"
@@ -242,7 +242,7 @@ def _put_in_force(
         preflight.raise_refusals(in_fields)
         config = preflight.config or requested
         pipeline = preflight.pipeline or preflight.transport_only
-        schedule = config.schedule or base_table(config.chunks)
+        schedule = config.schedule or default_schedule(config.chunks)
         if pipeline is None:
             pipeline = _stock_pipeline(config, sizes, arguments)
             schedule = pipeline.name
@@ -304,7 +304,7 @@ def _stock_pipeline(
         num_chunks = UserCut.of(vars(arguments)).chunks
     stock_config = replace(
         config,
-        schedule=config.schedule or base_table(num_chunks),
+        schedule=config.schedule or default_schedule(num_chunks),
         chunks=num_chunks if num_chunks > 1 else None,
     )
     return Pipeline(stock_config, sizes.pipeline_ranks, sizes.num_microbatches)

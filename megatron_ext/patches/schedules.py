@@ -329,7 +329,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         # A program may keep this function after `deconfigure`.
         if active.transport_only() is None:
             return schedule(**keywords)
-        return in_force().stock.step(schedule, keywords)
+        return in_force().megatron_pipelines.step(schedule, keywords)
 
     return step
 
@@ -348,7 +348,7 @@ def _send_over_transport(
     """
     from megatron_ext.runtime.runtime import in_force
 
-    step = in_force().stock.running
+    step = in_force().megatron_pipelines.running
     if step is None:
         raise _error_of_stock_schedule()
     kwargs = {**kwargs}

@@ -46,7 +46,7 @@ class _Request:
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
 # gets the name of the n-th message in our table for the same schedule, which is the same on sender
 # and receiver.
-class StockPipeline:
+class MegatronPipeline:
     """The messages of Megatron's own schedule on one pipeline, in table order.
 
     `call` contains the first step's keywords. The constructor is collective over the job.
@@ -59,7 +59,7 @@ class StockPipeline:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         self._pipeline = pipeline
-        # Keep a reference, so that the group's id, the key of `StockPipelines`, stays unique.
+        # Keep a reference, so that the group's id, the key of `MegatronPipelines`, stays unique.
         self._group = groups.pp
         self._peers = Peers(dist.get_process_group_ranks(groups.pp))
         self._device, self._dtype = device_of(chunks), config.pipeline_dtype
@@ -186,12 +186,12 @@ def _by_kind(
 
 
 @dataclass
-class StockPipelines:
+class MegatronPipelines:
     """Runs Megatron's own schedules; our transport carries their messages."""
 
-    by_group: dict[int, StockPipeline] = field(default_factory=dict)
+    by_group: dict[int, MegatronPipeline] = field(default_factory=dict)
     """Id of the pipeline group -> pipeline, which holds the group, so the id stays unique."""
-    running: StockPipeline | None = None
+    running: MegatronPipeline | None = None
     """The pipeline whose step is running."""
 
     def step(self, schedule: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
@@ -200,20 +200,20 @@ class StockPipelines:
         assert pipeline is not None, "the patch acts only while there is a pipeline"
         assert self.running is None, "a step inside a step"
         groups = keywords.get("pg_collection") or default_groups()
-        stock = self.by_group.get(id(groups.pp))
-        if stock is None:
-            stock = self.by_group[id(groups.pp)] = StockPipeline(
+        pipeline_of_group = self.by_group.get(id(groups.pp))
+        if pipeline_of_group is None:
+            pipeline_of_group = self.by_group[id(groups.pp)] = MegatronPipeline(
                 pipeline, groups, keywords
             )
-        self.running = stock
+        self.running = pipeline_of_group
         try:
-            stock.begin(
+            pipeline_of_group.begin(
                 keywords["num_microbatches"], bool(keywords.get("forward_only"))
             )
             result = schedule(**keywords)
-            stock.transport.flush(pipeline.timeout_s)
+            pipeline_of_group.transport.flush(pipeline.timeout_s)
         except BaseException as error:
-            stock.transport.abort(reason_for_peers(error))
+            pipeline_of_group.transport.abort(reason_for_peers(error))
             raise
         finally:
             self.running = None
@@ -221,10 +221,12 @@ class StockPipelines:
 
     def abort(self, reason: str) -> None:
         """Abort the transports. Called from a thread other than the training thread."""
-        for stock in list(self.by_group.values()):  # the training thread may add one
-            stock.transport.abort(reason)
+        for pipeline_of_group in list(
+            self.by_group.values()
+        ):  # the training thread may add one
+            pipeline_of_group.transport.abort(reason)
 
     def close(self) -> None:
         """Close the transports."""
-        for stock in self.by_group.values():
-            stock.transport.close()
+        for pipeline_of_group in self.by_group.values():
+            pipeline_of_group.transport.close()

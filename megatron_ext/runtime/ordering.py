@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # as one rank. A leader runs only actions whose inputs have arrived, so the leader of the previous
 # stage has run the action that produced them. That leader's followers run this action too, so their
 # peers in this stage receive their inputs.
-def agree(
+def elect_leader(
     *groups: dist.ProcessGroup, twins: Iterable[int] = ()
 ) -> tuple[int, list[int]]:
     """Return this rank's leader, and its followers if it leads. Collective over the job.

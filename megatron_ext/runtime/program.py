@@ -120,9 +120,10 @@ def make_table(
     backward: bool,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
-    """Generate and validate the table of a pipeline rank for a number of micro-batches.
+    """Return the valid table of a pipeline rank for a number of micro-batches.
 
-    Without `backward`, the table has only forward passes, for evaluations.
+    Without `backward`, the table has only forward passes, for evaluations. These run in the order
+    of the micro-batches, so there is nothing to validate.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
@@ -193,7 +194,7 @@ def _training_table(
     return Table(schedule, rank, max(by_pair.values(), default=1), costs=costs)
 
 
-def check_agreement(
+def check_same_table(
     table: Table, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> None:
     """Check that all ranks in every group run the same table. Collective over each group.

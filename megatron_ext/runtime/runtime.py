@@ -34,16 +34,22 @@ from megatron_ext.runtime.compute import (
 from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.executor import Executor, num_out_of_order
 from megatron_ext.runtime.feature import DataOrder, Model, ReadAhead, Step, features
-from megatron_ext.runtime.megatron_messages import StockPipelines
+from megatron_ext.runtime.megatron_messages import MegatronPipelines
 from megatron_ext.runtime.offloading import Offloading
-from megatron_ext.runtime.ordering import LedOrder, Order, PolicyOrder, RunAhead, agree
+from megatron_ext.runtime.ordering import (
+    LedOrder,
+    Order,
+    PolicyOrder,
+    RunAhead,
+    elect_leader,
+)
 from megatron_ext.runtime.program import (
     Peers,
     PipelineEnds,
     Program,
     Shapes,
     Table,
-    check_agreement,
+    check_same_table,
     make_program,
     make_table,
     make_table_by_length,
@@ -162,7 +168,7 @@ class Runtime:
         links = links_of(Table(full, rank, slots=0), self.peers)
         crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
         # Leader and followers in a dynamic order; None if every rank follows the table's order.
-        self.agreement: tuple[int, list[int]] | None = None
+        self.leadership: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
             # Twins that read data on crossed stages swap the data inside an action, so they must
             # follow the same leader.
@@ -171,8 +177,8 @@ class Runtime:
                 for is_crossed, iterator in zip(crossed, iterators, strict=True)
             )
             twin = mirrored[rank : rank + 1] if swaps else []
-            self.agreement = agree(groups.tp, groups.cp, twins=twin)
-            links |= self._decision_links(*self.agreement)
+            self.leadership = elect_leader(groups.tp, groups.cp, twins=twin)
+            links |= self._decision_links(*self.leadership)
         self.observers = active.required().observers
         transport = open_transport(
             pipeline,
@@ -384,7 +390,7 @@ class Runtime:
 
     def _agree_on(self, table: Table) -> None:
         members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
-        check_agreement(table, members, self.device)
+        check_same_table(table, members, self.device)
 
     def run(
         self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
@@ -397,7 +403,7 @@ class Runtime:
         ):
             self.splits.register_modules(stage, chunk, splits=splits_backward)
         if trains and table.split_backwards and call.config.sequence_parallel:
-            self.splits.agree(self.groups.tp, self.device)
+            self.splits.agree_on_whole_gradients(self.groups.tp, self.device)
         compute, ends = self._compute(table, call, shapes)
         sync = Sync()
         if trains:
@@ -522,9 +528,9 @@ class Runtime:
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
         """Return the step's order; for evaluations, the table's order is the shortest."""
         timeout_s = self.pipeline.timeout_s
-        if self.agreement is None or call.forward_only:
+        if self.leadership is None or call.forward_only:
             return Order(table)
-        leader, followers = self.agreement
+        leader, followers = self.leadership
         if leader != dist.get_rank():
             return LedOrder(table, self.transport, leader, timeout_s)
         if table.schedule.slice_sizes:
@@ -556,7 +562,7 @@ class Runtimes:
     """Name -> a feature's state, for the layers that the feature patches."""
     offloading: Offloading = field(default_factory=Offloading)
     """The order in which Megatron reloads offloaded activations."""
-    stock: StockPipelines = field(default_factory=StockPipelines)
+    megatron_pipelines: MegatronPipelines = field(default_factory=MegatronPipelines)
     """Megatron's own schedules, if our transport carries their messages."""
     last_counts: tuple[float, list[float]] | None = None
     """Time and counter values at the last report to scalar writers."""
@@ -568,7 +574,7 @@ class Runtimes:
         """Abort the transports. Called from a thread other than the training thread."""
         for runtime in list(self):  # the training thread may add one
             runtime.transport.abort(reason)
-        self.stock.abort(reason)
+        self.megatron_pipelines.abort(reason)
 
     def close(self) -> None:
         """Close the transports."""
@@ -577,7 +583,7 @@ class Runtimes:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
             runtime.transport.close()
-        self.stock.close()
+        self.megatron_pipelines.close()
         self.splits.close()
 
 

@@ -158,7 +158,9 @@ class SplitBackward:
             if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
                 setattr(module.weight, _EMBEDDING, True)
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def agree_on_whole_gradients(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         """Don't defer the gradients of weights that any tensor-parallel rank cannot defer.
 
         Collective over the group, before a training step with sequence parallelism. The ranks must

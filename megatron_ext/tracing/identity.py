@@ -13,7 +13,7 @@ from megatron_ext import devices
 from megatron_ext.config.batches import batches_of
 from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.generators.catalog import base_table, generate
+from megatron_ext.schedules.generators.catalog import default_schedule, generate
 from megatron_ext.tracing.records import Header, directory_name
 from megatron_ext.upstream.releases import core_version
 from megatron_ext.upstream.signatures import megatron_arguments
@@ -172,6 +172,6 @@ def _schedule(configuration: Active, args: Any) -> Schedule | None:
         return job.schedule(num_microbatches)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
     try:
-        return generate(base_table(chunks), pp, num_microbatches, chunks)
+        return generate(default_schedule(chunks), pp, num_microbatches, chunks)
     except ScheduleError:
         return None  # Megatron accepts sizes for which we have no table

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
         ],
     ),
-    "stock_lengths": ("--variable-seq-lengths ", ["--cuda-graph-impl local"]),
+    "lengths_without_table": ("--variable-seq-lengths ", ["--cuda-graph-impl local"]),
     "slices": (
         "--pipeline-schedule zb-h1 --pipeline-slices 4 --transformer-impl local ",
         [

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.table_change import table_changes
+from megatron_ext.schedules.table.table_change import take_table_changes
 
 CSV_PREFIX = "csv:"
 SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
@@ -164,7 +164,7 @@ def get(name: str) -> Generator:
     return generators[name]
 
 
-def base_table(chunks: int | None) -> str:
+def default_schedule(chunks: int | None) -> str:
     """Return the name of Megatron's own schedule with this many stages per rank."""
     return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
 
@@ -193,7 +193,7 @@ def generate(
         ScheduleError: No table has these sizes; the message states the rule and suggests sizes that
         work.
     """
-    changes = table_changes(options)
+    changes = take_table_changes(options)
     if name.startswith(CSV_PREFIX):
         if chunks is not None or options:
             raise ScheduleError(

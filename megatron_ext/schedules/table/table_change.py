@@ -86,7 +86,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
     return changing
 
 
-def table_changes(options: dict[str, Any]) -> list[TableChange]:
+def take_table_changes(options: dict[str, Any]) -> list[TableChange]:
     """Return the changes that features make, and remove their options from `options`."""
     all_options = dict(options)
     changes: list[TableChange] = []

@@ -1,8 +1,9 @@
 """Proves that a table is a correct schedule, or shows where it is wrong.
 
-`validate` checks each generated or loaded table at start-up. Validation takes milliseconds (about 1
-us per action) and proves more than any run could: a table that passes computes each gradient
-exactly once and completes on every rank, whatever the timing.
+`validate` checks each generated or loaded table: at start-up for a full batch, and before the step
+that needs a table of other sizes. Validation takes milliseconds (about 1 us per action) and proves
+more than any run could: a table that passes computes each gradient exactly once and completes on
+every rank, whatever the timing.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megatron_ext.planning.model_flags import sizes_of_flags
 from megatron_ext.planning.question import ParallelSizes, Question, with_graphs
 from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.rules import read_rules
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, base_table
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, default_schedule
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.costs import MAX_ATTENTION
 from megatron_ext.schedules.table.cuts import parse_layout
@@ -466,7 +466,7 @@ def planned(
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
         waiting_weights=answer.config.num_waiting if answer.config else 0,
     )
-    name = answer.pipeline.name if answer.pipeline else base_table(cut.chunks)
+    name = answer.pipeline.name if answer.pipeline else default_schedule(cut.chunks)
     # The planner supports neither tables from files nor forward and backward ranks.
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
