@@ -220,6 +220,8 @@ class Pipeline:
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
         """Return the policy that chooses a rank's next action, for one step."""
+        # Choosing a policy simulates several steps, so choose once for each number of
+        # micro-batches.
         if num_microbatches not in self._policies:
             table = self.schedule(num_microbatches)
             self._policies[num_microbatches] = self.policies_of(table, self.costs)
@@ -418,6 +420,7 @@ def name_transport(purpose: str) -> str:
     number of times. The numbers continue from one configuration to the next, and restart with each
     attempt.
     """
+    # The store keeps the addresses of closed transports, so a new transport must not reuse a name.
     _PROCESS.num_transports[purpose] += 1
     name = f"{purpose}/{_PROCESS.num_transports[purpose]}"
     return f"attempt {_PROCESS.attempt}/{name}" if _PROCESS.attempt else name

@@ -203,6 +203,8 @@ def _batches(args: Namespace) -> Batches | None:
         has_batch = has_batch or bool(getattr(args, size, None))
     if not (has_batch and getattr(args, "micro_batch_size", None)):
         return None
+    # `Training` counts the micro-batches that a set of ranks runs, whether or not a schedule
+    # mirrors two pipelines on these ranks.
     return batches_of(args, args.pipeline_model_parallel_size, 1)
 
 
@@ -224,6 +226,7 @@ def _layers_by_stage(
     if not _has_layers(cut):
         return None
     built = stage_arguments(args, cut, placement, f"--pipeline-schedule={schedule}")
+    # Count the layers in the arguments that Megatron gets. They contain the user's cut or ours.
     counts = UserCut.of(vars(args) | built.values).layers_by_stage(placement)
     if counts is None:
         raise ScheduleError(f"the layers do not divide into the stages of {schedule}")
@@ -297,7 +300,10 @@ def _forecast(
         num_devices=sizes.ranks,
         global_batch=list(batches.counts)[-1],
         sequence=model.sequence,
+        # The planner cannot import the rules itself, because the configuration imports the planner.
         pair_rules=RULES["pairs"],
+        # The flag for pairs is not enough: pairs are also dropped, for example with FP4 or packed
+        # sequences (`completion.py`).
         techniques=replace(
             techniques_of_arguments(args), overlaps_experts=training.pairs
         ),
@@ -328,5 +334,6 @@ def _recomputed(args: Namespace) -> frozenset[str]:
     if granularity == "full":
         return FULL
     if granularity == "selective" or getattr(args, "recompute_activations", None):
+        # Core attention is Megatron's default for selective recomputation.
         return frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
     return frozenset()

@@ -147,6 +147,7 @@ def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatch
 
 def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     """Return the batch sizes in `--step-batch-size-schedule`, one per threshold."""
+    # Like Megatron, accept spaces or commas between entries, and entries in any order.
     entries = re.findall(r"([\d.]+)([KMBT]?):(\d+)", schedule.upper())
     if not entries:
         raise ArgumentsError(
@@ -161,6 +162,7 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     # this itself.
     batches = [size for _, size in by_threshold if size >= step]
     if not batches:
+        # Keep one size, although it is too small, so that the caller rejects it with a remedy.
         _, last = by_threshold[-1]
         batches = [last]
     # Suggest the same thresholds, with sizes that are multiples of a step.

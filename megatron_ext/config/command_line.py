@@ -66,12 +66,14 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     if words and words[0].endswith(".py"):
         script, *words = words
     parser = WordParser(Path(script or _SCRIPT).name)
+    # A plain switch, because argparse's own -h would print this parser's help and exit.
     parser.add_argument("-h", "--help", action="store_true")
     flags = megatron_flags()
     for flag in flags:
         flag.add_to(parser)
     # A user's script may define flags outside its own file, so accept unknown flags for it.
     is_user_script = script is not None and not is_megatrons(script)
+    # Add these after Megatron's flags, because a script may redefine them.
     if script is not None and is_user_script:
         for flag in script_flags(Path(script)):
             flag.add_to(parser)
@@ -80,6 +82,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
+    # Without Megatron's sources, all of its flags are unknown here, so nothing can be rejected.
     if flags:
         # Megatron's own scripts reject unknown flags too.
         if unknown_words and not is_user_script:

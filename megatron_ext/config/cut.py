@@ -24,6 +24,7 @@ PATTERN = "--hybrid-layer-pattern"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 
+# 0.16 marks hybrid models by the first two of these arguments, later releases by the last two.
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 # Arguments that give a file or a text describing each layer.
 _HETEROGENEOUS = (

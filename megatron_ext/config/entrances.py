@@ -158,6 +158,8 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
     # A later flag, a checkpoint's arguments or another program's patch may have changed the sizes.
     for size, count in prepared.items():
         if computed[size] != count:
+            # A program may catch this error, so leave no pipeline active that does not fit the
+            # model.
             clear_configuration()
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {count} {size}, but "
@@ -264,6 +266,7 @@ def _wires_in_words(transport: str) -> str:
 def order_in_words(pipeline: Pipeline) -> str:
     """Describe a dynamic pipeline's policy and its memory bound, for the log."""
     assert pipeline.dynamic is not None
+    # All ranks have the same bound, so rank 0 stands for all of them.
     policy = pipeline.policy(pipeline.num_microbatches, 0)
     schedule = pipeline.full
     # Convert from activations for one stage to activations for the part of the model on one rank.
@@ -324,10 +327,13 @@ def count_recomputation(built: Any) -> None:
         built: Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
     """
     in_force = required()
+    # Only `TransformerConfig` has settings about recomputation.
     is_model = hasattr(built, "recompute_granularity")
     if in_force.requested is None or in_force.pipeline is None or not is_model:
         return
     config = with_stash(in_force.pipeline.config, vars(built))
+    # A program may create several configurations for one model. Only the first one changes
+    # anything.
     if config == in_force.pipeline.config:
         return
     pipeline = replace(in_force.pipeline, config=config)

@@ -213,6 +213,7 @@ class _Row(NamedTuple):
 def _row(key: str, text: str) -> _Row:
     # A key is a flag, optionally followed by its field and by the name of its value.
     flag, path, metavar, *_ = [*key.split(), "", ""]
+    # A "-" in place of the field means that the flag sets none.
     part, _, name = path.strip("-").rpartition(".")
     owner = _PARTS.get(part, PipelineConfig)
     # A flag without a field has no annotation.
@@ -330,6 +331,7 @@ class WordParser(ArgumentParser):
             prog=prog,
             add_help=False,
             allow_abbrev=False,
+            # Absent flags leave no attribute, so the parsed settings are those that the user gave.
             argument_default=SUPPRESS,
             conflict_handler="resolve",  # a script may redefine a Megatron flag
         )

@@ -127,6 +127,7 @@ def preflight(
         settings["world_size"] = world_size
         if world_size is None:
             settings["world_size"] = user_args.get("world_size")
+    # The other checks need readable settings.
     if answer.refusals:
         return answer
     # Only a command line for a Megatron script shows which required flags are missing.
@@ -206,6 +207,7 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
                 f"{name} contains settings, which are not read; pass each one by its own name"
             )
     _check_numbers(user_args)
+    # Megatron's defaults are overridden by the device's defaults, and both by the user's settings.
     settings = dict(_MEGATRON_DEFAULTS)
     if device not in (None, "auto"):
         for dest, (value, _reason) in devices.named(device).argument_defaults.items():
@@ -228,6 +230,7 @@ def _check_numbers(user_args: Mapping[str, Any]) -> None:
         value = user_args.get(flag.dest)
         if value is None or kind not in (int, float) or "nargs" in flag.keywords:
             continue
+        # Reject bool explicitly, because it is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             words = "a whole number" if kind is int else "a number"
             raise ArgumentsError(f"{flag.dest} is {value!r}; it must be {words}")
@@ -295,6 +298,7 @@ def inspect(
     # In a job that is already rejected, this process needs no role.
     if roles is not None and args.world_size and not (in_job and answer.refusals):
         _give_roles(answer, args, config, roles, in_job=in_job)
+    # Only a process in the job runs on the job's device.
     if in_job:
         with answer.collecting("device"):
             answer.arguments |= devices.arguments_for(args, config.device)
@@ -327,6 +331,7 @@ def _with_waiting(
     waiting = automatic.waiting_weights(args, config, device_kind)
     number = waiting.number
     resolved = replace(config, waiting_weights=number)
+    # With `auto`, a device or release that cannot run W in parallel means 0 instead of an error.
     if in_job and number:
         try:
             incompatible.refuse_waiting_weights(resolved)
@@ -594,6 +599,7 @@ def _check_settings(
         unused = incompatible.DROPPED_BY_ROLES
     elif pipeline is not None:
         unused = incompatible.dropped(pipeline)
+    # Copy the arguments, because they belong to the caller.
     args = copy(args)
     vars(args).update(incompatible.drop(answer, args, unused))
     incompatible.imply(answer, config, args)

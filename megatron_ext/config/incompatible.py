@@ -46,6 +46,7 @@ _GRAPHS = (
 _ENCODER_DECODER = "encoder-decoder models (--decoder-num-layers): decoder_num_layers"
 _TEXTS = {
     # For all schedules. From 0.19 on, weights may have more shards than tensor-parallel ranks.
+    # `moe_dispatch_fwd_dtype` exists from 0.20 on, so its absence identifies earlier releases.
     "schedule": f"""
         --cpu-offloading-num-layers: cpu_offloading | cpu_offloading_num_layers
             Megatron supports it only without a pipeline; use --recompute-granularity=selective
@@ -270,6 +271,7 @@ def _all_texts() -> dict[str, str]:
 RULES = {group: read_rules(text) for group, text in _all_texts().items()}
 """Rules about Megatron's settings, by feature, field or kind of table."""
 
+# Each rank with a role has one stage, so settings for several stages have no effect either.
 DROPPED_BY_ROLES = (
     RULES["dropped_by_roles"] + RULES["dropped"] + RULES["dropped_by_line"]
 )
@@ -450,6 +452,7 @@ def _imply_optimizer_format(
                 "Gloo process groups are created: Megatron collects the state of "
                 "--use-distributed-optimizer over them for --ckpt-format torch"
             )
+        # The converted checkpoint is in torch_dist's format, which other schedules may load.
         if has_schedule and getattr(args, "ckpt_convert_format", None) == "torch_dist":
             answer.arguments["dist_ckpt_optim_fully_reshardable"] = True
         return
@@ -501,6 +504,8 @@ def suit_layers(
     Raises:
         ArgumentsError: The schedule splits backward passes, but the layers cannot.
     """
+    # After `configure`, the layers are checked when the program creates its TransformerConfig
+    # (`why_not_split`).
     if not pipeline.full.splits_backward or "transformer_impl" not in args:
         return
     subject = f"--pipeline-schedule {pipeline.name}"
@@ -678,6 +683,7 @@ def _layers_that_add_bias(config: Any) -> list[str]:
     if not has_bias and not settings.get("add_qkv_bias"):
         return []
     layers = []
+    # Megatron builds the projections of multi-latent attention without biases.
     if not settings.get("multi_latent_attention"):
         layers.append("the projections to queries, keys and values")
     if has_bias and settings.get("moe_grouped_gemm"):

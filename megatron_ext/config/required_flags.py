@@ -64,6 +64,7 @@ def missing_flags(
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
         return
+    # None means that a flag is absent, so that the script's default applies.
     user_args = {name: value for name, value in vars(args).items() if value is not None}
     settings = Namespace(**{**defaults, **user_args})
     for rule in _NEEDED:

@@ -30,6 +30,8 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
         return
     placement = answer.pipeline.placement
     name = f"{placement.name}-of-{placement.num_stages}-stages"
+    # The changed setting may be checked again, for example by a host, so do not nest the folder
+    # twice.
     if Path(directory).name == name:
         return
     answer.arguments["non_persistent_local_ckpt_dir"] = str(Path(directory) / name)
@@ -83,6 +85,7 @@ def _missing_name() -> str:
         try:
             has_class = hasattr(import_module(full_name), name)
         except ImportError:
+            # Some installations of NVRx lack the modules that only restarts need.
             has_class = False
         if not has_class:
             return f"{full_name}.{name}"

@@ -267,6 +267,7 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
         args.rank,
         activations=disaggregation.activations,
         timeout_s=config.message_timeout_s,
+        # Without tensor parallelism, Megatron turns this off, but only after this check.
         sequence_parallel=bool(
             args.sequence_parallel and args.tensor_model_parallel_size > 1
         ),
@@ -345,6 +346,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
             * job.ranks.tp,
         }
+    # Not every release has all of these arguments.
     return arguments | {
         dest: value for dest, value in settings.items() if hasattr(args, dest)
     }
@@ -353,6 +355,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     """Return a log line about the disaggregated schedule for `count` micro-batches."""
     replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
+    # The table has two rows per stage, so a stage's forward pass takes two units of time.
     timeline = evaluate(job.schedule(count), UNIT)
     num_forward = job.ranks.role_size("forward")
     num_backward = job.ranks.role_size("backward")
