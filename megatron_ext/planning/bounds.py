@@ -315,6 +315,7 @@ class _Ladder:
         if len(self._stages) == 2:
             return self._least_of_two_s(num_extra)
         for moment in self._free_memory:
+            # An extra layer needs at least this much memory, whichever stage it is in.
             if num_extra * min(moment.bytes_per_layer) > moment.free_bytes:
                 return math.inf
         # With more than two stages, assume that each extra layer goes where it costs the least.

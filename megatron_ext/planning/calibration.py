@@ -96,6 +96,7 @@ def parts_of(
         kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)
     }
     layers = [part_by_kind[kind] for kind in model.kinds]
+    # Recomputation covers only layers, so the embedding and the loss have no `mode`.
     first = part_of(model, "embedding", sharding, device)
     ends = [part_of(model, "loss", sharding, device, holds_embedding=holds_embedding)]
     if model.mtp_layers:

@@ -422,6 +422,7 @@ class ByForecast:
             judge = replace(self, job=job)
             return judge._layout(schedule, chunks, counts, costs)
 
+        # Ask with one W, because `has_waiting_weights` is never set if none may wait.
         if not layout_with(1).has_waiting_weights:
             raise ScheduleError(f"{schedule} has whole backwards")
         return most_waiting(layout_with, self.limit(None))

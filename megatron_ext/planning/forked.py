@@ -46,6 +46,7 @@ class _ForkedCaller(Caller):
             target=_serve, args=(os.getpid(), function, child_end, pipes), daemon=True
         )
         self._process.start()
+        # If this end stayed open here, `recv` would wait forever after the child's death.
         child_end.close()
 
     def begin(self, *args: Any) -> None:
@@ -60,7 +61,8 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        # Kill the process, because a call may take a long time and needs no clean-up.
+        # Kill the process, because a call may take a long time and needs no clean-up. SIGTERM may
+        # have a handler that the process inherited.
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -70,6 +72,7 @@ class _ForkedCaller(Caller):
         try:
             yield
         except (EOFError, OSError):
+            # The pipe may break before the exit code is known.
             self._process.join()
             raise MegatronExtError(
                 f"a process of the search died (exit code {self._process.exitcode}); if memory ran "
@@ -118,6 +121,7 @@ def _serve(
     # forever after the parent is killed.
     for parent_end in inherited:
         parent_end.close()
+    # Both errors mean that the parent has ended.
     with suppress(EOFError, OSError):
         while True:
             args = pipe.recv()

@@ -100,6 +100,8 @@ class DeviceKind:
     """Additional time for a collective, per rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
     """Parts of a model, with factors on the costs of their passes (`calibration.py`)."""
+    # Devices are keys of caches. The fields below are not hashable and affect no cost, so they do
+    # not count for hashes and equality.
     seconds: dict[str, list[float]] = field(
         default_factory=dict, hash=False, compare=False
     )
@@ -418,6 +420,7 @@ def _read_device(path: Path) -> DeviceKind:
             forward, input_gradient, weight = map(float, part_factors)
             factors.append((part, (forward, input_gradient, weight)))
         content["measured"] = tuple(factors)  # a hashable field
+        # `plan --explain` prints the source of each number.
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})
         # The base provides all fields that the file omits.
@@ -452,6 +455,8 @@ def _check_numbers(device: DeviceKind) -> None:
     """
     for device_field in fields(device):
         name = device_field.name
+        # The file's value may have any type, so look up in a known device whether the field is a
+        # number.
         if not isinstance(getattr(DEVICES["h100"], name), int | float):
             continue
         value = getattr(device, name)

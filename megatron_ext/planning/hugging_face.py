@@ -29,6 +29,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         "ffn-hidden-size": config.get("intermediate_size_mlp")
         or config["intermediate_size"],
         "num-attention-heads": config["num_attention_heads"],
+        # The embedding has exactly this many rows, so do not pad it.
         "padded-vocab-size": config["vocab_size"],
         "max-position-embeddings": config.get("max_position_embeddings", 4096),
         "normalization": "RMSNorm",
@@ -164,6 +165,8 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
     dense_layers = config.get("mlp_only_layers") or ()
     marks = []
     for layer in range(num_layers):
+        # As in the code of Qwen and Llama 4, the last layer of each period has experts. Under
+        # Megatron's --moe-layer-freq N, it is the first.
         has_experts = (
             (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
         )

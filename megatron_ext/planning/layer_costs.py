@@ -594,7 +594,8 @@ class _Books:
         )
         logits = self.tokens * model.vocabulary / self.tensor
         # Bytes of traffic per logit. The unfused loss creates an fp32 copy, finds its maximum,
-        # subtracts it, exponentiates, sums, and divides by the sum.
+        # subtracts it, exponentiates, sums, and divides by the sum. That adds up to 38 bytes in
+        # Megatron's `vocab_parallel_cross_entropy`; 35 were measured on an H100.
         forward_bytes = 38
         backward_bytes = 10
         if self.sharding.fused_loss:

@@ -149,6 +149,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         rotary_size=rotary_size,
         mtp_layers=len(depths) or args.mtp_num_layers,
         sequence=args.seq_length,
+        # A tuple is hashable. The sizes are keys of caches.
         flags=tuple(flags),
     )
 
@@ -166,6 +167,7 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
     Raises:
         ArgumentsError: A size is missing.
     """
+    # Convert the arguments into flags, so that both go through the same checks and defaults.
     flags = []
     for name in (*_INTEGERS, *_TEXTS):
         value = getattr(args, name, None)
@@ -174,6 +176,7 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
     for name in _SWITCHES:
         if getattr(args, name, False):
             flags.append(_flag(name))
+    # Megatron stores --disable-bias-linear as add_bias_linear=False.
     if not getattr(args, "add_bias_linear", True):
         flags.append("--disable-bias-linear")
     return sizes_of_flags(flags, "the model")
@@ -204,6 +207,7 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
 def _without_empty_values(flags: Sequence[str]) -> list[str]:
     """Return the flags without empty values, such as an example's vocabulary size."""
     words = list(flags)
+    # Go backwards, so that a deletion does not move words that are still to be checked.
     for index in range(len(words) - 1, 0, -1):
         if words[index : index + 1] == [""]:  # the end may already be deleted
             del words[index - 1 : index + 1]
@@ -238,6 +242,7 @@ def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
     hidden = args.hidden_size
     heads = args.num_attention_heads
     _check_divides("--num-query-groups", query_groups, heads)
+    # With --kv-channels, the heads need not divide the hidden size.
     if not args.kv_channels:
         _check_divides("--num-attention-heads", heads, hidden)
     _check_at_most("--num-attention-heads", heads, hidden)

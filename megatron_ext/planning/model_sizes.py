@@ -13,6 +13,8 @@ HYBRID_KINDS: dict[str, LayerKind] = {
     "E": "experts",
 }
 """Letter in Megatron's pattern for a hybrid model -> kind of layer."""
+# Limits for sizes in flags and files. A model with an impossible number of layers would fill the
+# memory.
 MAX_LAYERS = 1024
 MAX_SIZE = 10**8
 

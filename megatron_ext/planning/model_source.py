@@ -19,7 +19,8 @@ _MAX_FILE_BYTES = 1 << 20
 _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
 """Exit code of the script below if the example does not have the requested size."""
-# If the size does not exist, the script prints all sizes and exits with the code above.
+# If the size does not exist, the script prints all sizes and exits with the code above. Examples
+# expand three arrays from `examples/train.sh`, whose flags do not describe the model.
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
     'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '
@@ -86,6 +87,7 @@ def read_model(
 
 
 def _refuse_unknown_flags(flags: Sequence[str]) -> None:
+    # Otherwise these flags would be ignored, and the forecast would be for another model.
     for flag in flags:
         if not flag.startswith("--"):
             continue
@@ -113,6 +115,7 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
         flags = flags_of_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        # The text of a KeyError is only the key.
         if isinstance(error, KeyError):
             reason = f"it has no {error}"
         raise ArgumentsError(
@@ -125,6 +128,7 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
 def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
     """Return an example's name and flags."""
     path = folder / "model.env"
+    # The script gets the path as $1 and the size as $2. "plan" is its name in messages of bash.
     command = ["bash", "-c", _EXAMPLE_SCRIPT, "plan", str(path), size or ""]
     try:
         shell = subprocess.run(

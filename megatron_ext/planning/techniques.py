@@ -155,6 +155,7 @@ def techniques_of_flags(
     )
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--cuda-graph-impl")
+    # Newer releases call the scope --cuda-graph-modules.
     parser.add_argument(
         "--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[]
     )
@@ -202,6 +203,8 @@ def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
     flags += [
         f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))
     ]
+    # Megatron stores --no-gradient-accumulation-fusion as False under this name. A missing value
+    # means the default, which is fused.
     if values.get("gradient_accumulation_fusion") is False:
         flags.append("--no-gradient-accumulation-fusion")
     # Schedules in this package do not support graphs.
@@ -212,6 +215,7 @@ def _graphs_of(args: argparse.Namespace) -> Graphs:
     scope = set(args.cuda_graph_scope)
     if args.cuda_graph_impl == "none":
         return "none"
+    # Since 0.18, this is a value of --cuda-graph-impl; earlier, it was a scope.
     if "full_iteration" in (args.cuda_graph_impl, *scope):
         return "step"
     # A scope without attention covers only single modules.

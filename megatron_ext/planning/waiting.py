@@ -56,6 +56,7 @@ def most_waiting(
         limit_gib: Memory that a rank may need.
     """
 
+    # The results are needed again for the message, and each takes a forecast.
     @cache
     def memory_gib(number: int) -> tuple[float, ...]:
         return layout_with(number).memory_gib
@@ -75,6 +76,7 @@ def most_waiting(
 def room_in(plan: Layout) -> WaitingWeights | None:
     """Return how many W may wait in a layout; None without pairs or split backward passes."""
     device = plan.job.device
+    # `forecast` returns None for a layout that does not fit, but `most_waiting` needs its memory.
     unlimited = replace(device, memory_gib=_UNLIMITED_GIB)
 
     def layout_with(number: int) -> Layout:
@@ -83,6 +85,7 @@ def room_in(plan: Layout) -> WaitingWeights | None:
         assert layout is not None, "this cut has a forecast, and now memory enough"
         return layout
 
+    # Ask with one W, because `has_waiting_weights` is never set if none may wait.
     if plan.sizes.pp == 1 or not layout_with(1).has_waiting_weights:
         return None
     return most_waiting(layout_with, device.memory_gib - device.reserve_gib)
