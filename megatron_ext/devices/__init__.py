@@ -56,6 +56,7 @@ def requested(argv: Sequence[str] | None = None) -> str:
         # being imported. Once the flags are parsed, `config/hosting.py` checks that the two values
         # agree.
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        # Accept the flag without a value, so that the error below lists the choices.
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
         name = str(parser.parse_known_args(argv)[0].device)
         source = _FLAG
@@ -237,5 +238,6 @@ def count_devices(
             )
     if counts:
         return max(counts)
+    # Drivers create one numbered node per device, and others without a number, such as nvidiactl.
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")
     return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())

@@ -142,6 +142,7 @@ class Device(ABC):
         """Return the copier between host and `torch_device`."""
         from megatron_ext.devices.copies import Copies
 
+        # The driver is `torch.cuda.cudart()` or `torch.musa.musart()`.
         driver = getattr(self.runtime, f"{self.name}rt")()
         # Some releases of torch_musa do not bind these calls; copies then block the host.
         register = getattr(driver, f"{self.name}HostRegister", None)

@@ -197,6 +197,7 @@ def _namespaces() -> Iterator[Redirect]:
         "device_count": to(host.local_world_size),
         "current_device": returning(torch.device("cpu")),
         "device": _context,
+        # Equal to the capability in `host.properties`.
         "get_device_capability": returning((8, 0)),
         "get_device_name": answering(lambda: host.properties().name),
         "get_device_properties": answering(host.properties),
@@ -384,6 +385,7 @@ def _one_worker(
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
+        # torch reads this variable only for its own default options, which these options replace.
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
         if interfaces:
             names = interfaces.split(",")

@@ -62,6 +62,7 @@ class CudaDevice(Device):
                 "--pipeline-device-path ipc does not support AMD GPUs; use "
                 "--pipeline-device-path staged"
             )
+        # torch's wheels contain the runtime only under the name with the major version.
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
         return Sharing(self.runtime, device, library)
 
@@ -78,5 +79,6 @@ def why_idle() -> str | None:
     try:
         torch.cuda.init()
     except RuntimeError as error:
+        # Keep the first sentence, which names the reason. Advice about drivers follows it.
         return str(error).partition(". ")[0].splitlines()[0].rstrip(".")
     return "torch sees no GPU"

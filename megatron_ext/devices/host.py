@@ -95,6 +95,7 @@ class Stream:
     wait_stream = _nothing
 
 
+# `Stream()` would return this object, which does not exist yet.
 STREAM: Stream = object.__new__(Stream)
 """The only stream, for all threads."""
 
@@ -119,6 +120,7 @@ def local_world_size() -> int:
 def properties() -> SimpleNamespace:
     """Return the host's properties, named like those of a CUDA device."""
     return SimpleNamespace(
+        # On many Linux systems, the first of these names is empty.
         name=platform.processor() or platform.machine(),
         major=8,  # the lowest capability for which upstream has no special cases
         minor=0,
@@ -168,4 +170,5 @@ def _status_bytes(field: str) -> int:
         match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)
         if match is not None:
             return int(match[1]) * 1024
+    # Linux counts this in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

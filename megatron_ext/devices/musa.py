@@ -226,6 +226,7 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     # torch cannot swap data between the host and a device that an extension registers.
     @functools.wraps(original)
     def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        # Only this module's parameters: torch calls `_apply` for each submodule, too.
         before = dict(self._parameters)
         result: torch.nn.Module = original(self, *args, **kwargs)
         for name, parameter in before.items():

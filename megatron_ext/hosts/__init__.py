@@ -21,6 +21,7 @@ _BRIDGE = "megatron.bridge"
 
 def arm() -> None:
     """Arrange for a host's patches to be registered just before its import. Idempotent."""
+    # A hook on the import would come too late if Bridge is already imported.
     if _BRIDGE in sys.modules:
         _begin()
     else:

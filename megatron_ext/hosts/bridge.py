@@ -208,6 +208,8 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     flags = None
     if words:
         flags = parse_words(words, FLAGS)
+    # Even if Megatron's own schedule runs, the device may need other settings than Bridge's
+    # defaults.
     if requested is None and flags is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
@@ -288,6 +290,7 @@ def _prepare(
         Bridge's settings with the prepared values, under Megatron's argument names.
     """
     model = settings.container.model
+    # Bridge also enables this mode only for True itself, not for other true values.
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
         raise ArgumentsError(
             "model.dist_train.use_dist_train gives encoder and language model separate ranks and "
@@ -416,6 +419,8 @@ def _tie(chunks: list[Any]) -> list[Any]:
 
 def _hooks(model: Any) -> list[Any]:
     """Return the list of hooks that Bridge runs after it has wrapped a model."""
+    # `megatron.training`'s model configurations use the first name, Bridge's model providers the
+    # second.
     name = (
         "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
     )
@@ -503,6 +508,7 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.runtime.folded import share_losses
 
     losses, *other_results = call(*args, **kwargs)
+    # Bridge returns None if the time limit of the run ends the evaluation.
     if losses is None:
         return losses, *other_results
     arguments = by_name(call, args, kwargs)

@@ -77,5 +77,6 @@ def check_installed() -> None:
     Raises:
         UserError: A requirement is not met; reports the first problem in one line.
     """
+    # One problem is enough for an error. `megatron-ext doctor` lists all of them.
     for problem in problems():
         raise UserError(problem)

@@ -266,6 +266,7 @@ def _put_in_force(
     num_chunks = placement.num_stages // placement.num_ranks
     return ModelBuild(
         pipeline_model_parallel_size=placement.num_ranks,
+        # With 1 instead of None, Megatron would interleave the only chunk.
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         pipeline_model_parallel_layout=cut_arguments.get(
             "pipeline_model_parallel_layout", sizes.layout
