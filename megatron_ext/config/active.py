@@ -423,7 +423,9 @@ def name_transport(purpose: str) -> str:
     # The store keeps the addresses of closed transports, so a new transport must not reuse a name.
     _PROCESS.num_transports[purpose] += 1
     name = f"{purpose}/{_PROCESS.num_transports[purpose]}"
-    return f"attempt {_PROCESS.attempt}/{name}" if _PROCESS.attempt else name
+    if _PROCESS.attempt:
+        name = f"attempt {_PROCESS.attempt}/{name}"
+    return name
 
 
 def begin_attempt(number: int | None) -> None:

@@ -1,9 +1,9 @@
 """Parses a training command line as the training job itself does, but without importing torch.
 
 Megatron's flags come from its sources (`megatron_ext/upstream/flag_list.py`), ours from `flags.py`,
-and a script's flags from the script's file. If Megatron is not installed, the types of its
-flags are guessed: a flag without a value is a switch, and a word that looks like a number is
-    treated as one.
+and a script's flags from the script's file. If Megatron is not installed, the types of its flags
+are guessed: a flag without a value is a switch, and a word that looks like a number is treated as
+one.
 """
 
 from __future__ import annotations

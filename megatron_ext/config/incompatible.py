@@ -373,8 +373,9 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
     # Slices always exclude pairs, and drop the flags that request them.
     group = "dropped_by_slices" if pipeline.config.cuts_sequences else "unpaired"
     rules += RULES.get(group, ())
-    one_chunk = placement.num_stages == placement.num_ranks
-    return rules + RULES["dropped_by_line"] if one_chunk else rules
+    if placement.num_stages == placement.num_ranks:
+        rules += RULES["dropped_by_line"]
+    return rules
 
 
 def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:

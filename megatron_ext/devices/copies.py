@@ -105,6 +105,7 @@ class Copies:
             problem = f"the runtime of {self._device.type} cannot register host memory"
         else:
             register, _ = self._pinning
+            # Flags of 0 mean cudaHostRegisterDefault.
             code = int(register(address, num_bytes, 0))
             if code == 0:
                 return True

@@ -79,6 +79,7 @@ def why_idle() -> str | None:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        # Keep the first sentence, which names the reason. Advice about drivers follows it.
-        return str(error).partition(". ")[0].splitlines()[0].rstrip(".")
+        # The first sentence names the reason. Advice about drivers follows it.
+        reason, _, _advice = str(error).partition(". ")
+        return reason.splitlines()[0].rstrip(".")
     return "torch sees no GPU"

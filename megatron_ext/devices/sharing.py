@@ -123,7 +123,8 @@ class Sharing:
         # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
         # exported. The driver frees this memory when the last process that maps it has exited.
         # Round up to whole blocks: otherwise an export would include other allocations.
-        num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
+        num_blocks = -(-max(num_bytes, 1) // _BLOCK_BYTES)
+        num_bytes = num_blocks * _BLOCK_BYTES
         address = ctypes.c_void_p()
         handle = _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)

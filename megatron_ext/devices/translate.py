@@ -71,6 +71,7 @@ def translator(kind: str) -> Translator:
         if isinstance(device, str):
             if not device.startswith("cuda"):
                 return device
+            # For example, "cuda:1" becomes "musa:1".
             return kind + device[4:] if has_indices else without_index
         if isinstance(device, torch.device):
             if device.type != "cuda":

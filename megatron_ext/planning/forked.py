@@ -86,8 +86,10 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
-        # A single caller needs no process. Each child closes the parent's ends of earlier pipes.
-        while len(forked) < count > 1:
+        # A single caller needs no process.
+        num_processes = count if count > 1 else 0
+        for _ in range(num_processes):
+            # Each child closes the parent's ends of earlier pipes.
             forked.append(_ForkedCaller(function, pipes))
         yield [*forked] or [Caller(function)]
     finally:

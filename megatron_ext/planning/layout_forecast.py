@@ -321,9 +321,9 @@ def stage_parts(plan: Layout) -> list[Part]:
 def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
     """Return how many devices hold the same weights, and how many hold the same experts."""
     # With twins, two ranks hold each stage.
-    return sizes.replicas * sizes.cp * twins, job.num_devices // (
-        sizes.pp * sizes.ep
-    ) * twins
+    holders = sizes.replicas * sizes.cp * twins
+    expert_holders = job.num_devices // (sizes.pp * sizes.ep) * twins
+    return holders, expert_holders
 
 
 def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
@@ -349,6 +349,7 @@ def _memory_limit_bytes(job: Question) -> float:
 
 
 def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
+    # In bf16. Each tensor-parallel rank sends its part of the sequence.
     return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
 
 
@@ -468,9 +469,9 @@ def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
         return num_microbatches
     # Remove only whole rounds of 2 pp micro-batches. The remainder stays, because the end of a
     # table that consists of rounds depends on it.
-    return (
-        num_microbatches - (num_microbatches - _ENOUGH_ROUNDS * pp) // (2 * pp) * 2 * pp
-    )
+    round_size = 2 * pp
+    num_rounds_beyond = (num_microbatches - _ENOUGH_ROUNDS * pp) // round_size
+    return num_microbatches - num_rounds_beyond * round_size
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:

@@ -429,8 +429,10 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
     """Yield schedules and their numbers of stages per rank."""
     fixed = job.fixed
     if sizes.pp == 1:  # without a pipeline, there is no schedule or cut to fix
-        num_stages = len(fixed.get("layout", "-"))
-        if fixed.get("vp", 1) == num_stages == 1 and "schedule" not in fixed:
+        num_stages = 1
+        if "layout" in fixed:
+            num_stages = len(fixed["layout"])
+        if num_stages == 1 and fixed.get("vp", 1) == 1 and "schedule" not in fixed:
             yield "none", 1
         return
     most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)

@@ -70,6 +70,8 @@ class MeasuredCosts:
         forward_s, input_s, weight_s = (
             sum(times) for times in zip(*stages, strict=True)
         )
+        # The first three durations are those of 1/ranks of the model, for which tables are
+        # generated.
         return Costs(
             forward_s / ranks,
             input_s / ranks,
