@@ -61,6 +61,8 @@ class _Job:
         self.stopped: str | None = None
         self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
         agent_pid = os.getpid()
+        # torchrun makes each rank the leader of a process group, so a rank whose torchrun was
+        # killed is in no group of this process. As an orphan, it becomes a child of this process.
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
@@ -70,6 +72,8 @@ class _Job:
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
             start_new_session=True,
+            # If the agent is killed, it cannot stop the job, so the kernel kills the child. Each
+            # rank requests the same from the kernel.
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
         )
         # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer in
@@ -85,7 +89,7 @@ class _Job:
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill the remaining processes after the grace period."""
         # Send SIGTERM only once: a second one would restart torchrun's grace period and run the
-        # ranks' handlers again.
+        # ranks' handlers again. With a grace of 0, from a second Ctrl-C, only kill.
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
@@ -112,7 +116,8 @@ class _Job:
 
     def _follow_launcher(self) -> None:
         """Stop the job when the launcher requests it, exits or falls silent."""
-        # Each message resets the timer. When it expires, SIGALRM stops the job.
+        # Reading standard input has no time-out, so the kernel's timer limits the wait. Each
+        # message resets it. When it expires, SIGALRM stops the job.
         signal.setitimer(signal.ITIMER_REAL, self._silence_s)
         for message in map(runs.decode, sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
@@ -123,6 +128,7 @@ class _Job:
 
 def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
+    # The checks must see the job's variables, for example to count devices.
     os.environ.update(request["env"])
     # Modules that the script needs may be only on the job's path.
     sys.path += [
@@ -130,7 +136,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     ]
     hello = look(request, directory)
     send(hello)
-    # The launcher compares all hosts first, so that the job starts on all hosts or on none.
+    # The launcher compares all hosts first, so that the job starts on all hosts or on none. If it
+    # finds a problem, it closes this connection without a message.
     start = runs.decode(sys.stdin.buffer.readline())
     if start is None:
         return
@@ -161,10 +168,12 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     try:
         # The folder stays open for as long as this process runs.
         folder = open_folder(directory, create=True)
+        # Another launch may have taken the run id since `look` checked it.
         if folder.exists("agent.json"):
             raise FileExistsError(
                 errno.EEXIST, os.strerror(errno.EEXIST), str(directory)
             )
+        # `stop` finds this agent through the file, so write it before the job starts.
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
         # The folder for DataLoader workers' sockets is removed with the job (`upstream/parent.py`).
@@ -187,6 +196,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     job.end()  # processes started by torchrun may outlive it by seconds
     sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
+    # A process that cannot be killed keeps the pipe open, so limit the wait.
     forwarder.join(_CLOSE_S)
     if code != 0:
         is_stopped = job.stopped is not None
@@ -205,6 +215,7 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
     """Send the ranks' lines, or every line, to the launcher; log the lines not from a rank."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
+    # `read1` returns whatever the pipe contains. At the end of the output, complete the last line.
     while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
         if len(unfinished) > _CHUNK_BYTES:
             # A progress bar may never finish its line, so break the line here to bound the memory.
@@ -213,7 +224,8 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
         of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
         shown = lines if every_line else of_ranks
-        # Neither a full disk nor a dead launcher may block the job.
+        # torchrun or the keeper has written the lines from ranks to other files. Neither a full
+        # disk nor a dead launcher may block the job.
         if of_no_rank:
             with suppress(OSError):
                 log.write(b"\n".join(of_no_rank) + b"\n")
@@ -261,6 +273,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
     first = cause.first(causes)
+    # Ranks also fail because they are stopped, so report only causes that this cannot produce.
     if is_stopped and (first is None or not first.is_sure):
         return {}
     failure: Json = {
@@ -275,6 +288,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     elif "exit_code" in report:
         # The rank that caused the failure still runs without progress, or exited with code 0.
         failure["code"] = report["exit_code"]
+    # Standard error comes last and takes precedence, because it contains the traceback.
     for path in logs.of_rank(first.rank):
         failure["log"] = str(
             logs.directory / path.parent.relative_to(logs.folder.anchor)
@@ -287,6 +301,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
     """Return torchrun's output files for a local rank, in the run's folder on this host."""
+    # torchrun adds a folder with a random suffix to `--log-dir`, and with `--max-restarts 0` there
+    # is only the first attempt.
     folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
     paths = []
     for rank_folder in folders:
@@ -320,7 +336,10 @@ def _stop(request: Json, directory: Path) -> Json:
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)
         with suppress(psutil.Error):
+            # The kernel kills torchrun and its ranks along with their agent
+            # (`parent.die_with_parent`).
             agent.kill()
+    # If the agent died earlier, only the mark in their environment identifies its processes.
     remaining = runs.marked(request["run_id"], request["node"])
     stuck = sorted(process.pid for process in runs.end(remaining))
     text = "nothing runs"

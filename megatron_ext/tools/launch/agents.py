@@ -75,6 +75,8 @@ def reach(
         # Detect a dead host within 15 s.
         "ServerAliveInterval=5", "ServerAliveCountMax=3",
     ]  # fmt: skip
+    # A terminal, which the user's configuration may request, would merge standard error into the
+    # messages.
     words = [*plan.ssh, "-T"]
     for option in options:
         words += ["-o", option]
@@ -207,6 +209,7 @@ class Agents:
         # In a source tree that is not installed, the hosts must import from the same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")
+        # ssh servers reject most variables, and login shells differ in syntax, so `env` sets them.
         argv = [
             "env",
             *variables,
@@ -223,6 +226,8 @@ class Agents:
                 self.connections[index] = connection
                 connection.send(**self.plan.request(index, op) | details)
             except (OSError, ValueError, TypeError) as error:
+                # The plan of `stop`, `status` or `logs` comes from a file. If it is damaged, a word
+                # may contain a null byte (ValueError) or be a number (TypeError).
                 answers[index] = f"its agent cannot be started: {error}"
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
@@ -230,6 +235,7 @@ class Agents:
             if isinstance(message, dict):
                 answers[index] = {
                     **message,
+                    # This includes the time that the message took.
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
             # A connection may close after the answer, unless the host must go on to run the job.
@@ -260,6 +266,7 @@ class Agents:
             # If a host is missing, report only that, because comparing the others may mislead.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
+            # `_compare` rejects different releases of torch, so check only one host.
             self._check_grace(hellos[0])
             self._compare(hellos)
         return hellos
@@ -279,6 +286,7 @@ class Agents:
             names |= dict.fromkeys(hello["same"])
         for name in names:
             versions = [hello["same"].get(name) for hello in hellos]
+            # Compare with the majority instead of the first host, which may be the different one.
             commonest = Counter(filter(None, versions)).most_common(1)[0][0]
             like = self.plan.hosts[versions.index(commonest)].name
             remedy = "install the same version on all hosts"
@@ -289,6 +297,7 @@ class Agents:
                     "copy it from here with rsync, or name the same file everywhere"
                 )
             for hello, version in zip(hellos, versions, strict=True):
+                # A host without the value has already reported the reason (`fitness.look`).
                 if version not in (commonest, None):
                     text = f"{name} {version}, but {like} has {commonest}; {remedy}"
                     hello["problems"].append(text)

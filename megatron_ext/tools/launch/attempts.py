@@ -69,7 +69,7 @@ def with_restarts(
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):
         # Exit normally between attempts, so that open connections are closed. During an attempt,
-        # `supervise` installs its own handlers.
+        # `supervise` installs its own handlers. Under nohup, SIGHUP stays ignored.
         if signal.getsignal(ending) == signal.SIG_DFL:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
     failed_at: list[float] = []
@@ -79,10 +79,12 @@ def with_restarts(
         now = time.monotonic()
         # Count only recent failures, so that a long job can survive more failures in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
+        # A user who stops a job while it is failing does not want a restart either.
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:
             return outcome.code
         failed_at.append(now)
+        # The number of recent failures can fall, so count all restarts to keep run ids unique.
         num_restarts += 1
         # Wait longer each time, because a failing file server or switch takes a while to come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
@@ -99,6 +101,7 @@ def with_restarts(
         # Never shrink a job: with fewer replicas, the batch could differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
         num_missing = num_hosts - len(able[:num_hosts])
+        # With --keep-going, hosts from the reserve replace missing training hosts.
         attempt = replace(
             attempt,
             hosts=able[:num_hosts],
@@ -202,6 +205,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         # The log is complete now, because the display has written its last lines.
         end = _End(plan, outcome, display, view, show, log_path)
         try:
+            # If the disk is full, the exit code must still be the job's.
             folder.write_json("result.json", end.record())
         except OSError as error:
             say(
@@ -222,6 +226,7 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
     """Return whether to shorten the output, as is done for Megatron's scripts without --help."""
     is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+    # The view would drop the help text.
     return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
 
 

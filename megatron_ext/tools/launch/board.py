@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 SILENCE_S = 20.0
 """A host is lost if its keeper has not sent a heartbeat for this time."""
 _BEAT_S = 0.5
+# A keeper waits that long for the first host's store (`keeper._STORE_TIMEOUT_S`).
 _START_S = 300.0
 """Time limit for a keeper's first heartbeat."""
+# With torch's default of 300 s, the loss of the first host would go unnoticed for that long.
 _STORE_TIMEOUT_S = 20.0
 _KEYS = "megatron_ext keepers: "
 """Prefix of the keys, because the ranks use the same store."""
+# No process saw how the ranks on a lost host ended, so record SIGKILL.
 _KILLED = -9
 
 
@@ -54,6 +57,8 @@ class Board:
     def unread(self) -> list[Json]:
         """Return the notes that this keeper has not read yet."""
         notes = []
+        # Stop at a number that another keeper has taken but not written yet. The notes after it
+        # wait, so that all keepers read them in the same order.
         while self._store.check([f"note {self._num_read + 1}"]):
             self._num_read += 1
             notes.append(json.loads(self._store.get(f"note {self._num_read}")))
@@ -65,6 +70,7 @@ class Board:
 
     def num_beats(self, host: int) -> int:
         """Return the number of heartbeats from a host so far."""
+        # Unlike `get`, `add` does not wait for a host that has not sent a heartbeat yet.
         return int(self._store.add(f"beats of {host}", 0))
 
 
@@ -79,6 +85,7 @@ class _Host:
 
     def note_beats(self, num_beats: int) -> None:
         """Note the number of heartbeats that the host has sent."""
+        # Measure the silence on this host's clock, because the clocks on the hosts differ.
         if num_beats != self._num_beats:
             self._num_beats = num_beats
             self._silent_from_s = time.monotonic()
@@ -132,8 +139,10 @@ class FirstBoard:
 
     def take_turn(self) -> None:
         """Read the notes from other hosts, and record the loss of hosts that have died."""
+        # On a single host, nobody would read the notes.
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
+        # These include this host's notes. Recording a restart twice does no harm.
         for note in self._board.unread():
             kind = note.pop("kind")
             if kind == "loss":
@@ -146,6 +155,8 @@ class FirstBoard:
                 self._hosts[note["host"]].has_ended = True
                 self.is_end_reported |= note["is_reported"]
         now = time.monotonic()
+        # Each host's heartbeats cost a call to the store, and a turn takes place 20 times per
+        # second.
         if now < self._looks_at_s:
             return
         self._looks_at_s = now + _BEAT_S
@@ -215,6 +226,8 @@ class OtherBoard:
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()
+            # Losses do not wait, but reading costs a call to the first host, so do it twice per
+            # second.
             if not is_time:
                 return
             self._beats_at_s = now + _BEAT_S

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.person_view import PersonView
 
 _CLOSE_S = 5.0
+# A chunk is a message from an agent, with a few hundred KiB at most (`agent._CHUNK_BYTES`).
 _MAX_CHUNKS = 32
 _PATIENCE_S = 1.0
 _MARKED = re.compile(RANK_MARK + rb"(\d+) ")
@@ -90,6 +91,7 @@ class Display:
                 if self._view is not None and not self.is_stopping:
                     text = line.decode(errors="replace")
                     short += map(str.encode, self._view.feed(text, source))
+            # The log comes first, because writing to a terminal may block for any length of time.
             self._write(self._log, complete)
             self._write(self._output, complete if self._view is None else short)
         if self._view is not None and not self.is_stopping:
@@ -97,7 +99,7 @@ class Display:
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
         # A full disk, or a reader that has exited (`| head`), must not stop the job. The hosts keep
-        # all output.
+        # all output. If `close` gave up waiting, the log may be closed by now (ValueError).
         with suppress(OSError, ValueError):
             file.write(b"\n".join([*lines, b""]))
             file.flush()

@@ -31,6 +31,7 @@ def main() -> int:
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     arguments = sys.argv[3:]
+    # Kill only the ranks and their children, because torchrun has yet to report the failure.
     killer = threading.Timer(
         grace_s, lambda: runs.end(Process().children(recursive=True))
     )
@@ -49,8 +50,9 @@ def main() -> int:
 
     # torchrun logs a warning in `_close` before it asks its ranks to exit, and then waits 30 s for
     # them. Since PyTorch 2.12, it waits for the time set here if no rank has failed. The filter
-    # sees the warning and starts our own timer.
+    # sees the warning and starts our own timer, which shortens the wait but cannot lengthen it.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
+    # Filters see only records that pass the logger's level.
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
     try:

@@ -61,6 +61,7 @@ class Failure:
     def precedence(self) -> tuple[int, int, float]:
         """The sort key; the failure that explains the others has the smallest key."""
         if self.cause is not None:
+            # The cause's time is on the host's clock, so use the time on the launcher's clock.
             return (*self.cause.precedence[:2], self.at)
         # If an agent or torchrun dies, that is not the effect of a failure on another host.
         has_died = self.code < 0 or self.code == CONNECTION_FAILED
@@ -92,6 +93,7 @@ def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failu
     or an agent died, the reason is not that another rank was lost.
     """
     first = min(failures, key=lambda failure: failure.precedence)
+    # A rank that was killed reports no iteration, but the other ranks were in the same step.
     iterations = []
     for failure in failures:
         if failure.cause is not None and failure.cause.iteration is not None:

@@ -53,6 +53,7 @@ def look(request: Json, log_dir: Path) -> Json:
         "warnings": warnings,
         "same": {
             "python": ".".join(map(str, sys.version_info[:3])),
+            # Source trees of the same version may differ, so compare the files.
             "megatron_ext": f"files {code_hash()}",
             "torch": installed("torch") or "not installed",
             "megatron-core": installed("megatron-core") or "not installed",
@@ -76,6 +77,7 @@ def look(request: Json, log_dir: Path) -> Json:
         if shutil.which(script) is None:
             problems.append(f"there is no command {script}; copy it there with rsync")
     elif not problems:
+        # Without the work directory, a relative path would not refer to the script.
         try:
             hello["same"][f"{script}, content"] = _digest_of(script)
         except (MegatronExtError, OSError) as error:
@@ -163,7 +165,8 @@ def _digest_of(script: str) -> str:
 def _free_port(master_port: int | None, problems: list[str]) -> int:
     """Return the port for the rendezvous: the user's port or a free one."""
     # Rank 0 listens only seconds later. Ports in this range are never assigned automatically, so
-    # the port most likely stays free until then.
+    # the port most likely stays free until then. Choose at random, so that jobs that start at the
+    # same time choose different ports.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
         candidates = [master_port]

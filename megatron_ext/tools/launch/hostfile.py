@@ -90,6 +90,7 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
         lambda text: tuple(str(ip_address(word)) for word in text.split(",")),
         "IP addresses, as in A,B",
     ),
+    # FlagScale's kind of device.
     "type": (
         lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text,
         "one word",
@@ -101,6 +102,7 @@ _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 def read(path: Path) -> tuple[Host, ...]:
     """Parse a hostfile from disk."""
     try:
+        # Some editors on Windows write a byte order mark.
         return parse(read_text(path, _MAX_BYTES).removeprefix("\ufeff"), str(path))
     except OSError as error:
         why = f"cannot be read: {error.strerror}; give one host on a line"
@@ -171,6 +173,7 @@ def _host(words: list[str]) -> Host:
             )
         else:
             env.append((key.removeprefix("env."), value))
+            # Keep it until all words are read, to detect a variable that is given twice.
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
@@ -205,6 +208,7 @@ def select(
     if text is None:
         return tuple(hosts)
     host_names = [host.name for host in hosts]
+    # IPv6 addresses have brackets in a hostfile, but `Host.name` has none.
     named = {part.strip("[]") for part in text.split("@")}
     for name in sorted(named.difference(host_names)):
         line = f"{flag} names the unknown host {name!r}; the hosts are {', '.join(host_names)}"

@@ -43,7 +43,9 @@ _NOT_FORWARDED = (
 )
 # Variables for every job, unless the user sets them.
 _DEFAULTS = {
+    # Before Blackwell, Megatron requires 1 for tensor and context parallelism.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # torchrun would set the same value, but with a warning.
     "OMP_NUM_THREADS": "1",
     # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
     "PYTHONWARNINGS": "ignore",
@@ -167,6 +169,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
         # Agents do not get the flags, so use this variable to stop them from counting devices.
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
+    # MEGATRON_EXT_FLAGS may change the number of ranks that a replica needs.
     flags = [*requested_flags(environ), *command]
     # On a single machine without devices, start as many processes as the flags need.
     alone = count_devices(environ=environ) or Parallel.of(flags).smallest_job
@@ -176,6 +179,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     elif slurm_job is None:
         run_id = runs.new_run_id()
     elif runs.load(slurm_job, "plan"):
+        # An earlier launch in the same allocation already has the plain id.
         run_id = f"{slurm_job}-{runs.new_run_id()}"
     else:
         # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept the job
@@ -291,7 +295,8 @@ def hosts_of(
 
 def _is_this_machine(name: str) -> bool:
     """Return whether a name or address is this machine's, without resolving it."""
-    # A resolver may hang, or may resolve this machine's public name to another machine.
+    # A resolver may hang, or may resolve this machine's public name to another machine. Binding an
+    # address proves nothing either, because ip_nonlocal_bind allows any address.
     if name in ("localhost", socket.gethostname()):
         return True
     # `ip_address` raises for a name.

@@ -63,12 +63,14 @@ class Rank:
         self.local_rank = local_rank
         self.is_lost = False
         log_dir.mkdir(parents=True)
+        # Unbuffered, so that `logs` and the agent read every line at once.
         self._log = (log_dir / "stdout.log").open("wb", buffering=0)
         self._is_shown = is_shown
         environment = {
             **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
+            # The rank writes its cause there (`upstream/cause.py`).
             "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
         }
         self.process = subprocess.Popen(
@@ -77,6 +79,8 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
+            # `end_children` signals the process group, which must contain only this rank's
+            # processes.
             start_new_session=True,
         )
 
@@ -129,6 +133,8 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         parser.add_argument(flag, type=int, required=True)
     for flag in ("--master-addr", "--rdzv-id", "--log-dir"):
         parser.add_argument(flag, required=True)
+    # The launcher passes the same flags to torchrun. `--max-restarts` and `--redirects` have no
+    # effect here.
     for flag in ("--max-restarts", "--local-addr", "--redirects", "--tee"):
         parser.add_argument(flag)
     parser.add_argument("-m", dest="command", nargs=argparse.REMAINDER, required=True)
@@ -215,6 +221,7 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         command = [sys.executable, "-u", "-m", *args.command]
+        # The same layout as torchrun's, in which the agent looks for the logs and causes.
         folder = Path(args.log_dir) / "kept" / "attempt_0"
         first_rank = sum(counts[: args.node_rank])
         self._ranks = [
@@ -249,6 +256,7 @@ class Keeper:
             self._end_all()
             raise
         for thread in threads:
+            # A process that outlives its rank, such as NVRx's monitor, may keep the pipe open.
             thread.join(self._grace_s)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
@@ -264,6 +272,7 @@ class Keeper:
             self._board.take_turn()
             if self._board.fatal is not None:
                 self._board.announce_end()
+            # Ranks that the keeper stops are not lost, so record no losses from here on.
             if self._stopped_by is not None or self._board.fatal is not None:
                 self._end_all()
                 return

@@ -83,6 +83,7 @@ class Losses:
             # Training has recovered from losses that have a time, so they did not stop the job.
             if loss.back_after_s is None:
                 return loss
+        # Training has recovered from every loss, so the reserve ran out with the last one.
         return self.items[-1]
 
     def add(self, loss: Loss) -> None:

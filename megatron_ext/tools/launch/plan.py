@@ -34,6 +34,7 @@ _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNOREC
 # Values of --pipeline-transport that need --node-ips.
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")
 _IMPLYING_TRANSPORT = frozenset({"--use-dpp", "--forward-backward-disaggregating"})
+# torchrun's default, for dry runs, which contact no host to find a free port.
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
@@ -42,6 +43,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag in a command line, or None."""
     # Parse only this flag, because only Megatron's parser knows all flags, and it runs elsewhere.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    # With `nargs="?"`, a missing value is no error here. Megatron's parser reports it.
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
     return value
@@ -245,6 +247,7 @@ class JobPlan:
 
     def _batch_flag(self) -> list[str]:
         """Return `--global-batch-size` if the user gave the number of micro-batches."""
+        # Even if the flags set the batch, this rejects ranks that cannot be divided into replicas.
         num_replicas = Parallel.of(self.flags).data_parallel(self.world_size)
         if self.num_microbatches is None:
             return []
@@ -362,6 +365,7 @@ class JobPlan:
         return {
             "--inprocess-soft-timeout": f"{hang_s:g}",
             "--inprocess-hard-timeout": f"{1.5 * hang_s:g}",
+            # Megatron's default is 120 s.
             "--inprocess-barrier-timeout": f"{max(120.0, 2 * hang_s):g}",
         }
 
@@ -409,6 +413,8 @@ class JobPlan:
             return list(self.command)
         logs = hello["log_dir"]
         options = []
+        # By default, torchrun resolves the host's name, perhaps to an address that others cannot
+        # reach.
         if "address" in hello:
             options += ["--local-addr", hello["address"]]
         options += [
@@ -427,6 +433,7 @@ class JobPlan:
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
         if self.reserve is not None:
             starter = self._keeper_words(*report)
+            # The keeper tells its ranks this address. argparse uses the last `--local-addr`.
             if self.hosts[index].rdma:
                 options += ["--local-addr", self.hosts[index].rdma[0]]
         return [*starter, *self._torchrun_words(index, port, *options)]

@@ -57,6 +57,7 @@ class RunFolder:
             parent, path = descriptor, path / name
             try:
                 if create:
+                    # Hosts that share a disk may create the folder at the same time.
                     with suppress(FileExistsError):
                         os.mkdir(name, _NEW_FOLDER_MODE, dir_fd=parent)
                 descriptor = _open_below(parent, name, path, os.O_DIRECTORY)

@@ -42,6 +42,7 @@ NODE = "MEGATRON_EXT_NODE"
 
 def encode(message: Json) -> bytes:
     """Return a message as one line."""
+    # JSON escapes line breaks and all characters beyond ASCII.
     return _MARK + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -75,6 +76,7 @@ def check_run_id(run_id: str) -> str:
     Raises:
         LaunchError: It is not a valid run id.
     """
+    # A restart appends `-rN`, even to an id of the maximum length.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(-r[0-9]+)?", run_id):
         raise LaunchError(
             f"{run_id!r} is not a run id; use up to 64 letters, digits, dots, dashes, underscores"
@@ -116,7 +118,8 @@ def record() -> Json:
 
 def _start(pid: int) -> str:
     """Return when a process started: the boot id, and the clock ticks since boot."""
-    # Don't use psutil's create_time(), which changes when somebody sets the host's clock.
+    # Don't use psutil's create_time(), which changes when somebody sets the host's clock. A record
+    # may be from before a reboot or, on a shared disk, from another machine, so include the boot.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
@@ -150,6 +153,8 @@ def marked(run_id: str, node: int) -> set[Process]:
     for process in psutil.process_iter():
         # The process may have exited already, or belong to another user.
         with suppress(psutil.Error):
+            # Several hosts may share one process table, as containers or in tests, so compare the
+            # host too.
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)

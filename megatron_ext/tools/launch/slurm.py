@@ -25,7 +25,8 @@ def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
     """Return the command that runs `remote` once on a host, with all of the job's resources."""
     return [
         # --overlap and --mem=0 let the command share resources with other steps in the job;
-        # otherwise, it would wait for those steps.
+        # otherwise, it would wait for those steps. Without --cpu-bind=none, Slurm could bind the
+        # agent and all its ranks to the CPU of one task.
         "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
         f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
         "--unbuffered", "--quiet", *remote,
@@ -41,6 +42,7 @@ def hosts() -> tuple[Host, ...]:
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
     shown = run("scontrol", "--oneliner", "show", "node", ",".join(names))
+    # With --oneliner, each node has one line, so the pattern cannot match across nodes.
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
     tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
     allocated = []
@@ -76,6 +78,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 def state(job: str) -> str | None:
     """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it."""
     try:
+        # Slurm forgets a job minutes after its end (MinJobAge), and then calls its id invalid.
         return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):
@@ -92,6 +95,7 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
     # Disable requeueing, because the launcher restarts the job itself and knows the bad hosts.
     defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
+    # The user's options come last, so that they take precedence.
     return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]
 
 

@@ -129,6 +129,7 @@ class Watch:
             hellos,
             display,
         )
+        # A copy, because the agents' context closes all connections, also those that have ended.
         self._running = dict(agents.connections)
         self.failures: dict[int, Failure] = {}
         """Host index -> failure."""
