@@ -85,6 +85,7 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
 
         # Without slots, each host counts its devices.
         hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])
+        # Every host has `true` and /, so agents find no fault with the command or the directory.
         plan = JobPlan(
             runs.new_run_id(),
             hosts,

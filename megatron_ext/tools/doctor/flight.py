@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
 """Minimum share of waiting time in the pipeline for a warning."""
+# The average error of a forecast is about 5 %, so a smaller gain may not be real.
 _WORTH = 1.1
 """Minimum speed-up for suggesting other flags although nothing is wrong."""
 
@@ -371,6 +372,7 @@ def _memory_by_length(
     sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
     # By then the pipeline is full, and more micro-batches would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
+    # `Costs` requires a share below 1.
     attention = min(cost.attention_share(longest), MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
     table = pipeline.schedule_by_length((sizes,) * num_simulated, costs)
@@ -380,6 +382,8 @@ def _memory_by_length(
     buffers = measure(table).keys_and_values or (0.0,) * pipeline.pp
     # For one micro-batch on 1/pp of the model.
     buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
+    # From the forecast for whole micro-batches, subtract the activations that slices do not keep,
+    # and add the buffers for keys and values.
     needed_gib = []
     for rank, whole_gib in enumerate(plan.memory_gib):
         saved_share = 1 - peaks[rank] / whole_peaks[rank]
@@ -404,9 +408,11 @@ def _memory_by_length(
 def _keys_and_values_gib(plan: Layout) -> float:
     """Return the GiB for one micro-batch's keys and values, on one tensor-parallel rank."""
     model, sizes = plan.job.model, plan.sizes
+    # Latent attention expands its keys and values for every head.
     heads = model.heads if model.is_latent else model.query_groups
     width = heads * (model.head_size + model.value_size) / sizes.tp
     tokens = plan.job.sequence * sizes.micro_batch
+    # Two bytes per value.
     return 2 * tokens * width * model.num_layers / (1 << 30)
 
 
@@ -422,6 +428,7 @@ def _idle_devices(
         return Diagnosis(
             "WARN", "idle devices", finding, remedy or "use more micro-batches"
         )
+    # If the user's layout does not fit, `_memory` has already suggested the flags.
     fits = max(plan.memory_gib) <= device.memory_gib - device.reserve_gib
     if fits and better is not None and plan.step_s > _WORTH * better.step_s:
         return Diagnosis("OK", "idle devices", finding, remedy)
@@ -457,6 +464,7 @@ def planned(
         model=model,
         device=device,
         num_devices=cut.sizes.ranks,
+        # The last batch is the full one, after any ramp-up.
         global_batch=list(batches.counts)[-1],
         sequence=model.sequence,
         pair_rules=RULES.get("pairs", ()),
