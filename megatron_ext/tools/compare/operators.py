@@ -116,6 +116,8 @@ class _Pairs:
         second_keys = [operator.text for operator in second]
         only_reference: list[Operator] = []
         only_candidate: list[Operator] = []
+        # By default, in sequences of 200 or more, frequent items such as additions are never
+        # paired.
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
         last_reference: Sequence[Operator] = ()
         last_candidate: Sequence[Operator] = ()
@@ -144,6 +146,7 @@ class _Pairs:
                     only_candidate.clear()
                     continue
                 relative = relative_difference(operator, other)
+                # Keep the unpaired operators, because they may have caused this difference.
                 if tolerance and relative <= tolerance:
                     continue
                 amount = (
@@ -172,5 +175,6 @@ def _only(run: str, operators: Sequence[Operator], where: str = "before it, ") -
     """Return the part of a sentence that describes operators that only one run has."""
     if not operators:
         return ""
+    # The last ones are closest to the difference.
     names = ", ".join(operator.text for operator in operators[-_MAX_LISTED:])
     return f"; {where}only the {run} ran {names}"

@@ -118,6 +118,7 @@ def judge(
     code = EQUAL
     failed = [contender for contender in contenders if contender.failure]
     if failed:
+        # Ranks may reject flags that the check before the launch could not judge.
         code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
     # Different numbers are worse than a failed run, so they determine the exit code.
     if "different" in judgements:
@@ -259,6 +260,7 @@ def _drift(records: Sequence[RunRecord]) -> float:
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
     """Return a quantile of sorted values, by linear interpolation."""
+    # Before Python 3.13, `statistics.quantiles` rejects a single value.
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = math.ceil(position)

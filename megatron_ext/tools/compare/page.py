@@ -123,6 +123,7 @@ def _line(
     for record in contender.records[:1]:
         for step in record.steps:
             number = value(step)
+            # SVG has no coordinates for NaN and infinity.
             if number is not None and math.isfinite(number):
                 points.append((step.iteration, number))
     return _Line(position, points)
@@ -196,6 +197,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
     for number, row in enumerate(rows):
         top = number * _ROW
         shapes.append(
+            # The margin has room only for the rank's number, without its place in the groups.
             f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
         )
         for kind, begin, length, title in row["spans"]:
@@ -204,6 +206,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
                 continue
             shapes.append(
                 f'<rect x="{_MARGIN + begin * scale:.2f}" y="{top + 1}" '
+                # Short spans stay visible.
                 f'width="{max(0.3, length * scale):.2f}" height="{_ROW - 3}" '
                 f'fill="var(--{kind})"><title>{escape(f"{kind} {title}")}</title></rect>'
             )

@@ -165,6 +165,7 @@ def label_of(flags: Sequence[str]) -> str:
 
 
 def _our_flags() -> frozenset[str]:
+    # argparse has no public list of a parser's flags.
     parser = add_arguments(WordParser("compare"))
     return frozenset(
         option for action in parser._actions for option in action.option_strings

@@ -55,6 +55,7 @@ _START = (
     "1",
     "--save-interval",
     "1",
+    # `--finetune` loads neither of them.
     "--no-save-optim",
     "--no-save-rng",
 )
@@ -513,6 +514,7 @@ class Comparison:
         """Train both again, and return a sentence about the first operator that differs."""
         if reason := why_unavailable():
             return f"the operator could not be located: {reason}"
+        # A recipe that resumes from its checkpoint does not start at iteration 1.
         first_step = self.contenders[0].records[0].steps[0].iteration
         num_steps = max(place.iteration - first_step + 1, 1)
         variables = {OPERATORS: str(place)}
@@ -556,6 +558,8 @@ class Comparison:
                 log_path=self.folder / f"{name}.log",
                 environment={
                     DIGESTS: str(folder),
+                    # Nothing reads these step records, but a run without them would not stop after
+                    # `LIMIT` steps.
                     FOLDER: str(self.folder / "steps" / name),
                     LIMIT: str(num_steps),
                     **variables,
@@ -706,6 +710,7 @@ class _Progress:
         """Show how many steps have been recorded in a folder."""
         num_recorded = 0
         if record_folder is not None:
+            # All ranks record the same steps.
             record = record_folder / "rank-0.jsonl"
             if record.exists():
                 # The first line is a header.

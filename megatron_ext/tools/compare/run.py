@@ -110,6 +110,7 @@ def launch(
         finally:
             stop.process = None
             if process.poll() is None:
+                # After an error here, `launch` still stops its ranks before it exits.
                 process.terminate()
                 process.wait()
     reason = ""
@@ -123,6 +124,7 @@ def _reason(log_path: Path) -> str:
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()
+    # `launch` prints the first text after a failed job, and the second one if no job started.
     for mark in ("megatron-ext: failed first: ", "megatron-ext: error: "):
         for line in reversed(lines):
             if line.startswith(mark):

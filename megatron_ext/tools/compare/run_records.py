@@ -70,6 +70,7 @@ def read(folder: Path) -> RunRecord:
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
     # The first line is a header. If a rank died in its first step, there is nothing else.
     ranks = [lines for lines in ranks if len(lines) > 1]
+    # In this order, because the last rank's losses take precedence (`_step`).
     ranks.sort(key=lambda lines: lines[0]["rank"])
     if not ranks:
         raise DataError(

@@ -90,6 +90,7 @@ REASONS = {
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
 """Precision -> the largest relative differences in a loss and in a gradient norm."""
 
+# Measured: 8.8e-8 for zb-v, in the first step.
 NORM_ROUNDING = 1e-5
 """Largest relative difference in a gradient norm that is summed in a different order over
 bit-identical gradients."""
@@ -129,6 +130,8 @@ def _difference(
     assert reference_config is not None
     stages = _placement(candidate)
     has_same_stages = stages == _placement(reference)
+    # The reasons with the widest effect come first: other masks change every number, and the last
+    # reason changes only the norm.
     rates = (
         getattr(settings, name, None)
         for name in ("hidden_dropout", "attention_dropout")
