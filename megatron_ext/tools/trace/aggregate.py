@@ -60,6 +60,7 @@ class Run:
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
+            # Check the sizes first, because with a damaged number `evaluate` might not finish.
             if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
             # This raises if the table's order is impossible.
@@ -131,6 +132,7 @@ def read_run(directory: Path | str) -> Run:
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
+    # The surveys need the run's table, so create the run before the list is filled.
     run = Run(directory, surveys, notes)
     table = None
     # If the table is damaged, the code that needs it reports the error.
@@ -170,6 +172,7 @@ def _notes_on_iterations(
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
     num_steps = max(len(rank.steps) for rank in surveys)
+    # A survey keeps a limited number of steps (`survey._MAX_STEPS`).
     if num_steps < counts[-1]:
         notes.append(f"only the first {num_steps} of {counts[-1]} iterations count")
     steps_by_size = Counter(

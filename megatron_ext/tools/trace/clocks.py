@@ -49,6 +49,7 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}
     for ranks, messages in transits.items():
+        # The fastest message gives the tightest bound on the clocks.
         fastest_ns[ranks] = min(message.took_ns for message in messages)
     headers = {survey.header.rank: survey.header for survey in surveys}
     shifts = align(headers, fastest_ns)
@@ -93,6 +94,8 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
     for survey in surveys:
         for step in survey.steps:
             if step.actions and not step.failed:
+                # If replicas exchange no messages, only the time of day relates their clocks, and
+                # its error would count as idle time.
                 pipeline = survey.header.data, step.number
                 begins_ns[pipeline].append(step.begin_ns + step.first_ns)
                 ends_ns[pipeline].append(step.begin_ns + step.pipeline_ns)

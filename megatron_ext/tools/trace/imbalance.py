@@ -147,6 +147,7 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     num_last: Counter[int] = Counter()
     for key in shared_keys:
         took_ns = {survey.header.rank: survey.exchange_ns[key] for survey in surveys}
+        # The rank that arrives last waits for no other, so its exchange is the shortest.
         last_rank = min(ranks, key=took_ns.__getitem__)
         num_last[last_rank] += 1
         for rank in ranks:
@@ -157,6 +158,8 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     waited_ns: Counter[int] = Counter()
     num_busiest: Counter[int] = Counter()
     fillable_ns = 0.0
+    # Judge each step by itself. If the busiest rank changes between steps, every rank waits over
+    # the run, but another order could fill only the waits of each step's busiest rank.
     for of_step in waited_by_step_ns.values():
         waited_ns.update(of_step)
         busiest_rank = min(ranks, key=of_step.__getitem__)
@@ -189,6 +192,7 @@ def _weights_ns(survey: RankSurvey) -> float:
     for (name, _stage, _slice), sample_ns in survey.actions.items():
         if name == "weight_gradient":
             total_ns += sum(sample_ns)
+    # The durations are only those of the sampled iterations.
     return total_ns / max(1, survey.num_sampled)
 
 

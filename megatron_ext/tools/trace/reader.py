@@ -111,7 +111,8 @@ class TraceFile:
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
             # Line 0 is the header. Search the text first, to avoid decoding lines for other
-            # iterations.
+            # iterations. Ranks write JSON without spaces, and other figures always follow the
+            # number.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:

@@ -282,7 +282,8 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             num_spans += len(iteration.spans)
         begin_ns = min(begins_ns)
         end_ns = max(ends_ns)
-        # Merge spans that would be too thin to be visible.
+        # Merge spans that would be too thin to be visible. A row has room for at most
+        # `_MAX_SPANS / rows` spans of this length.
         finest_ns = 0
         if num_spans > _MAX_SPANS:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
@@ -321,6 +322,7 @@ def _timeline(
         {"label": label, "spans": bars}
         for label, bars in zip(labels, rows, strict=True)
     ]
+    # The pages divide by the length.
     return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
 
 
@@ -361,6 +363,7 @@ def _bars(
         begin_us = (span.begin_ns + shift_ns) / 1e3
         length_us = (span.end_ns - span.begin_ns) / 1e3
         if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
+            # The merged spans may have different titles, so the bar gets none.
             bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
         words = cut.words(span.attributes)

@@ -212,6 +212,8 @@ class _Sample:
         Unrepresentative iterations are dropped first: the first iteration in the run, and
         iterations that failed or have another size.
         """
+        # Use the iteration's number instead of its line: if a rank lacks a line, later lines would
+        # differ between ranks, and no message would have both of its ends.
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
             iteration
         )
@@ -473,6 +475,7 @@ class _IterationCounter:
             num_exchanges[of_layer] += 1
             key = ExchangeKey(self._iteration.number, *of_layer, number)
             self._result.exchange_ns[key] = took_ns
+            # `Costs.all_to_all` is a share of the forward pass.
             if kind == "F":
                 exchanged_ns[stage, microbatch] += took_ns
         for (stage, _), took_ns in exchanged_ns.items():
@@ -499,6 +502,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
     return Step(
         duration_ns=statistics.median(step.duration_ns for step in steps),
         pipeline_ns=statistics.median(step.pipeline_ns for step in steps),
+        # The parts are means, because medians would not add up to a step.
         busy_ns=statistics.fmean(step.busy_ns for step in steps),
         idle_ns=dict(sorted(idle_ns.items(), key=lambda item: -item[1])),
         after_ns=statistics.fmean(step.after_ns for step in steps),

@@ -46,6 +46,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         parser.add_argument(
             "--trace-dir",
+            # MegatronApp's name for the flag.
             "--benchmark_dir",
             type=Path,
             metavar="DIR",
