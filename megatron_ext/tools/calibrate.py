@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     sharding = _sharding(args, model)
     model = replace(
         model,
+        # MTP layers use the factors for their kind of layer (`planning/calibration.py`).
         mtp_layers=0,
         num_experts=min(model.num_experts, _MOST_EXPERTS),
         top_k=min(model.top_k, _MOST_EXPERTS),
@@ -160,6 +161,7 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         measured: dict[str, Passes] = {
             kind: bench.passes(kind) for kind in sorted(kinds)
         }
+        # Any kind serves, because the time of the layer is subtracted.
         kind = min(kinds)
         layer = measured[kind]
         with_embedding = bench.passes(kind, pre=True)
@@ -197,12 +199,14 @@ class _Bench:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         self.device.bind(0)
+        # A store in memory needs no port.
         torch.distributed.init_process_group(
             self.device.distributed_backend, store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
             rank=0,
             world_size=1,
         )  # fmt: skip
         parallel_state.initialize_model_parallel()
+        # On a GPU, Megatron draws weights with generators that do not exist before this call.
         model_parallel_cuda_manual_seed(1)
         return self
 

@@ -124,7 +124,9 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
     """
     if text is None:
         return None
-    # Size the slices for the longest micro-batch that results from packing samples in file order.
+    # Size the slices for the longest micro-batch that results from packing samples in file order. A
+    # size for the longest sample could cut a micro-batch of short samples into more than 64 slices,
+    # the maximum.
     if text == "auto":
         packs = packs_in_file_order(lengths, sizes.max_tokens)
         tokens = [sum(pack) for pack in packs]

@@ -234,7 +234,8 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _search_with_progress(job: Question) -> SearchResult:
     """Search on all CPUs, and show progress if the output is a terminal."""
     num_processes = 1
-    # The search forks processes, which is impossible on Windows.
+    # The search forks processes, which is impossible on Windows. On two slow cores, the search for
+    # DeepSeek-V3 on 2,048 devices takes 55 s instead of 86 s.
     if hasattr(os, "fork"):
         num_processes = os.cpu_count() or 1
     if not sys.stderr.isatty():
@@ -467,6 +468,7 @@ def _what_would_fit(job: Question) -> str:
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     # Recomputing more needs no additional devices, so suggest it first.
     if "recompute" in job.fixed:
+        # The modes are in ascending order, so the first one that fits recomputes least.
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
                 fixed_mode = mode_name(job.fixed["recompute"])

@@ -62,6 +62,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--schedule",
+        # `plot` takes several names, so this is a list too, which both commands check alike.
         nargs=1,
         default=["all"],
         metavar="NAME|all",
