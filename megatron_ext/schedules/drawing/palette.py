@@ -55,6 +55,7 @@ def ink(colour: str) -> str:
 
 def contrast(first: str, second: str) -> float:
     """Return the contrast between two colours as defined by WCAG, from 1 to 21."""
+    # WCAG adds 0.05 for the light that a screen reflects.
     darker, lighter = sorted((_luminance(first), _luminance(second)))
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -62,6 +63,7 @@ def contrast(first: str, second: str) -> float:
 def _luminance(colour: str) -> float:
     """Return a colour's relative luminance as defined by WCAG, from 0 to 1."""
     red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
+    # The weights of sRGB's primaries: the eye is most sensitive to green.
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -75,6 +77,7 @@ def _linear(value: float) -> float:
 
 def ansi(text: str, colour: str) -> str:
     """Return text for a terminal, with a background colour."""
+    # 48;2 selects an RGB background, 38;2 an RGB text colour.
     background = _ansi_rgb(colour)
     foreground = _ansi_rgb(ink(colour))
     return f"\x1b[48;2;{background};38;2;{foreground}m{text}\x1b[0m"

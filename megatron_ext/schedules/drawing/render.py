@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
+# A cell, with the dashes of a long bar or the partner in a pair.
 _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
@@ -56,6 +57,7 @@ def caption(timeline: Timeline) -> str:
     )
 
 
+# A column is as wide as the shortest action, so one tiny duration could fill the memory.
 _MAX_CELLS = 1 << 20
 
 
@@ -204,4 +206,6 @@ def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> li
 
 
 def _column(time: float, slot: float) -> int:
+    # `round` rounds halves to even, so a bar from 0.5 to 1.5 would get two columns, and from 1.5 to
+    # 2.5 none.
     return int(time / slot + 0.5)

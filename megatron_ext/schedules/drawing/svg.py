@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
+# In pixels: a lane with its gap, the space for rank names and for a title, and a bar.
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 # Height of the axis below a schedule's lanes: ticks, numbers and the unit's name.
 _AXIS = 44
@@ -183,6 +184,7 @@ def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
     step = 10 ** math.floor(math.log10(90 / scale))
     step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
     yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'
+    # Without the tolerance, a rounding error could drop the last tick.
     for index in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
         x = _n(_LEFT + index * step * scale)
         yield f'<path class="axis" d="M{x} {y}v4"/>'

@@ -86,6 +86,8 @@ def bitpipe(
         # The cap counts the activations of single stages. A stage is 1/(2pp) of the model, so a cap
         # of 2pp equals the pp units stated above.
         problem = Problem(folded, m, cap=2 * pp, costs=costs)
+        # With few ranks, the search reaches the lower bound without a limit on micro-batches in
+        # flight. With many ranks, it does so only with a limit near pp/2.
         variants = [Variant()]
         for limit in range(num_ranks, pp + 1):
             variants.append(Variant(limit))

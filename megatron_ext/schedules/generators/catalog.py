@@ -25,6 +25,7 @@ from megatron_ext.schedules.table.table_change import take_table_changes
 CSV_PREFIX = "csv:"
 SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 """Schedules that support slices by length, because their tables are fast to generate."""
+# Without these limits, plan, plot and doctor would not answer for absurd sizes.
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
 """Maximum number of forward passes in a table. Generating a table of this size takes about ten
@@ -227,10 +228,12 @@ def generate(
         arguments.append(num_chunks)
     if generator.needs_costs:
         # To the generator, each action is therefore num_passes / num_microbatches times too long,
-        # so scale the latency by the same factor.
+        # so scale the latency by the same factor. `slice_scale` is by micro-batch of the data, so
+        # drop it: the generator's micro-batches are slices.
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
+        # The cache needs arguments that can be hashed, hence the tuples.
         schedule = _searched(
             generator.build, tuple(arguments), tuple(complete_options.items())
         )

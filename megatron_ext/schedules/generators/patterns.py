@@ -19,6 +19,7 @@ def alternate(
     row = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += (forward, backward)
+    # The drain has as many backward passes as the warm-up has forward passes.
     row += backwards[len(forwards) - warm_up :]
     return tuple(row)
 

@@ -221,7 +221,7 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     forwards = problem.placement.num_stages * problem.num_slices
     # The variants differ in their limit on micro-batches in flight. There is no formula for the
     # best limit, so try several limits, and fewer of them for long tables, to bound the search
-    # time.
+    # time. Each forward pass comes with up to two backward actions, hence the 3.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:

@@ -141,6 +141,8 @@ class MessageOrder:
             # Place the receive after the sends that precede it in the total order, and before the
             # sends that follow it, so that no two ranks wait for each other.
             index = bisect_left(departures, moment)
+            # A message that leaves after that action has begun is received behind the action's
+            # inputs. In a single queue, an earlier receive would hold up the action.
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
         return posts

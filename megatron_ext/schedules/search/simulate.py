@@ -321,6 +321,7 @@ class Clock:
                 if self._link_factors is not None:
                     number = microbatch * self._num_slices + slice_index
                     key = stage * self._slices_in_step + number
+                    # I sends the gradient that B would send, so both have the same latency.
                     direction: Kind = "F" if kind == "F" else "B"
                     latency *= self._link_factors[direction][key]
                 arrival += latency

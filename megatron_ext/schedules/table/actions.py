@@ -252,6 +252,7 @@ class Schedule:
             else:
                 yield str(row[index])
 
+    # Cached, because `needs` and `feeds` look it up for each action.
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:
         """The (stage, micro-batch, slice) of each backward pass that is split into I and W."""

@@ -225,7 +225,8 @@ def _renamed(
 
 # Kind of bypass that each kind of action receives and sends.
 _BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
-# The kind of action that sends and receives each kind of bypass.
+# The kind of action that sends and receives each kind of bypass. A stage's I runs on the same rank
+# as its B, so B stands for both.
 _BYPASS_ENDS = {"P": "F", "G": "B"}
 
 

@@ -107,6 +107,7 @@ class Costs:
                 # Latency and launch are optional.
                 numbers += [0.0] * (5 - len(numbers))
             else:
+                # Any other count than three fails to unpack below, which is a ValueError too.
                 numbers += [0.0, 0.0]
             forward, input_gradient, weight, latency, launch = numbers
         except ValueError:
@@ -123,6 +124,7 @@ class Costs:
             numbers.append(self.latency)
         if self.launch:
             numbers.append(self.launch)
+        # A double keeps any decimal number of 15 digits, so a user's number is printed unchanged.
         return ",".join(f"{number:.15g}" for number in numbers)
 
     def in_forwards(self) -> Costs:

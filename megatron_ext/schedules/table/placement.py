@@ -54,6 +54,7 @@ class Placement:
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
+        # With separate roles, a second rank holds each stage for its backward passes.
         for stage, rank in enumerate(self.backward_rank_of or ()):
             stages[rank].append(stage)
         return tuple(map(tuple, stages))
@@ -97,6 +98,7 @@ class Placement:
 
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs micro-batches that started on the twin."""
+        # Each twin hop changes sides, so two of them lead back.
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
@@ -159,6 +161,7 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
     """Return the placement for a table from a file, with its usual name if it is known."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
+    # Other code recognises folded tables by the names v and w, so tables from files need them.
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:
         # A loop with one chunk is linear.

@@ -65,6 +65,7 @@ class TableChange:
 def _classes() -> Mapping[str, type[TableChange]]:
     """Return each feature's `TableChange` class, by option name."""
     classes: dict[str, type[TableChange]] = {}
+    # Import at first use, because features import this module.
     for option, entry in TABLES.items():
         module, _, name = entry.partition(":")
         classes[option] = getattr(import_module(module), name)
@@ -79,7 +80,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
     changing = {}
     for option, value in options.items():
         # A switch changes tables if it is on, a number if it is not 1, and a list of sizes if it is
-        # not empty.
+        # not empty. Ask for a switch first, because Python considers True equal to 1.
         is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value
@@ -88,9 +89,11 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
 
 def take_table_changes(options: dict[str, Any]) -> list[TableChange]:
     """Return the changes that features make, and remove their options from `options`."""
+    # A change may depend on other features' options: slices refuse pairs.
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():
+        # The remaining options go to the generator, which rejects unknown ones.
         options.pop(option, None)
         changes.append(change_class(all_options))
     return changes

@@ -140,6 +140,7 @@ def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
                 raise ScheduleError(f"row {line}, {error}") from error
             rows.append(row)
             pairs.append(begins)
+    # One cause is a cell longer than the 131,072 characters that Python's reader accepts.
     except csv.Error as error:
         raise ScheduleError(f"this is not CSV: {error}") from error
     return rows, pairs
@@ -183,6 +184,7 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     `times` are additional rows of numbers, such as `starts` and `ends` from a simulation.
     """
     placement = asdict(schedule.placement)
+    # JSON has no sets.
     placement["twin_hops"] = sorted(schedule.placement.twin_hops)
     content: dict[str, Any] = {
         "schedule": schedule.name,
@@ -232,6 +234,7 @@ def from_json(text: str) -> Schedule:
             pairs=pairs if any(pairs) else (),
             slices=tuple(content.get("slices", (1.0,))),
         )
+    # The text may be JSON with other content, or nest brackets too deeply for Python's parser.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScheduleError(
             f"this JSON is not a schedule ({error!r}); write one with `megatron-ext plot NAME "

@@ -194,6 +194,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
             # If no action produces a tensor, it is data or the loss, which exists from the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
                 needed = base[kind] + stage * per_stage
+            # Two receivers occur only in a disaggregated table, where F feeds another F and an R.
             produced, copy = [*numbers, -1, -1][:2]
             tensors[kind].append(_Tensors(needed, produced, copy))
     return tensors
@@ -207,6 +208,7 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
+        # At most one input of an action comes from another stage or rank, and that one is missing.
         [needed] = (
             need for need in schedule.needs(action) if schedule.travels(need, action)
         )
