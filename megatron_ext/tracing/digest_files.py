@@ -230,13 +230,15 @@ def read(path: Path) -> RankFile:
     numbered_values = _parsed(path, complete_lines)
     try:
         _, header_fields = next(numbered_values)
+        # Check the format first, because another format may have other fields.
         if header_fields.get("format") != FORMAT:
             raise _damaged(
                 path, 1, f"format {header_fields.get('format')}, not {FORMAT}"
             )
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
-            # Encoding the parsed records again yields the text whose checksum was written.
+            # Encoding the parsed records again yields the text whose checksum was written. Python
+            # writes each float with digits that identify it.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
@@ -245,6 +247,7 @@ def read(path: Path) -> RankFile:
             ]
     except StopIteration:
         raise _damaged(path, 1, "it has no header") from None
+    # The lines are JSON, but not of this format.
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, 1, f"unexpected content: {error}") from error
     return content

@@ -103,11 +103,14 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
             fields["routing"] = "twin"
     if job is not None:
         fields["schedule"] = "forward and backward apart"
+        # A merged forward rank does the work of a whole tensor-parallel group, so its own group has
+        # size 1.
         fields["tensor_size"] = job.ranks.tp
     return Header(
         rank=torch.distributed.get_rank() if job is None else job.rank,
         host=socket.gethostname(),
         tensor=groups.get_tensor_model_parallel_rank(),
+        # Context-parallel ranks hold parts of the same samples, so they share a replica's number.
         data=groups.get_data_parallel_rank(),
         data_size=groups.get_data_parallel_world_size(),
         context=groups.get_context_parallel_rank(),
@@ -228,6 +231,7 @@ class DigestRecorder(Observer):
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Hook the modules in a rank's chunks, once."""
+        # Every step calls this, usually with the models of the previous step.
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
@@ -257,7 +261,8 @@ class DigestRecorder(Observer):
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
         is_first = self._number == 0
-        # Optimizers other than Megatron's do not report when they finish, so the step ends here.
+        # Optimizers other than Megatron's do not report when they finish, so the step ends here. If
+        # Megatron repeats the previous step, that step does not count as done.
         if self._awaits_weights and num_done >= self._number:
             self._end_step()
         # Any records left are from a step that failed or that Megatron repeats.
@@ -306,7 +311,7 @@ class DigestRecorder(Observer):
 
     def close(self) -> None:
         """Complete the file, and remove all hooks from the model."""
-        atexit.unregister(self.close)
+        atexit.unregister(self.close)  # atexit would keep the configuration alive
         if self._awaits_weights:
             self._end_step()
         self._remove_hooks()
@@ -664,6 +669,7 @@ def _part_of(letter: str, place: tuple[int, int]) -> str:
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
     """Return the first floating-point tensor, or None."""
     for value in values:
+        # Skip integers such as token ids, the embedding's input: they have no gradient.
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
     return None
@@ -683,6 +689,7 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the outermost modules with a layer number, by path."""
     layers: dict[str, torch.nn.Module] = {}
     for path, module in root.named_modules():
+        # A layer for multi-token prediction contains a transformer layer, which has a number too.
         is_inside = any(path.startswith(f"{outer}.") for outer in layers)
         if (
             isinstance(getattr(module, "layer_number", None), int)
@@ -767,5 +774,7 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
             for parameter, (first, end) in bucket.param_to_index.items():
                 shard_begin = max(begin, first) - first
                 shard_end = min(begin + length, end) - first
+                # A parameter outside of this rank's part has no elements here. Without `max`, its
+                # end could be negative, which counts from the back.
                 shards[id(parameter)] = slice(shard_begin, max(shard_begin, shard_end))
     return shards

@@ -22,7 +22,7 @@ only if rows are this long."""
 _BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
 """Number of words that are hashed at a time: on a CPU they fit into the cache, and on other devices
 they limit the temporary memory."""
-# An odd constant with irregular bits, as a signed 64-bit number.
+# An odd constant with irregular bits, 2^64 divided by the golden ratio, as a signed 64-bit number.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -57,6 +57,7 @@ class Fingerprint(NamedTuple):
 
 def bits_text(bits: int) -> str:
     """Return the bits of a fingerprint as text."""
+    # torch's sums are signed, so map negative ones to 2^63 and above.
     return f"{bits % 2**64:016x}"
 
 
@@ -139,6 +140,7 @@ class Fingerprints:
             numbers = (
                 torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
             )
+            # Factors are odd, because multiplying by an even number would lose the highest bit.
             self._factors[key] = (numbers ^ (numbers >> 29)) | 1
         return self._factors[key]
 

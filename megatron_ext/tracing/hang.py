@@ -159,6 +159,7 @@ def explain(
         if not steps:
             parts.append(f"{state.activity} {state.lasting}")
             break
+        # Prefer a rank that is not on the path yet. If there is none, the path has become a circle.
         fresh = [step for step in steps if step[0] not in path]
         rank, of_rank = (fresh or steps)[0]
         if of_rank:

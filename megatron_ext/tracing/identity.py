@@ -58,6 +58,7 @@ def identity_of(configuration: Active) -> Identity:
         num_ranks=place.num_ranks,
         host=socket.gethostname(),
         clock=_clock_name(),
+        # Keep these two lines together: by them, readers place this clock in the time of day.
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
         settings=settings_of(configuration, args),
@@ -106,6 +107,7 @@ def _place(configuration: Active) -> _Place:
 def _clock_name() -> str:
     """Return a name for this boot of the host; ranks with the same name share a clock."""
     try:
+        # Containers on one host have different host names, but share its clock and boot id.
         return (
             Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         )
@@ -120,6 +122,7 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
         value = getattr(args, name, None)
         if value is None or value is False:
             continue
+        # Other values, such as dtypes and enumerations, cannot be written as JSON.
         is_number = isinstance(value, bool | int | float)
         settings[name] = value if is_number else str(value)
     layout = layout_text(getattr(args, "pipeline_model_parallel_layout", None))

@@ -25,6 +25,7 @@ from megatron_ext.tracing.digest_files import OPERATORS
 
 FORMAT = 3
 FILE_NAME = "operators-rank-{:05d}.jsonl"
+# The recorder needs a DebugMode that calls a hook for each operator, as torch's does since 2.10.
 _FIRST_TORCH = 2, 10
 
 Direction = Literal["forward", "backward"]
@@ -54,6 +55,7 @@ class Place:
         iteration, _, remainder = text.partition(":")
         microbatch, _, remainder = remainder.partition(":")
         direction, _, module = remainder.partition(":")
+        # `int` would also accept signs, spaces and underscores.
         are_numbers = iteration.isdecimal() and microbatch.isdecimal()
         if not are_numbers or direction not in ("forward", "backward") or not module:
             raise DataError(
@@ -80,6 +82,7 @@ def place_asked_for() -> Place | None:
 def why_unavailable() -> str:
     """Return why torch cannot record operators; empty if it can."""
     try:
+        # Do not import torch to ask: `compare` calls this too, and does not import it.
         installed = version("torch")
     except PackageNotFoundError:
         return "torch is not installed"
@@ -158,5 +161,6 @@ def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
             raise DataError(
                 f"{path}: no operators: {error}; record the training again"
             ) from error
+        # Only one replica and one stage run the place, so these two ranks distinguish its files.
         contents[header.tensor, header.context] = OperatorFile(header, operators)
     return contents

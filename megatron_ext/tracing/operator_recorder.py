@@ -76,11 +76,13 @@ class OperatorRecorder:
             or self._mode
         ):
             return
+        # Import it here: recording digests does not need it, and also works with older torch.
         from torch.utils._debug_mode import DebugMode
 
         self._operators.clear()
         self._action, self._first, self._end = action, None, None
         self._mode = ExitStack()
+        # The hook below records results, so DebugMode need not describe them.
         self._mode.enter_context(DebugMode(record_output=False))
         self._mode.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
 
@@ -96,12 +98,14 @@ class OperatorRecorder:
 
     def end_action(self, action: Action) -> None:
         """Write the module's operators if the module ran in this action."""
+        # In a pair, the partner's end must not end the recording.
         if self._mode is None or action is not self._action:
             return
         self.stop()
         if self._first is None or self._end is None:
             return
         operators = []
+        # Read the fingerprints only now, because each read waits for the device.
         for name, shapes, fingerprint in self._operators[self._first : self._end]:
             norm, *projections = fingerprint.sizes.tolist()
             operators.append(

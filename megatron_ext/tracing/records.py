@@ -101,5 +101,6 @@ class Header:
 def directory_name(sizes: tuple[int, int, int], *, dynamic: bool) -> str:
     """Return a run's folder, by the sizes of its data, pipeline and tensor groups."""
     data, pipeline, tensor = sizes
+    # MegatronApp uses these two words for runs with and without --use-dpp.
     kind = "dpp-True" if dynamic else "pp"
     return f"data-{data}-pipeline-{pipeline}-tensor-{tensor}-{kind}"

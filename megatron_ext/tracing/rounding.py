@@ -25,6 +25,7 @@ def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
         seeds: Values that identify the tensor, such as its module's name and its micro-batch.
     """
     generator = torch.Generator(device=tensor.device)
+    # Do not use `hash`: it differs between processes, but all ranks must draw the same numbers.
     generator.manual_seed(zlib.crc32(repr(seeds).encode()))
     # Compute in float32 at least: in bfloat16, `1 + noise * eps` would be rounded to 1 or 1 + eps.
     wide = torch.promote_types(tensor.dtype, torch.float32)

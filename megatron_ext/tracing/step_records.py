@@ -120,6 +120,8 @@ def requested() -> StepRecord | None:
     if not folder or in_force is None:
         return None
     if not isinstance(in_force.steps, StepRecord):
+        # Use the launcher's number, because torch.distributed numbers each role of a disaggregated
+        # job from 0.
         rank = os.environ.get("RANK", "0")
         path = Path(folder) / f"rank-{rank}.jsonl"
         in_force.steps = StepRecord(path, int(os.environ[LIMIT]))
