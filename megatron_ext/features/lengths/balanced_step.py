@@ -185,8 +185,10 @@ class BalancedStep:
         This is collective over the tensor-parallel group of stages with reports, because only the
         first rank of the group reads data. It communicates on the device of the model's `chunks`.
         """
+        # The ranks of a tensor-parallel group have the same stages, so all return here, or none.
         if not reports:
             return {}
+        # A rank without data has no order. The broadcast below replaces this one.
         order = list(self.order or range(self.schedule.num_microbatches))
         if tensor_parallel.size() > 1:
             shared = torch.tensor(order, device=device_of(chunks))

@@ -72,6 +72,7 @@ def deal_out(
         for share in shares:
             share_costs = [costs[number] for number in share]
             if share_costs:
+                # Use exact sums, or rounding could choose between distributions of equal cost.
                 replica_costs.append(fsum(share_costs) + fills * max(share_costs))
         return max(replica_costs, default=0.0)
 
@@ -91,6 +92,7 @@ def _dealt(
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     # Heap of (cost, share), without full shares.
     cheapest = [(0.0, share) for share in range(num_replicas)]
+    # Equal costs go by number, so that all replicas deal out alike.
     for number in sorted(
         range(len(costs)), key=lambda number: (-costs[number], number)
     ):
@@ -115,6 +117,7 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
             has_read[number % num_replicas, index] += 1
     # Match the largest overlaps first. This is greedy, and not always the best assignment.
     share_of: dict[int, int] = {}
+    # Use a dict as an ordered set, because all replicas must assign the same shares.
     free_shares = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
         if replica not in share_of and index in free_shares:

@@ -138,6 +138,7 @@ def predict_lengths(
     )
     left_out += reasons
     if not schedules:
+        # No registered schedule has this name.
         if not left_out:
             left_out = [
                 f"--lengths simulates registered schedules, not {name}; use a registered schedule"
@@ -176,6 +177,7 @@ def _global_batches(
             "more lengths, or lower --microbatches, --replicas or --max-tokens"
         )
     batches: list[_Batch] = []
+    # Leave out the last batch if it is incomplete.
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
@@ -256,6 +258,7 @@ class _Slicing:
         replicas: list[list[list[int]]] = []
         for share in deal_out(batch.microbatches, self.sizes.num_replicas, fills):
             packs = [batch.packs[number] for number in share]
+            # In training, `LengthSlicer` sorts the micro-batches of a replica in this way too.
             order = rising([batch.microbatches[number] for number in share])
             replicas.append([packs[place] for place in order])
         # All replicas run one table, so at each place they have as many slices as the replica that
@@ -285,7 +288,10 @@ class _Slicing:
             sizes.append(
                 tuple((end - begin) / longest for begin, end in pairwise(bounds))
             )
+            # The slices of a micro-batch cost about the same.
             scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
+        # The caller's latency and launch time are relative to the mean micro-batch, so convert them
+        # to the table's unit. Without linear cost, the attention share is 1, which `Costs` rejects.
         costs = replace(
             self.costs,
             latency=self.costs.latency * mean_cost / unit,
@@ -302,6 +308,7 @@ class _Slicing:
             costs,
             slice_sizes=tuple(sizes),
         )
-        return simulate(table, costs).makespan * unit / mean_cost, max(
-            activation_peaks(table)
-        )
+        makespan = simulate(table, costs).makespan
+        # Convert the time back to mean micro-batches.
+        step = makespan * unit / mean_cost
+        return step, max(activation_peaks(table))

@@ -39,10 +39,12 @@ class ReplicaExchange:
             ScheduleError: Another replica could not read its micro-batches.
             TransportError: Another replica does not answer.
         """
+        # In float64, costs arrive unchanged, so all replicas compute the same shares from them.
         own_row = torch.tensor(own_costs, dtype=torch.float64)
         rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
         with self._waiting("what their micro-batches cost"):
             dist.all_gather(rows, own_row, group=self.group)
+        # Replica r reads the micro-batches r, r + n and so on, so interleave the rows.
         costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
         failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
         # The replica that failed returns normally, and its caller raises the actual reason.
@@ -71,6 +73,7 @@ class ReplicaExchange:
         # batch do not change. All replicas compute the same shares, and send the micro-batches that
         # other replicas run.
         shares = deal_out(costs, self.group.size(), fills)
+        # All replicas have the same shares, so either all of them return here or none does.
         if self._leaves_all_in_place(shares):
             return dict(held)
         # [receiving replica] -> the items that it receives from this replica
@@ -96,6 +99,7 @@ class ReplicaExchange:
         """Send one part to each replica, and return the parts received from all replicas."""
         sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
+        # `frombuffer` warns about read-only bytes, and rejects an empty buffer.
         together = bytearray(b"".join(parts))
         outgoing = torch.empty(0, dtype=torch.uint8)
         if together:
@@ -125,6 +129,7 @@ class ReplicaExchange:
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
     """Return a storage on the host or on this rank's device, like the sender's storage."""
+    # A location such as cuda:1 is the sender's device, so use this rank's instead.
     return storage if location == "cpu" else storage.to(device=device)
 
 

@@ -176,6 +176,7 @@ class LengthSlicer:
         *shared_counts, any_differs = self._shared(
             [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
         )
+        # Raise the error only now: in the collectives above, the other ranks waited for this one.
         if failure is not None:
             raise failure
         self._check(shared_counts, any_differs=bool(any_differs))
@@ -184,6 +185,7 @@ class LengthSlicer:
         tokens = []
         for microbatch_bounds in bounds:
             widths = [end - begin for begin, end in pairwise(microbatch_bounds)]
+            # Fill up the rows, because `_shared` sends them as one tensor.
             tokens.append(widths + [0] * (max(shared_counts) - len(widths)))
         most_tokens = self._shared(tokens, [self._replicas])
         tokens_of_slices = []
@@ -210,6 +212,7 @@ class LengthSlicer:
             [max(tokens, default=0), sum(tokens)],
             [*self._replica_groups, self._replicas],
         )
+        # With sequence parallelism, each tensor-parallel rank needs at least one token of a slice.
         chosen = max(automatic_slice_tokens(longest, in_step, self._pp), self._multiple)
         if not self._has_logged and not dist.get_rank():
             _LOG.warning(
@@ -232,6 +235,8 @@ class LengthSlicer:
         counts = []
         for samples in reading.samples:
             count = slices_needed(sum(samples), slice_tokens)
+            # Cut the micro-batch now, only to see whether that fails. If it failed after the ranks
+            # have agreed, the other ranks would wait for this one.
             equal_cost_bounds(samples, count, self._length_cost, self._multiple)
             counts.append(count)
         return counts
@@ -320,6 +325,7 @@ class LengthSlicer:
         if width == 0:
             return ()
         rows = [[0] * width for _ in nums_bounds]
+        # Ranks without data contribute zeros.
         for row, bounds in zip(rows, reading.packed_bounds, strict=False):
             row[: len(bounds)] = bounds
         shared = self._shared(rows, self._replica_groups)
@@ -351,6 +357,7 @@ class LengthSlicer:
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
         """Return the element-wise maximum of nested lists over all ranks of the groups."""
         together = torch.tensor(values, dtype=torch.int64, device=self._device)
+        # The maximum over one group after the other is the maximum over all of their ranks.
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(together, dist.ReduceOp.MAX, group=group)

@@ -101,6 +101,7 @@ class PairSteps(Feature):
             weights = HostWeights(row, step.splits)
             in_force().kept_by_feature[HOST_WEIGHTS] = weights
             return weights
+        # Create the streams once: Megatron keeps the first communication stream of a process.
         if self._streams is None:
             self._streams = SideStreams.of_device(backend, self._device)
         return DeviceWeights(row, step.splits, self._streams)

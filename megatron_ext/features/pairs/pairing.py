@@ -287,6 +287,7 @@ class _Placing:
         self._live = [0 for _ in ranks]
         # [rank] -> time at which it is idle again.
         self._free = [0.0 for _ in ranks]
+        # The heap compares events at equal times, and an empty tuple sorts before any action.
         self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
 
     def table(self) -> Schedule | None:

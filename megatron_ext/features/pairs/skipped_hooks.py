@@ -35,6 +35,7 @@ def log_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> None:
 def _modules_with_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     for chunk in map(unwrap_model, chunks):
         for path, module in chunk.named_modules():
+            # The model itself does not run either: its forward step only builds a plan.
             if module is not chunk and not isinstance(module, _RUN_IN_PARTS):
                 continue
             hooks = chain(

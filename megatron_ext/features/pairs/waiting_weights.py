@@ -116,6 +116,7 @@ class HostWeights(WaitingWeights):
 
         Sleeps if there is no W to run. The group's time-out limits the wait.
         """
+        # The exchange would block this thread, so a barrier tells when all ranks have arrived.
         arrival = dist.barrier(group, async_op=True)
         assert arrival is not None
         # Run the weights of one layer at a time: peers may arrive meanwhile, and then wait for this
@@ -131,6 +132,7 @@ class HostWeights(WaitingWeights):
     def finish(self, stage: int, microbatch: int) -> None:
         """Run the part of a W that has not run yet."""
         self.splits.run(stage, microbatch)
+        # If all of this W ran during exchanges, `await_peers` has removed it.
         if self.queue.first() == (stage, microbatch):
             self.queue.remove_first()
 

@@ -33,6 +33,7 @@ _TORCHS = frozenset(
         "sparse",
     }
 )
+# These are in the files `activation` and `normalization`, but mix the tokens that they get.
 _CONNECTING = (
     torch.nn.MultiheadAttention,
     torch.nn.GroupNorm,
@@ -166,6 +167,7 @@ def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
 
 
 def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Callable[..., Any]]:
+    # Such a hook would run for each slice instead of once for a micro-batch.
     before, after = (
         weight._backward_hooks,
         getattr(weight, "_post_accumulate_grad_hooks", None),

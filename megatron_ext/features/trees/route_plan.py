@@ -134,6 +134,7 @@ class _Bundle(NamedTuple):
     place: _Place
 
 
+# Cached, because every step asks for the same plan.
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
     """Derive the messages on routes under a placement. Takers in the same place need no message."""
@@ -186,6 +187,8 @@ def _dropped(
         for stages in users.values():
             # A place with only the publisher sends the tensor and keeps nothing.
             if stages != [route.source]:
+                # The highest stage is the last to run forward, which ends the use in evaluation.
+                # The lowest stage is the last to run backward, which ends it in training.
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)
     return dropped

@@ -118,6 +118,7 @@ def declared(chunk: torch.nn.Module) -> Declared:
         declaration: Declared | None = getattr(module, _ATTRIBUTE, None)
         if declaration is None:
             continue
+        # A stage may take a route several times; if it publishes one twice, `connect` reports that.
         publishes.extend(declaration.publishes)
         takes.update(declaration.takes)
         if boundary != "varies":
@@ -145,6 +146,7 @@ class _Sum:
         if self.value is None:
             self.value = gradient
         else:
+            # Do not add in place: a backward pass must not change autograd's gradients.
             self.value = self.value + gradient
 
     def pop(self) -> torch.Tensor | None:

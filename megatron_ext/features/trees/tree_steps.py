@@ -30,7 +30,9 @@ class TreeSteps(Feature):
     def __init__(self, model: Model) -> None:
         placement = model.pipeline.placement
         self._declared = [declared(chunk) for chunk in model.chunks]
+        # A shape of None is sent with each message (`--variable-seq-lengths`).
         shapes_travel = None in model.shapes["F"]
+        # This is collective, so ranks whose stages declare nothing take part too.
         self._trees = agree_trees(
             model.chunks, placement, model.groups.pp, shapes_travel=shapes_travel
         )

@@ -129,6 +129,7 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
         return 0
     if tree is None:
         return None
+    # Accept exact types only: a named tuple, for example, would arrive as a plain tuple.
     kind = type(tree)
     skeleton: list[Any]
     if kind in (tuple, list):
@@ -304,6 +305,7 @@ class Forms:
             return self._received[channel]
         header = next(inputs)
         assert header is not None
+        # Reading a header waits for the device, in the first step or, if forms vary, in all steps.
         form = self._received[channel] = parsed(bytes(header.cpu().numpy()))
         return form
 
@@ -323,6 +325,7 @@ class Trees:
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for steps of this kind."""
+        # Shapes are dicts, which cannot be keys, so use their text.
         return self._forms.setdefault(
             (call.forward_only, str(shapes)), Forms(self.varies)
         )
@@ -431,6 +434,8 @@ class TreeCompute(StageCompute):
         gradients: Tensors = [None] * len(origins)
         _, root = self._live[stage, microbatch]
         if stage < self._last_stage:
+            # If nothing sent needs a gradient, the root has no graph, and Megatron's
+            # `backward_step` skips the backward pass.
             root = [torch.zeros(())]
             if sent or origins:
                 root = [_Join.apply(gradients, *sent, *origins)]
@@ -449,6 +454,7 @@ class TreeCompute(StageCompute):
             # Insert the gradients in place, before the gradients of published tensors, because the
             # root has referred to this list since the forward pass.
             gradients[:0] = self._unpacked(inputs, sent, subject)
+            # `_Join` ignores this gradient, and returns those in its list.
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
             routed = self._with_gradient(batch, bypass.names)
