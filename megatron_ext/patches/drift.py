@@ -68,6 +68,7 @@ def missing_module(target: str) -> UpstreamMismatch | None:
     """Return the mismatch for a target whose module is missing, although its package exists."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
+    # `find_spec` would import the package, so ask only if it is imported already.
     if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
         return None
     return missing(target, f"{package} has no such module")
@@ -155,6 +156,7 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
 def fingerprint(obj: Any) -> dict[str, str] | None:
     """Return the fingerprint of an in-memory function or class; None if it has no source."""
     try:
+        # `unwrap` finds the function below its decorators, and the source includes them.
         source = inspect.getsource(inspect.unwrap(getattr(obj, "__func__", obj)))
     except (TypeError, OSError):
         return None
@@ -177,6 +179,7 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
         for argument in ast.walk(definition.args):
             if isinstance(argument, ast.arg):
+                # Annotations change between releases without any effect on calls.
                 argument.annotation = None
         signature = f"({ast.unparse(definition.args)})"
     text = repr(_meaning(definition))
@@ -221,6 +224,7 @@ def path_of(version: str) -> Path:
     return _FOLDER / f"{'.'.join(version.split('.')[:2])}.json"
 
 
+# Cached, because several targets share a file.
 @cache
 def _file_hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

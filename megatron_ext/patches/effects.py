@@ -86,6 +86,7 @@ def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Megatron's training loop fetches this function once, and calls it in all steps.
         if not _is_due():
             return schedule(*args, **kwargs)
         in_force = active.required()

@@ -104,6 +104,7 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
     arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
+    # True is the default in Megatron's function.
     if not arguments.get("ignore_virtual", True) and chunks is not None:
         assert arguments.get("vp_stage") is not None, (
             "ranks hold several chunks: give vp_stage"

@@ -98,6 +98,7 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron's scripts parse flags outside the function that restarts, so a restart has none."""
     (function,) = by_name(call, args, kwargs).values()
+    # Our loop for the installed wheel restarts as a whole, and parses its flags again.
     if getattr(function, "__module__", "").startswith("megatron_ext."):
         return call(*args, **kwargs)
     from megatron.training.arguments import parse_args
@@ -182,6 +183,7 @@ def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     is_first = not instance._dir_created
     call(*args, **kwargs)
     if is_first:
+        # NVRx calls this before it first saves, so an earlier attempt has left these files.
         for path in instance.local_ckpt_dir.glob("*.dirty.pt"):
             path.unlink(missing_ok=True)
 

@@ -56,10 +56,12 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
     Names that a device redirects in torch are only counted, unless `redirects` is set.
     """
     lines: list[str] = []
+    # `Registry.rows` sorts by feature, as `groupby` requires.
     for feature, group in groupby(rows, key=lambda row: row.feature):
         lines.append(f"{feature}:")
         redirects_by_status: Counter[str] = Counter()
         for row in group:
+            # A device redirects many names of torch, which would bury the other patches.
             if row.target.startswith("torch") and not redirects:
                 redirects_by_status[_status(row)] += 1
                 continue

@@ -85,7 +85,8 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     import torch
 
     # Upstream's function copies and converts only CUDA tensors. Any other tensor is returned
-    # unchanged, and the dispatcher then fails to use it as an array.
+    # unchanged, and the dispatcher then fails to use it as an array. `move` has upstream's
+    # parameters, so callers may pass them by position or by name.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
             return call(tensor, as_numpy=as_numpy, record_stream=record_stream)

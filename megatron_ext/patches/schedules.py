@@ -172,6 +172,7 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     """
     from megatron_ext.runtime.compute import rng_of_this_step
 
+    # Without virtual stages, Megatron passes None.
     stage = stage_of_chunk(kwargs.get("vp_stage") or 0)
     with rng_of_this_step(stage, kwargs["current_microbatch"]):
         return call(*args, **kwargs)
@@ -450,6 +451,7 @@ def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     # Since 0.19, the tag of a tensor that was not offloaded is the tensor itself.
     if not isinstance(tag, torch.Tensor):
         group_number, *_ = tag
+        # Megatron numbers groups from 1.
         group = handler.offload_groups[group_number - 1]
         stream = torch.cuda.current_stream()
         group.wait_offload_event(stream)

@@ -84,6 +84,7 @@ def prepare_config(config: Any) -> None:
     "split_backward.grouped_experts",
     "megatron.core.transformer.moe.grouped_gemm_util:ops",
     kind="set",
+    # Without the package, `ops` is None.
     when=lambda: find_spec("grouped_gemm") is not None,
     until=(0, 17),
 )

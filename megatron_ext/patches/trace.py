@@ -153,6 +153,7 @@ _observe_collective(
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
     "Megatron does not record the reduction of gradients in a step, which --trace needs.",
 )
+# A chained optimizer calls the others, so observers count nested calls.
 for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer"):
     _observe_collective(
         "optimizer",
@@ -203,6 +204,7 @@ def _reported(
     """Run an action, and report its start and its end to observers."""
     for observer in in_force.observers:
         observer.begin_action(action)
+    # If the action fails, `end_iteration` closes what the observers have opened.
     result = call(*args, **kwargs)
     for observer in in_force.observers:
         observer.end_action(-1, action)  # no position in a table
