@@ -346,7 +346,7 @@ class _Bench:
                 built.set_input_tensor(hidden)
             if not post:
                 return built(tokens, positions, mask, labels=None)
-            # The model returns a loss per token.
+            # The model returns a loss per token. Megatron's loss function adds them in float32.
             return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:

@@ -54,6 +54,7 @@ _COMPARED = (
 def flags_of(plan: Layout) -> str:
     """Return all flags of a plan, including precision and loss."""
     job = plan.job
+    # Without the precision, pasted flags would train in fp32.
     flags = f"{plan.flags} {job.techniques.precision_flags}"
     if job.fused_loss:
         flags += " --cross-entropy-loss-fusion"

@@ -231,6 +231,7 @@ class _Tensor:
         parts = {}
         for part, record in self.parts.items():
             projections = [factor * projection for projection in record.projections]
+            # Gradients that lack the factor are wrong, so their equal bits must not count as equal.
             scaled_record = record._replace(
                 bits=_UNKNOWN_BITS, norm=factor * record.norm, projections=projections
             )
@@ -483,6 +484,8 @@ class _LearnedTolerances:
     def of(self, step: int, key: _Key) -> float:
         kind, _, name = key
         learned = self._largest.get((step, kind, _role(name)), 0.0)
+        # Rounding does not change the gradient of the loss, for example. A tolerance of 0 would
+        # then require equal bits, which a scaled gradient does not have.
         return max(LEARNED_MARGIN * learned, _RESOLUTION)
 
 

@@ -341,6 +341,7 @@ class Comparison:
         num_runs = needs_weights + self.num_rounds * len(self.contenders)
         counter = _Progress(num_runs)
         with self._weights() as weights:
+            # Runs that place stages on other ranks would otherwise draw other weights.
             if needs_weights and not self._save_weights(weights, counter, stop):
                 return
             load: tuple[str, ...] = ()

@@ -46,6 +46,7 @@ def check_versions() -> Iterator[Diagnosis]:
     yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
     yield Diagnosis("OK", "Python", ".".join(map(str, sys.version_info[:3])))
     torch = installed("torch")
+    # `release` has no suffixes, so that a vendor's build, such as 2.7.0a0+git, counts.
     if torch is not None and Version(torch).release >= (2, 7):
         yield Diagnosis("OK", "torch", torch)
     else:
@@ -88,6 +89,8 @@ def check_requirements() -> Iterator[Diagnosis]:
     """
     from packaging.requirements import Requirement
 
+    # Otherwise, an unsuitable package, such as transformers 5, shows up only as a traceback in a
+    # job.
     for package in ("megatron-ext", "megatron-core"):
         try:
             lines = metadata.requires(package) or []

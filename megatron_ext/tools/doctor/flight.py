@@ -177,6 +177,7 @@ def _set_facts_of_cut(answer: Preflight) -> None:
     args.num_chunks = UserCut.of(vars(args)).chunks
     layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
     args.ends_without_layers = layout[-1] == "L"
+    # Messages of this package's transports carry their shapes, so Megatron exchanges none.
     args.shapes_travel = answer.transport_only is not None
 
 
@@ -209,6 +210,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     if not is_here:
         yield Diagnosis("OK", "transport arenas", finding)
         return
+    # Import here, because with --devices this module needs only the standard library.
     import psutil
 
     available = psutil.virtual_memory().available

@@ -103,6 +103,8 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
         for index, step in enumerate(survey.steps):
             pipeline = survey.header.data, step.number
             if pipeline in ends_ns and not step.failed:
+                # The bubble includes the idle time before a rank's first action and after its last
+                # one. Without it, a simulated 1F1B step had 19.5 % instead of 30.6 %.
                 survey.steps[index] = step.within(
                     min(begins_ns[pipeline]), max(ends_ns[pipeline])
                 )

@@ -61,6 +61,7 @@ def page(run: Run) -> str:
     # The rest of the page is useful even without a table or a forecast, so only add a note.
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
+    # Show each schedule once: the eight fastest variants alone left out zb-v.
     predictions = forecast.best_of_schedules
     # Always show the traced schedule, for comparison.
     if (
