@@ -12,9 +12,9 @@ the work of a rank without any bubble, the peak of activations in longest sample
 model. The last column is the processor time that a rank needs for the table of a step and its
 messages.
 
-`sleeping`: the same draws on 8 real processes whose stages sleep, as in `schedules.py`; about
-16 minutes. Steps are given without the time for their tables, which 8 ranks make on few cores
-here, and with it.
+`sleeping`: the same draws on 8 real processes whose stages sleep, as in `schedules.py`, with T as
+`--pipeline-slice-tokens auto` chooses it; about 12 minutes. Steps are given without the time for
+their tables, which 8 ranks make on few cores here, and with it.
 
 `model`: a GPT of 4 layers on 2 CPU ranks, with samples of up to 2048 tokens; about five minutes.
 One run has Megatron's own 1F1B with bins, zb-h1 with bins in balanced order, and zb-h1 in slices,
