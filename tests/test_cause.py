@@ -67,6 +67,19 @@ def raised(error: BaseException, because: BaseException | None = None) -> BaseEx
             "OSError: gone",
             1,
         ),
+        # torchrun stops the workers of a failed job, but the system kills them if memory is full.
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated."),
+            "effect",
+            "RuntimeError: DataLoader worker",
+            1,
+        ),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+            "error",
+            "RuntimeError: DataLoader worker",
+            1,
+        ),
     ],
 )
 def test_the_words_of_an_exception(

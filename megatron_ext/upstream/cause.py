@@ -61,6 +61,10 @@ _PEER_LOST = re.compile(
     r"exited|ncclRemoteError|Timed out waiting \d+ ?ms"
 )
 
+# torchrun stops a failed job with SIGTERM, which a data loader's worker may get before its rank. If
+# the system kills a worker, for example because memory is full, the signal is SIGKILL.
+_STOPPED_WORKER = re.compile(r"DataLoader worker .* is killed by signal: Terminated")
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -117,8 +121,8 @@ def of_error(error: BaseException) -> Cause:
     ending = Cause(
         rank, "error", _words(error), time.time(), current_iteration(), code=code
     )
-    # The peer that this rank lost writes the reason into its own file.
-    if isinstance(error, TransportError) or _is_lost_peer(error):
+    # The rank that failed first writes the reason into its own file.
+    if isinstance(error, TransportError) or _is_consequence(error):
         return replace(ending, kind="effect")
     # Megatron stops a rank that has a rejected result with an exit code or a plain RuntimeError, so
     # the exception alone does not identify this case.
@@ -225,13 +229,16 @@ def from_json(fields: Any) -> Cause:
     return cause
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether a torch.distributed call failed because of another rank."""
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether torch raised this error because another rank failed."""
     # In some releases of torch, DistBackendError and similar errors have no public common base.
     kind = type(error)
     if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
         return True
-    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return bool(_PEER_LOST.search(message) or _STOPPED_WORKER.search(message))
 
 
 def _rejected_result() -> str | None:
