@@ -405,8 +405,11 @@ choose_launch() {
 
 # Sets ENVIRONMENT, the variables that every process gets unless the user has set them.
 choose_environment() {
+    # Megatron requires 1 for tensor parallelism on older GPUs. Pairs need several hardware queues.
+    local connections=1
+    [[ " ${EXTRA[*]} " != *" --overlap-moe-expert-parallel-comm "* ]] || connections=32
     # Otherwise every process warns about missing kernels and deprecated calls in Megatron.
-    ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore)
+    ENVIRONMENT=("CUDA_DEVICE_MAX_CONNECTIONS=$connections" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore)
     if [[ $DEVICE == musa ]]; then
         ENVIRONMENT+=("MUSA_VISIBLE_DEVICES=$(seq -s , 0 $((${NPROC:-$NODE_NPROC} - 1)))"
             MCCL_IB_GID_INDEX=3 # RoCE v2

@@ -147,16 +147,18 @@ def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatch
 
 def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     """Return the batch sizes in `--step-batch-size-schedule`, one per threshold."""
-    # Like Megatron, accept spaces or commas between entries, and entries in any order.
-    entries = re.findall(r"([\d.]+)([KMBT]?):(\d+)", schedule.upper())
+    # Like Megatron, accept spaces or commas between entries, entries in any order, and suffixes.
+    number = r"([\d.]+)([KMBT]?)"
+    entries = re.findall(f"{number}:{number}", schedule.upper())
     if not entries:
         raise ArgumentsError(
             f"--step-batch-size-schedule {schedule} has no entry THRESHOLD:SIZE, such as 0:768 or "
             "250B:1536; leave it out"
         )
     by_threshold = []
-    for number, suffix, size in entries:
-        by_threshold.append((float(number) * _SUFFIXES[suffix], int(size)))
+    for threshold, suffix, size, size_suffix in entries:
+        batch = int(float(size) * _SUFFIXES[size_suffix])
+        by_threshold.append((float(threshold) * _SUFFIXES[suffix], batch))
     by_threshold.sort()
     # Sizes below one step belong to an earlier part of the run, on fewer processes. Megatron checks
     # this itself.

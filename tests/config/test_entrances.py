@@ -74,6 +74,9 @@ def test_every_step_of_a_schedule_of_batches_has_a_table(args: Namespace) -> Non
     args.global_batch_size, args.step_batch_size_schedule = None, "1.5B:12, 0:4 2T:8"
     args.data_parallel_size = 1
     assert choose(args, "1f1b").num_microbatches == 8
+    args.step_batch_size_schedule = "0:4 1M:0.01K"  # a size of 10
+    assert choose(args, "1f1b").num_microbatches == 10
+    args.step_batch_size_schedule = "1.5B:12, 0:4 2T:8"
     args.global_batch_size = 1  # Megatron's own while nothing chooses one
     check(args)
     args.step_batch_size_schedule, args.world_size = "0:1 1B:6", 8

@@ -41,15 +41,24 @@ _NOT_FORWARDED = (
     parent.AGENT_PID,
     parent.SOCKETS,
 )
-# Variables for every job, unless the user sets them.
-_DEFAULTS = {
-    # Before Blackwell, Megatron requires 1 for tensor and context parallelism.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # torchrun would set the same value, but with a warning.
-    "OMP_NUM_THREADS": "1",
-    # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
-    "PYTHONWARNINGS": "ignore",
-}
+_FSDP = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
+
+
+def default_variables(flags: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables for a job with these flags that the user does not set."""
+    variables = {
+        # torchrun would set the same value, but with a warning.
+        "OMP_NUM_THREADS": "1",
+        # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
+        "PYTHONWARNINGS": "ignore",
+    }
+    # Megatron rejects 1 with FSDP; CUDA's default is 8.
+    if not any(flag in flags for flag in _FSDP):
+        # Before Blackwell, Megatron requires 1 for tensor and context parallelism, except with
+        # pairs. A single hardware queue would run the two actions of a pair one after the other.
+        has_pairs = "--overlap-moe-expert-parallel-comm" in flags
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if has_pairs else "1"
+    return variables
 
 
 def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -185,7 +194,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
         # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept the job
         # id.
         run_id = slurm_job
-    env = dict(_DEFAULTS)
+    env = default_variables(flags)
     if not args.raw:
         env["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # read by `tracing/scalars.py`
     for name, value in os.environ.items():

@@ -607,3 +607,20 @@ def test_a_run_id_belongs_to_one_run() -> None:
     done = launch("a", "--per-node", "--log-dir", "/" + "x" * 300, "--", "true")
     assert done.returncode == 127
     assert ": File name too long" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "connections"),
+    [
+        (["--tensor-model-parallel-size", "2"], "1"),  # Megatron requires it
+        (["--overlap-moe-expert-parallel-comm"], "32"),
+        # Megatron rejects 1.
+        (["--use-torch-fsdp2"], None),
+        (["--use-megatron-fsdp", "--overlap-moe-expert-parallel-comm"], None),
+    ],
+)
+def test_hardware_queues_suit_the_flags(
+    flags: list[str], connections: str | None
+) -> None:
+    variables = jobs.default_variables(["pretrain_gpt.py", *flags])
+    assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
