@@ -75,9 +75,14 @@ def select(name: str) -> Device:
         DeviceError: The name is unknown, or the backend cannot run here; the message says why.
     """
     if name == "auto":
-        return next(
-            device for device in map(named, CHOICES[1:]) if device.missing() is None
-        )
+        reasons = []
+        for choice in CHOICES[1:]:
+            device = named(choice)
+            reason = device.missing()
+            if reason is None:
+                return device
+            reasons.append(f"{choice}: {reason}")
+        raise DeviceError(f"no device backend can run here: {'; '.join(reasons)}")
     device = named(name)
     reason = device.missing()
     if reason is not None:

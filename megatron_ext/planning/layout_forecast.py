@@ -907,9 +907,17 @@ def _around_step_s(
     ):
         if params:
             gradient_bytes = job.techniques.gradient_bytes * params
-            reduced_s += gather_s(device, gradient_bytes, num_holders, stride)
-            gathered_s += gather_s(device, _WEIGHT_BYTES * params, num_holders, stride)
-            update_bytes = params * (_UPDATE_BYTES / num_holders + _CLEAR_BYTES)
+            scatter_s = gather_s(device, gradient_bytes, num_holders, stride)
+            if job.shards_optimizer:
+                shards = num_holders
+                reduced_s += scatter_s
+                weight_bytes = _WEIGHT_BYTES * params
+                gathered_s += gather_s(device, weight_bytes, num_holders, stride)
+            else:
+                # Each holder needs all gradients, updates all weights, and gathers none.
+                shards = 1
+                reduced_s += 2 * scatter_s
+            update_bytes = params * (_UPDATE_BYTES / shards + _CLEAR_BYTES)
             updated_s += update_bytes / (device.memory_bytes * device.memory)
     if not job.overlaps:
         return updated_s + reduced_s + gathered_s

@@ -364,6 +364,8 @@ class _Bench:
 
         def backward(out: Any) -> float:
             gradient = None if post else torch.ones_like(out)
+            # Otherwise, the pass would add its input gradient to that of the pass before.
+            hidden.grad = None
 
             def run() -> None:
                 out.backward(gradient)

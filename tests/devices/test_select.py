@@ -56,6 +56,16 @@ def test_select_refuses_an_unknown_name() -> None:
         devices.select("tpu")
 
 
+def test_select_names_the_reasons_if_no_device_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuDevice, "missing", lambda _: "no gloo")
+    for name in ("cuda", "musa"):
+        monkeypatch.setattr(type(devices.named(name)), "missing", lambda _: "no GPU")
+    with pytest.raises(DeviceError, match=r"cuda: no GPU; musa: no GPU; cpu: no gloo"):
+        devices.select("auto")
+
+
 def test_select_refuses_a_device_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,7 +21,7 @@ from megatron_ext.planning.hardware import DEVICES
 from megatron_ext.planning.layout_forecast import Layout, forecast, table_bound_s
 from megatron_ext.planning.layout_search import search
 from megatron_ext.planning.model_flags import sizes_of_flags
-from megatron_ext.planning.question import Question
+from megatron_ext.planning.question import ParallelSizes, Question
 
 if TYPE_CHECKING:
     from megatron_ext.planning.model_sizes import ModelSizes
@@ -86,6 +86,27 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
     assert optimum - 1e-9 <= found.plans[0].step_s <= 1.06 * optimum
     for plan in plans:
         assert plan.bound_s <= plan.step_s
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_replicas_that_do_not_shard_the_optimizer_update_all_weights(
+    overlaps: bool,
+) -> None:
+    sharded = Question(
+        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512,
+        pair_rules=RULES["pairs"], overlaps=overlaps,
+    )  # fmt: skip
+    whole = dataclasses.replace(sharded, shards_optimizer=False)
+    for replicas, is_longer in ((1, False), (2, True), (4, True)):
+        sizes = ParallelSizes(
+            tp=1, pp=4 // replicas, cp=1, ep=1, micro_batch=1, mode=frozenset(),
+            num_microbatches=8 // replicas, replicas=replicas,
+        )  # fmt: skip
+        sharded_plan = forecast(sharded, sizes, "1f1b", 1)
+        whole_plan = forecast(whole, sizes, "1f1b", 1)
+        assert sharded_plan is not None
+        assert whole_plan is not None
+        assert (whole_plan.step_s > sharded_plan.step_s) == is_longer
 
 
 @pytest.mark.parametrize(
