@@ -50,18 +50,18 @@ class Board:
 
     def write(self, note: Json) -> None:
         """Add a note."""
-        # `add` is atomic, so no two notes get the same number.
-        number = self._store.add("num_notes", 1)
-        self._store.set(f"note {number}", json.dumps(note))
+        # `append` is atomic: a keeper that is killed leaves a whole note or none, and all keepers
+        # read the notes in the same order.
+        self._store.append("notes", json.dumps(note) + "\n")
 
     def unread(self) -> list[Json]:
         """Return the notes that this keeper has not read yet."""
-        notes = []
-        # Stop at a number that another keeper has taken but not written yet. The notes after it
-        # wait, so that all keepers read them in the same order.
-        while self._store.check([f"note {self._num_read + 1}"]):
-            self._num_read += 1
-            notes.append(json.loads(self._store.get(f"note {self._num_read}")))
+        # `get` would wait for the first note.
+        if not self._store.check(["notes"]):
+            return []
+        lines = self._store.get("notes").decode().splitlines()
+        notes = [json.loads(line) for line in lines[self._num_read :]]
+        self._num_read = len(lines)
         return notes
 
     def beat(self, host: int) -> None:

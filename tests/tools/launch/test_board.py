@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -114,3 +115,17 @@ def test_a_host_notices_that_the_first_one_is_gone() -> None:
     del store
     with pytest.raises(FirstHostLost):
         other.take_turn()
+
+
+def test_a_keeper_that_dies_while_it_writes_does_not_hold_up_the_others(
+    store: Any,
+) -> None:
+    reading, dying, living = (Board(connected(store)) for _ in range(3))
+    dying._store = Mock(wraps=dying._store)
+    for last_call in (dying._store.set, dying._store.append):
+        last_call.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        dying.write({"kind": "step"})
+    living.write({"kind": "restart", "num_lost": 1})
+    assert reading.unread() == [{"kind": "restart", "num_lost": 1}]
+    assert reading.unread() == []
