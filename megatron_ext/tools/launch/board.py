@@ -45,7 +45,8 @@ class Board:
         from torch._C._distributed_c10d import PrefixStore
 
         store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        self._store = PrefixStore(_KEYS, store)
+        # torch's type hints lack `append`.
+        self._store: Any = PrefixStore(_KEYS, store)
         self._num_read = 0
 
     def write(self, note: Json) -> None:
