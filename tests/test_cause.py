@@ -232,6 +232,22 @@ def test_the_first_cause_does_not_depend_on_the_order_of_the_ranks(
     )
 
 
+def test_a_rank_keeps_the_number_with_which_it_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart in the same processes changes RANK, which is None in reserve."""
+    monkeypatch.setenv("RANK", "None")
+    assert cause.of_error(ValueError("no")).rank == 0  # the launcher is not ours
+    monkeypatch.setenv("MEGATRON_EXT_STARTED_RANK", "5")
+    assert cause.of_error(ValueError("no")).rank == 5
+    monkeypatch.setenv("RANK", "1")
+    assert cause.of_error(ValueError("no")).rank == 5
+    hang = cause.of_error(HangError("rank 1 runs 0F0 for 20.1 s", 1))
+    assert (hang.kind, hang.rank, hang.code) == ("hang", 5, 1)
+    blames = cause.of_error(HangError("rank 0 holds the job up", 0))
+    assert (blames.kind, blames.rank, blames.code) == ("hang", 0, None)
+
+
 def test_a_note_is_read_as_it_was_written_and_others_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,5 +259,6 @@ def test_a_note_is_read_as_it_was_written_and_others_are_left_out(
     ending = Cause(3, "error", "ValueError: no", 5.5, iteration=2, code=1)
     cause.write(ending, "the stack")
     assert cause.read(tmp_path) == [ending]
+    assert cause.read(tmp_path, survived=[2]) == []
     # What torchrun reads.
     assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "4"

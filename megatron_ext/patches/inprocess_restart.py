@@ -78,11 +78,10 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 @PATCHES.row(
     "inprocess_restart.store_of_attempt",
     "megatron.training.initialize:_initialize_distributed",
+    when=lambda: active.attempt() is not None,
 )
 def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron uses one store for all attempts, so waiting there for a lost rank never stops."""
-    if active.attempt() is None:
-        return call(*args, **kwargs)
     from megatron_ext.training.survival import store_connection
 
     parameters = by_name(call, args, kwargs)

@@ -30,6 +30,7 @@ from megatron_ext.errors import (
     message_of,
     shortened,
 )
+from megatron_ext.upstream import parent
 from megatron_ext.upstream.signatures import megatron_arguments
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -112,7 +113,7 @@ def first(causes: Sequence[Cause]) -> Cause | None:
 def of_error(error: BaseException) -> Cause:
     """Return the cause for an exception that stops this rank."""
     error = _explaining(error)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = started_rank()
     code = 1  # also the exit code of `SystemExit` with a text
     if isinstance(error, UserError):
         code = 2
@@ -131,7 +132,8 @@ def of_error(error: BaseException) -> Cause:
             ending, kind="rejected", reason=message, order=_order_in_step(message)
         )
     if isinstance(error, HangError):
-        if error.rank in (None, rank):
+        # The watchdog uses the ranks of the current attempt.
+        if error.rank is None or str(error.rank) == os.environ.get("RANK", "0"):
             return replace(ending, kind="hang")
         # Blame the rank that the others wait for. It is still running, so it has no exit code.
         return replace(ending, kind="hang", rank=error.rank, code=None)
@@ -185,6 +187,17 @@ def current_iteration() -> int | None:
     return None if completed is None else completed + 1
 
 
+def started_rank() -> int:
+    """Return the global rank with which the launcher started this process.
+
+    The launcher names its ranks and their logs like this, even after a restart in the same
+    processes has given them other ranks.
+    """
+    text = os.environ.get(parent.STARTED_RANK) or os.environ.get("RANK", "0")
+    # Without our launcher, the rank at the start of a reserve rank is not known.
+    return int(text) if text.isdecimal() else 0
+
+
 def write(cause: Cause, callstack: str) -> None:
     """Write the file that torchrun and the launcher's agent read; without torchrun, do nothing.
 
@@ -205,10 +218,17 @@ def write(cause: Cause, callstack: str) -> None:
         )
 
 
-def read(folder: Path) -> list[Cause]:
-    """Return the causes in a job's error files on this host, inside torchrun's log folder."""
+def read(folder: Path, survived: Sequence[int] = ()) -> list[Cause]:
+    """Return the causes in a job's error files on this host, inside torchrun's log folder.
+
+    Args:
+        folder: The log folder.
+        survived: Local ranks whose loss the job had survived, so that they explain nothing.
+    """
     causes = []
     for path in folder.glob("*/attempt_0/*/error.json"):
+        if path.parent.name in map(str, survived):
+            continue
         # Programs that were not started through this package write files in torch's own format.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             causes.append(

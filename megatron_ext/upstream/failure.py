@@ -55,7 +55,7 @@ def report(error: BaseException) -> None:
     # exit, and would otherwise report the SIGKILL as the cause.
     cause.write(cause.of_error(error), line)
     if is_first:
-        rank = os.environ.get("RANK", "0")
+        rank = cause.started_rank()
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()

@@ -20,6 +20,10 @@ HOST_ADDRESS = "MEGATRON_EXT_HOST_ADDRESS"
 """Environment variable for ranks that may be lost: the address at which other hosts reach
 theirs."""
 
+STARTED_RANK = "MEGATRON_EXT_STARTED_RANK"
+"""Environment variable for ranks that may be lost: the global rank of the process at its start. A
+restart within the processes changes RANK, which is `None` for reserve ranks."""
+
 RANKS_MET = "MEGATRON_EXT_RANKS_MET"
 """Environment variable for ranks in a job that survives lost ranks: path of a file that exists once
 all ranks have found each other."""

@@ -156,6 +156,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     log_name, child_name = "torchrun.log", "torchrun"
     if per_node:
         log_name, child_name = "output.log", "the command"
+    elif request["reserve"] is not None:
+        child_name = runs.KEEPER
     ended: Json = {
         "kind": "ended",
         "what": child_name,
@@ -198,7 +200,10 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     ended.update(code=code, stopped=job.stopped)
     # A process that cannot be killed keeps the pipe open, so limit the wait.
     forwarder.join(_CLOSE_S)
-    if code != 0:
+    if child_name == runs.KEEPER and code < 0:
+        # It has not reported which errors the job had survived, so do not read them.
+        ended["tail"] = last_lines(folder.anchor / log_name, _TAIL_LINES)
+    elif code != 0:
         is_stopped = job.stopped is not None
         logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
         ended.update(_failure(logs, is_stopped=is_stopped))
@@ -260,7 +265,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     """
     # If there is no report, torchrun failed before it started ranks, or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
-    causes = cause.read(logs.folder.anchor / "ranks")
+    survived = [rank - logs.first_rank for rank in report.get("survived", ())]
+    causes = cause.read(logs.folder.anchor / "ranks", survived)
     now = time.time()
     for stopped in report.get("stopped", ()):
         reason = f"its process {stopped['pid']} is stopped, by SIGSTOP or a debugger"

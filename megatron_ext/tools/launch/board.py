@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.tools.launch.losses import Loss, Losses
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megatron_ext.tools.launch.runs import Json
 
 SILENCE_S = 20.0
@@ -101,9 +103,12 @@ class _Host:
 class FirstBoard:
     """The board on the first host, which collects the losses from all hosts."""
 
-    def __init__(self, board: Board, losses: Losses, counts: Sequence[int]) -> None:
+    def __init__(
+        self, board: Board, losses: Losses, counts: Sequence[int], ranks_met: Path
+    ) -> None:
         self._board = board
         self._losses = losses
+        self._ranks_met = ranks_met
         self._hosts: dict[int, _Host] = {}
         # The threads that read the ranks' output must not wait for the store, so they append notes
         # here for `take_turn` to write.
@@ -124,6 +129,11 @@ class FirstBoard:
     def fatal(self) -> Loss | None:
         """The loss that stops the job; None: the job continues."""
         return self._losses.fatal
+
+    @property
+    def survived(self) -> list[int]:
+        """The lost ranks without which training has continued."""
+        return self._losses.survived
 
     def add(self, loss: Loss) -> None:
         """Record a loss on this host."""
@@ -169,14 +179,17 @@ class FirstBoard:
 
     def _add_losses_of(self, host: _Host) -> None:
         lost_before = {loss.rank for loss in self._losses.items}
+        is_early = not self._ranks_met.exists()
         for rank in host.ranks:
             if rank not in lost_before:
-                self._losses.add(Loss(rank, _KILLED, time.time()))
+                self._losses.add(Loss(rank, _KILLED, time.time(), is_early=is_early))
 
     def announce_end(self) -> None:
         """Make the other hosts stop their ranks because of the fatal loss."""
         assert self.fatal is not None
-        self._board.write({"kind": "end", **asdict(self.fatal)})
+        self._board.write(
+            {"kind": "end", "loss": asdict(self.fatal), "survived": self.survived}
+        )
 
 
 class OtherBoard:
@@ -196,6 +209,8 @@ class OtherBoard:
         """Whether ranks have restarted, here or elsewhere, and no step has been reported since."""
         self.fatal: Loss | None = None
         """The loss that stops the job; None: the job continues."""
+        self.survived: list[int] = []
+        """The lost ranks without which training has continued; known when the job stops."""
         self.is_needed = False
         """Whether other hosts need this keeper after its ranks have exited."""
 
@@ -236,7 +251,8 @@ class OtherBoard:
             for note in self._board.unread():
                 kind = note.pop("kind")
                 if kind == "end":
-                    self.fatal = Loss(**note)
+                    self.fatal = Loss(**note["loss"])
+                    self.survived = note["survived"]
                 elif kind == "restart":
                     self._awaits_step = True
         except RuntimeError as error:  # how torch reports store errors

@@ -19,7 +19,8 @@ class Failure:
 
     host: str
     what: str
-    """The failed part: `rank 3`, `torchrun`, `the command`, `the connection to the agent`."""
+    """The failed part: `rank 3`, `torchrun`, `the keeper of the ranks`, `the command`, or
+    `the connection to the agent`."""
     code: int
     """Exit code, negative for a signal, as in Python."""
     at: float

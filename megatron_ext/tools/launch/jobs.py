@@ -40,6 +40,7 @@ _NOT_FORWARDED = (
     runs.NODE,
     parent.AGENT_PID,
     parent.SOCKETS,
+    parent.STARTED_RANK,
 )
 _FSDP = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 

@@ -70,6 +70,7 @@ class Rank:
             **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
+            parent.STARTED_RANK: str(rank),
             # The rank writes its cause there (`upstream/cause.py`).
             "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
         }
@@ -187,17 +188,18 @@ class Keeper:
         board: FirstBoard | OtherBoard,
         grace_s: float,
         counts: Sequence[int],
+        ranks_met: Path,
     ) -> None:
         self._board = board
         self._grace_s = grace_s
         self._stopped_by: int | None = None
-        self._ranks_met = Path(args.log_dir) / "ranks_met"
+        self._ranks_met = ranks_met
         shown = set()
         for item in (args.tee or "").split(","):
             # An item is RANK:STREAMS.
             if item:
                 shown.add(int(item.partition(":")[0]))
-        # torchrun sets these variables for its ranks, except for the last three.
+        # torchrun sets these variables for its ranks, except for the last four.
         os.environ.update(
             {
                 "WORLD_SIZE": str(sum(counts)),
@@ -209,7 +211,9 @@ class Keeper:
                 "TORCHELASTIC_MAX_RESTARTS": "0",
                 "GROUP_RANK": str(args.node_rank),
                 parent.HOSTED_STORES: "1",
-                parent.RANKS_MET: str(self._ranks_met),
+                parent.RANKS_MET: str(ranks_met),
+                # Ranks exit with this process, even if a user has started it without an agent.
+                parent.AGENT_PID: os.environ.get(parent.AGENT_PID, str(os.getpid())),
                 # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
@@ -342,25 +346,28 @@ def main() -> int:
     counts = [int(count) for count in sys.argv[4].split(",")]
     parent.die_with_parent()
     args = _parsed(sys.argv[5:])
+    ranks_met = Path(args.log_dir) / "ranks_met"
     stores = []
     board: FirstBoard | OtherBoard
     if args.node_rank == 0:
         stores = _hosted_stores(args)
         losses = Losses(report.parent, reserve, _say)
-        board = FirstBoard(Board(stores[0]), losses, counts)
+        board = FirstBoard(Board(stores[0]), losses, counts, ranks_met)
     else:
         board = OtherBoard(Board(_store_of_first_host(args)), args.node_rank)
     try:
-        fatal_loss = Keeper(args, board, grace_s, counts).run()
+        fatal_loss = Keeper(args, board, grace_s, counts, ranks_met).run()
     except FirstHostLost as error:
         sys.stderr.write(f"the keeper of the first host does not answer: {error}\n")
         return 1
     del stores  # the ranks need them until here
     if fatal_loss is None:
         return 0
-    # Report the loss in the format of `elastic`, which the agent reads.
+    # Report the loss in the format of `elastic`, which the agent reads. Errors of ranks that the
+    # job has survived do not explain its end.
     failure = {
         "stopped": [],
+        "survived": board.survived,
         "rank": fatal_loss.rank,
         "local_rank": fatal_loss.rank - sum(counts[: args.node_rank]),
         "exit_code": fatal_loss.exit_code,

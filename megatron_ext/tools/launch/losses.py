@@ -86,6 +86,16 @@ class Losses:
         # Training has recovered from every loss, so the reserve ran out with the last one.
         return self.items[-1]
 
+    @property
+    def survived(self) -> list[int]:
+        """The lost ranks without which training has continued."""
+        fatal = self.fatal
+        ranks = []
+        for loss in self.items:
+            if loss.back_after_s is not None and loss is not fatal:
+                ranks.append(loss.rank)
+        return ranks
+
     def add(self, loss: Loss) -> None:
         """Record a loss and report it."""
         with self._lock:

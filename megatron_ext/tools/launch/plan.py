@@ -378,11 +378,16 @@ class JobPlan:
         return f"{root}/{self.run_id}/{host.number:03d}-{name}"
 
     def host_of(self, rank: int) -> int:
-        """Return the index of a global rank's host."""
-        return next(
-            index
-            for index in range(len(self.hosts))
-            if rank < self.first_rank(index + 1)
+        """Return the index of a global rank's host.
+
+        Raises:
+            LaunchError: The job has no such rank.
+        """
+        for index in range(len(self.hosts)):
+            if self.first_rank(index) <= rank < self.first_rank(index + 1):
+                return index
+        raise LaunchError(
+            f"rank {rank}: the job has no such rank; use 0 to {self.num_started - 1}"
         )
 
     def environment(self, index: int) -> dict[str, str]:

@@ -34,6 +34,8 @@ RANK_MARK = b"\x1e"
 """Precedes the rank in each line of output from a rank."""
 STOPPED = "megatron-ext stop"
 """The reason that an agent reports if `megatron-ext stop` stopped its job."""
+KEEPER = "the keeper of the ranks"
+"""The part of a host that an agent reports as failed if the keeper was killed (`keeper.py`)."""
 _MARK = b"\x1emegatron-ext "
 # Environment variables in every process of a run: the run id, and the host's index.
 RUN_ID = "MEGATRON_EXT_RUN_ID"

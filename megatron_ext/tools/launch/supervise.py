@@ -6,10 +6,11 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.agents import Agents
 from megatron_ext.tools.launch.display import Display, say
 from megatron_ext.tools.launch.failures import (
@@ -18,7 +19,7 @@ from megatron_ext.tools.launch.failures import (
     Outcome,
     first_failure,
 )
-from megatron_ext.tools.launch.runs import STOPPED, Json
+from megatron_ext.tools.launch.runs import KEEPER, STOPPED, Json
 from megatron_ext.upstream import cause
 
 if TYPE_CHECKING:
@@ -206,10 +207,16 @@ class Watch:
         # that it failed on its own but exited later.
         is_effect = message["stopped"] and (self._is_stopping or self.failures)
         is_cause = bool(self.failures) and ending is not None and ending.is_sure
-        if message["code"] != 0 and (is_cause or not is_effect):
-            self.failures[index] = self._failure_of(index, message, ending)
-            # A host that was lost earlier may be the cause.
-            self.failures |= self._survived
+        if message["code"] == 0 or (is_effect and not is_cause):
+            return
+        failure = self._failure_of(index, message, ending)
+        # The ranks on a host are killed with their keeper.
+        if message["what"] == KEEPER and message["code"] < 0 and self._may_continue:
+            self._outlive(index, failure)
+            return
+        self.failures[index] = failure
+        # A host that was lost earlier may be the cause.
+        self.failures |= self._survived
 
     def _failure_of(self, index: int, message: Json, ending: Cause | None) -> Failure:
         ahead_s = self._hellos[index]["ahead_s"]
@@ -223,8 +230,10 @@ class Watch:
             log=message.get("log"),
         )
         if ending is not None:
-            # A waiting rank may blame a rank on another host.
-            host = self._plan.hosts[self._plan.host_of(ending.rank)].name
+            host = failure.host
+            # A waiting rank may blame a rank on another host. The script may have changed RANK.
+            with suppress(LaunchError):
+                host = self._plan.hosts[self._plan.host_of(ending.rank)].name
             return replace(failure, host=host, at=ending.at - ahead_s, cause=ending)
         if message["stopped"]:
             return replace(failure, note=f" ({message['stopped']})")
@@ -241,12 +250,21 @@ class Watch:
             tail=connection.noise()[-5:],
             note=note,
         )
-        # The keeper on the first host hosts the stores and counts the losses, and stops the job if
-        # too many ranks are lost with this host (`keeper.py`).
-        may_continue = self._plan.reserve is not None and 0 in self._running
-        if may_continue and not self._is_stopping:
-            ranks = f"{self._plan.first_rank(index)} to {self._plan.first_rank(index + 1) - 1}"
-            say(f"{failure}: ranks {ranks} are lost")
-            self._survived[index] = failure
+        if self._may_continue:
+            self._outlive(index, failure)
         else:
             self.failures[index] = failure
+
+    @property
+    def _may_continue(self) -> bool:
+        """Whether the job may continue without the host that it has just lost."""
+        # The keeper on the first host hosts the stores and counts the losses, and stops the job if
+        # too many ranks are lost with a host (`keeper.py`).
+        is_kept = self._plan.reserve is not None and 0 in self._running
+        return is_kept and not self._is_stopping
+
+    def _outlive(self, index: int, failure: Failure) -> None:
+        """Note that all ranks on a host are lost, and that the job may continue without them."""
+        last_rank = self._plan.first_rank(index + 1) - 1
+        say(f"{failure}: ranks {self._plan.first_rank(index)} to {last_rank} are lost")
+        self._survived[index] = failure

@@ -37,6 +37,11 @@ def losses(tmp_path: Path, said: list[str]) -> Losses:
     return Losses(tmp_path, 2, lambda _rank, text: said.append(text))
 
 
+def first_board(store: Any, losses: Losses, counts: list[int]) -> FirstBoard:
+    """Return the first board of ranks that have met if `ranks_met` is in the folder."""
+    return FirstBoard(Board(store), losses, counts, losses.folder / "ranks_met")
+
+
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every turn is one in which the keepers look at each other."""
@@ -46,7 +51,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_and_the_next_step_reach_the_first_host(
     store: Any, losses: Losses, said: list[str]
 ) -> None:
-    first = FirstBoard(Board(store), losses, [1, 2])
+    first = first_board(store, losses, [1, 2])
     other = OtherBoard(Board(connected(store)), 1)
     other.note_step()  # before any restart, steps are not reported
     other.add(Loss(2, SIGKILL, 1000.0))
@@ -70,19 +75,36 @@ def test_a_loss_and_the_next_step_reach_the_first_host(
 
 
 def test_the_end_reaches_the_other_host(store: Any, losses: Losses) -> None:
-    first = FirstBoard(Board(store), losses, [1, 2])
+    first = first_board(store, losses, [1, 2])
     other = OtherBoard(Board(connected(store)), 1)
     for rank in (1, 2, 0):
         first.add(Loss(rank, SIGKILL, 1000.0))
     first.announce_end()
     other.take_turn()
     assert other.fatal == Loss(1, SIGKILL, 1000.0)
+    assert other.survived == []
+
+
+def test_the_host_that_reports_an_end_knows_what_the_job_had_survived(
+    store: Any, losses: Losses
+) -> None:
+    first = first_board(store, losses, [1, 4])
+    other = OtherBoard(Board(connected(store)), 1)
+    first.add(Loss(2, 1, 1000.0))
+    first.note_restart(1)
+    first.note_step()
+    for rank in (3, 4):
+        first.add(Loss(rank, 1, 2000.0))
+    first.announce_end()
+    other.take_turn()
+    assert other.fatal is not None
+    assert (other.fatal.rank, other.survived) == (3, [2])
 
 
 def test_all_ranks_of_a_silent_host_are_lost(
     store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = FirstBoard(Board(store), losses, [1, 2, 1])
+    first = first_board(store, losses, [1, 2, 1])
     others = [OtherBoard(Board(connected(store)), host) for host in (1, 2)]
     others[0].add(Loss(1, 7, 1000.0))
     for other in others:
@@ -97,13 +119,29 @@ def test_all_ranks_of_a_silent_host_are_lost(
         (2, SIGKILL),
     ]
     assert first.is_needed
+    assert losses.fatal is not None
+    assert losses.fatal.rank == 2, "no rank can replace it before all ranks have met"
+
+
+def test_a_host_that_falls_silent_during_a_job_may_be_replaced(
+    store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = first_board(store, losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    other.take_turn()
+    first.take_turn()
+    monkeypatch.setattr(board, "SILENCE_S", 0.0)
+    (losses.folder / "ranks_met").touch()
+    first.take_turn()
+    assert [loss.rank for loss in losses.items] == [1, 2]
+    assert losses.fatal is None
 
 
 def test_a_host_that_has_not_started_is_not_lost(
     store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board, "SILENCE_S", 0.0)
-    first = FirstBoard(Board(store), losses, [1, 2])
+    first = first_board(store, losses, [1, 2])
     first.take_turn()
     assert not losses.items
 

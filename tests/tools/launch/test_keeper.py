@@ -19,7 +19,9 @@ import pytest
 
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.losses import Loss, Losses, loss_in_words
+from megatron_ext.upstream import parent
 from tests.commands import run_python
+from tests.tools.launch.cluster import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,6 +30,7 @@ RANKS = """\
 import os, pathlib, signal, subprocess, sys, time
 rank = int(os.environ["RANK"])
 assert os.environ["MEGATRON_EXT_HOSTED_STORES"] == "1"
+print("started as", os.environ["MEGATRON_EXT_STARTED_RANK"], flush=True)
 ending = sys.argv[1 + rank]
 if "dies early" not in sys.argv:
     pathlib.Path(os.environ["MEGATRON_EXT_RANKS_MET"]).touch()
@@ -127,6 +130,40 @@ def test_wrong_flags_end_the_job_though_there_are_ranks_in_reserve(
     assert "its replacement would fail too" in done.stdout
 
 
+def test_a_rank_knows_the_number_with_which_it_was_started(tmp_path: Path) -> None:
+    _, folder = keep(tmp_path, 0, "goes on", "goes on")
+    log = folder / "ranks/kept/attempt_0/1/stdout.log"
+    assert "started as 1" in log.read_text()
+
+
+def test_ranks_end_with_their_keeper_without_an_agent(tmp_path: Path) -> None:
+    """As if a user had started the command that `--dry-run` prints."""
+    ranks = "from megatron_ext.upstream import parent\nparent.die_with_parent()\n"
+    (tmp_path / "ranks_that_end.py").write_text(ranks + RANKS)
+    words = [
+        sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
+        "1", "0", "2", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run",
+        "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+    ]  # fmt: skip
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        runs.RUN_ID: "by-hand",
+        runs.NODE: "7",
+    }
+    env.pop(parent.AGENT_PID, None)
+    with subprocess.Popen(words, env=env) as keeper:
+        try:
+            wait_until((tmp_path / "ranks/ranks_met").exists, 60)
+            keeper.kill()
+            keeper.wait(60)
+            wait_until(lambda: runs.marked("by-hand", 7) == set(), 10)
+        finally:
+            keeper.kill()
+            runs.end(runs.marked("by-hand", 7))
+
+
 def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
     (tmp_path / "ranks_that_end.py").write_text(RANKS)
     words = [
@@ -218,6 +255,7 @@ def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -
     losses.add(Loss(6, -15, 201.0))
     assert losses.fatal is not None
     assert losses.fatal.rank == 5
+    assert losses.survived == [3]
     losses.add(Loss(7, 2, 202.0))
     assert losses.fatal.rank == 7, "wrong flags, which a replacement would have, too"
 

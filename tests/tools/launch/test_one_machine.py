@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands import run_package
@@ -128,6 +129,64 @@ def test_a_stopped_rank_is_named_and_not_one_that_waited_for_it() -> None:
         r"failed first: localhost: rank 1 stands still: its process \d+ is stopped, by SIGSTOP",
         end,
     ), done.stderr
+
+
+SURVIVES = """\
+import os, pathlib, time
+rank = int(os.environ["RANK"])
+pathlib.Path(os.environ["MEGATRON_EXT_RANKS_MET"]).touch()
+if rank == 1:
+    raise ValueError("which the job survives")
+if rank == 2:
+    folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[4]
+    while not (folder / "losses.json").exists():
+        time.sleep(0.1)
+    print("megatron_ext: restart 1 in the same processes: 2 of 3 ranks are left", flush=True)
+    print(" iteration        4/       6 | lm loss: 1.0", flush=True)
+    os.environ["RANK"] = "1"  # as NVRx does
+    time.sleep(1)
+    raise KeyError("the cause")
+time.sleep(100)
+"""
+KEPT = (
+    "launch --nproc 2 --keep-going --reserve 1 --grace 1 -- pretrain_kept.py --save a --load a "
+    "--pipeline-model-parallel-size 2"
+).split()
+
+
+def test_an_error_that_a_job_has_survived_is_not_why_it_ends() -> None:
+    Path("pretrain_kept.py").write_text(SURVIVES)
+    done = run_package(*KEPT)
+    assert done.returncode == 1
+    end = done.stderr.splitlines()[-1]
+    told = "failed first: localhost: rank 2 ended with exit code 1"
+    assert told in end, done.stderr
+    assert "KeyError: 'the cause'" in end
+    log = Path(end.rpartition("everything: ")[2])
+    assert "ValueError: which the job survives" in log.read_text()
+
+
+KILLS_KEEPER = """\
+import os, pathlib, signal, time
+pathlib.Path(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    while len(list(pathlib.Path().glob("*.pid"))) < 3:
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(100)
+"""
+
+
+def test_a_killed_keeper_is_named_and_its_ranks_end() -> None:
+    Path("pretrain_kept.py").write_text(KILLS_KEEPER)
+    done = run_package(*KEPT)
+    assert done.returncode == 128 + signal.SIGKILL
+    end = done.stderr.splitlines()[-1]
+    told = "failed first: localhost: the keeper of the ranks was ended by SIGKILL; logs"
+    assert told in end, done.stderr
+    process_ids = [int(path.read_text()) for path in Path().glob("*.pid")]
+    assert len(process_ids) == 3
+    assert not any(map(psutil.pid_exists, process_ids))
 
 
 SOCKETS = """\

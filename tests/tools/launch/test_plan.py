@@ -304,6 +304,9 @@ def test_ranks_in_reserve_come_last_on_several_hosts() -> None:
     ).completed()
     assert (apart.world_size, apart.num_started, apart.num_in_reserve) == (4, 6, 2)
     assert apart.host_of(5) == 2
+    for rank in (-1, 6):
+        with pytest.raises(LaunchError, match=f"rank {rank}: .* use 0 to 5"):
+            apart.host_of(rank)
     for plan in (beside, apart):
         flags = plan.command
         assert flag_value(flags, "--inprocess-active-world-size") == "4"

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -167,6 +167,35 @@ def test_a_job_that_keeps_going_outlives_another_host_but_not_the_first(
     watch = _watch_of_three_hosts()
     watch._lose_host(1)
     assert sorted(watch.failures) == [1]
+
+
+def test_a_job_that_keeps_going_outlives_a_killed_keeper_of_another_host(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    killed = {**_ended(-9), "what": runs.KEEPER}
+    watch = _watch_of_three_hosts(reserve=0, num_reserve_hosts=1)
+    watch._end_host(1, killed)
+    assert not watch.failures
+    told = "b: the keeper of the ranks was ended by SIGKILL: ranks 1 to 1 are lost"
+    assert told in capfd.readouterr().err
+    watch._end_host(0, _ended(137))
+    assert sorted(watch.failures) == [0, 1]
+    # The keeper of the first host runs the stores.
+    watch = _watch_of_three_hosts(reserve=0, num_reserve_hosts=1)
+    watch._end_host(0, killed)
+    assert sorted(watch.failures) == [0]
+
+
+def test_a_rank_that_the_job_does_not_have_is_blamed_on_the_host_that_names_it() -> (
+    None
+):
+    """A script may start programs with ranks of their own."""
+    watch = _watch_of_three_hosts()
+    blames = Cause(9, "error", "ValueError: no", 1.0, code=1)
+    watch._end_host(1, {**_ended(1), "cause": asdict(blames)})
+    assert str(watch.failures[1]).startswith(
+        "b: torchrun ended with exit code 1: Value"
+    )
 
 
 def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
