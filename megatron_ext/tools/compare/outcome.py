@@ -215,7 +215,8 @@ def _judged(
         and _relative(difference.norm) <= promise.norm
     ):
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of one contender differ as much, the difference means nothing.
+    # If two rounds of one contender differ as much, the difference means nothing. Two rounds show
+    # only a part of what a recipe that is not deterministic can do, so allow twice their difference.
     spread = max(_spread(reference), _spread(contender))
     if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
         return "close", (
