@@ -70,7 +70,11 @@ def missing_flags(
     for rule in _NEEDED:
         if rule.refuses(settings):
             name = rule.flag[2:].replace("-", "_")
-            yield Refusal(name, f"{rule.flag} is missing: {rule.reason}", rule.remedy)
+            value = getattr(settings, name, None)
+            problem = f"{rule.flag} is missing: {rule.reason}"
+            if value is not None:
+                problem = f"{rule.flag} is {value}: must be at least 1"
+            yield Refusal(name, problem, rule.remedy)
     for rule in _IMPOSSIBLE:
         if rule.refuses(settings):
             name = rule.flag.split()[0][2:].replace("-", "_")
