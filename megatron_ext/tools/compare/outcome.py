@@ -13,13 +13,22 @@ from megatron_ext.tools.compare.run_records import (
     Deviations,
     RunRecord,
     deviations,
+    largest,
 )
+from megatron_ext.tools.compare.tolerances import are_rounding
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.recipe import Candidate
     from megatron_ext.tools.compare.tolerances import Promise
 
-Judgement = Literal["reference", "equal", "close", "different", "not judged", "failed"]
+Judgement = Literal[
+    "reference", "equal", "close", "different", "unproven", "not judged", "failed"
+]
+"""What the numbers of a contender are.
+
+    unproven     no conclusion follows, for example because the losses are NaN in both runs
+    not judged   they need not be equal, or there are none
+"""
 
 EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
 """Exit codes of `megatron-ext compare`."""
@@ -77,7 +86,7 @@ class Row:
     deviations: Deviations | None
     """Differences from the reference; None: this is the reference, or nothing was judged."""
     repeats: Deviations | None
-    """Differences between two runs of this contender; None: it ran only once."""
+    """Differences between the rounds of this contender; None: it ran only once."""
     notes: list[str]
     located: str
     """The first tensor that differs; empty: not searched for."""
@@ -120,6 +129,9 @@ def judge(
     if failed:
         # Ranks may reject flags that the check before the launch could not judge.
         code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
+    # The user asked whether the numbers are equal, and there is no answer.
+    if "unproven" in judgements:
+        code = FAILED
     # Different numbers are worse than a failed run, so they determine the exit code.
     if "different" in judgements:
         code = DIFFERENT
@@ -153,14 +165,13 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     tokens_per_s = None
     if known_tokens and step_s:
         tokens_per_s = known_tokens[0] / step_s
-    # Every round trains the same steps, so compare only the numbers in the first round.
+    # Compare every round: a race, for example, changes the numbers in only some of them.
     difference = None
     if records and reference.records and contender is not reference and not speed_only:
-        difference = deviations(reference.records[0], records[0])
-    # Two rounds with the same contender show whether the recipe is deterministic.
-    repeats = None
-    if len(records) > 1 and not speed_only:
-        repeats = deviations(records[0], records[1])
+        difference = largest(
+            [deviations(reference.records[0], record) for record in records]
+        )
+    repeats = None if speed_only else _repeats(contender)
     judgement, reason = _judged(contender, reference, difference)
     if speed_only and judgement == "not judged":
         reason = "each run drew its own weights (--speed-only)"
@@ -196,15 +207,11 @@ def _judged(
     promise = contender.promise
     if difference is None or promise.loss is None or promise.norm is None:
         return "not judged", promise.reason
-    # It is not enough if only some steps have equal numbers.
-    lengths = [len(owner.records[0].steps) for owner in (reference, contender)]
-    if lengths[0] != lengths[1]:
-        return (
-            "different",
-            f"it trained {lengths[1]} steps, but the reference trained {lengths[0]}",
-        )
+    for record in contender.records:
+        if reason := _other_steps(record, reference.records[0]):
+            return "different", reason
     if difference.are_none:
-        return "equal", ""
+        return ("unproven", difference.gap) if difference.gap else ("equal", "")
     if difference.skipped is not None:
         return (
             "different",
@@ -214,30 +221,60 @@ def _judged(
         _relative(difference.loss) <= promise.loss
         and _relative(difference.norm) <= promise.norm
     ):
+        if difference.gap:
+            return "unproven", difference.gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of one contender differ as much, the difference means nothing. Two rounds show
+    # If two rounds of the reference differ as much, the difference means nothing. Two rounds show
     # only a part of what a recipe that is not deterministic can do, so allow twice their difference.
-    spread = max(_spread(reference), _spread(contender))
-    if max(_relative(difference.loss), _relative(difference.norm)) <= 2 * spread:
-        return "close", (
-            "the recipe is not deterministic: two runs with the same flags differ as much; "
-            "compare --self shows more"
+    # A contender that differs between its own rounds has no such excuse: it may have a race.
+    repeats = _repeats(reference)
+    if repeats is not None and _size(difference) <= 2 * _size(repeats):
+        if are_rounding(repeats):
+            return "close", (
+                "the recipe is not deterministic: two runs with the same flags differ as much; "
+                "compare --self shows more"
+            )
+        return "unproven", (
+            "two runs of the reference differ as much, by more than rounding explains; "
+            "compare --self --locate shows where"
         )
     if promise.is_exact:
         return "different", "the numbers should be equal to the last bit"
     return "different", f"the differences exceed the allowed {promise.allowance}"
 
 
+def _other_steps(record: RunRecord, reference: RunRecord) -> str:
+    """Return which steps a run trained if they are not the reference's; empty: they are."""
+    iterations = [step.iteration for step in record.steps]
+    expected = [step.iteration for step in reference.steps]
+    if iterations == expected:
+        return ""
+    if len(iterations) != len(expected):
+        return f"it trained {len(iterations)} steps, but the reference trained {len(expected)}"
+    return (
+        f"it trained iterations {iterations[0]} to {iterations[-1]}, but the reference trained "
+        f"{expected[0]} to {expected[-1]}"
+    )
+
+
 def _relative(deviation: Deviation | None) -> float:
     return 0.0 if deviation is None else deviation.relative
 
 
-def _spread(contender: Contender) -> float:
-    """Return the largest relative difference between two rounds of one contender."""
+def _size(difference: Deviations) -> float:
+    """Return the largest relative difference in any number."""
+    return max(_relative(difference.loss), _relative(difference.norm))
+
+
+def _repeats(contender: Contender) -> Deviations | None:
+    """Return how a contender's rounds differ, which shows whether it is deterministic.
+
+    None: it has trained only one round.
+    """
     if len(contender.records) < 2:
-        return 0.0
-    repeats = deviations(contender.records[0], contender.records[1])
-    return max(_relative(repeats.loss), _relative(repeats.norm))
+        return None
+    first, *others = contender.records
+    return largest([deviations(first, record) for record in others])
 
 
 def median_s(records: Sequence[RunRecord]) -> float | None:
@@ -312,15 +349,12 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
 
 def _verdict_of_itself(rows: Sequence[Row]) -> str:
     """Return the sentence below the table for `--self`."""
-    first, second = rows
+    _, second = rows
     for row in rows:
         if row.judgement == "failed":
             return f"{row.label}, failed: {row.reason}."
     if second.judgement == "equal":
-        return (
-            f"the recipe is deterministic: two runs have the same losses and gradient norms to the "
-            f"last bit over {first.num_steps} steps."
-        )
+        return f"the recipe is deterministic: it trained twice {_numbers_text(second)}."
     # For example, one of the two runs did not finish.
     if second.deviations is None or second.deviations.first_iteration is None:
         return f"unknown whether the recipe is deterministic: {second.reason}."
@@ -343,11 +377,15 @@ def _noise_text(row: Row, reference: Row) -> str:
 def _numbers_text(row: Row) -> str:
     """Return the part of the verdict that concerns a row's losses and gradient norms."""
     if row.judgement == "equal":
-        return f"with the same losses and gradient norms to the last bit over {row.num_steps} steps"
+        assert row.deviations is not None
+        numbers = "losses and gradient norms" if row.deviations.num_norms else "losses"
+        return f"with the same {numbers} to the last bit over {row.num_steps} steps"
     if row.judgement == "close":
         return f"with losses and gradient norms that differ by rounding ({row.reason})"
     if row.judgement == "different":
         return f"with other losses or gradient norms ({row.reason})"
+    if row.judgement == "unproven":
+        return f"but its numbers prove nothing ({row.reason})"
     return f"and its numbers are not judged ({row.reason})"
 
 

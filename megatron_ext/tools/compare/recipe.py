@@ -34,6 +34,8 @@ _LEFT_OUT = {
     "--trace-dir": "",
 }
 """Flags that are removed from all runs -> the reason to report; empty: not reported."""
+_WEIGHTS = frozenset({"--load", "--ckpt-step", "--pretrained-checkpoint", "--finetune"})
+"""Flags that choose the weights from which a run starts."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,28 @@ class Recipe:
         return folder is not None and (
             self.has("--ckpt-step") or (Path(folder) / tracker).exists()
         )
+
+
+def refuse_shared(flags: Sequence[str], option: str) -> None:
+    """Refuse a candidate's flags that must be the same in all runs.
+
+    Args:
+        flags: The words of the candidate.
+        option: The option of `compare` that gave them, for the error.
+
+    Raises:
+        ArgumentsError: A flag chooses the weights or the length of the run, or what it writes.
+    """
+    for word in flags:
+        name = word.partition("=")[0]
+        if name in _WEIGHTS:
+            raise ArgumentsError(
+                f"{option} {name}: all runs start from the same weights; put {name} among the "
+                "script's flags, or leave it out"
+            )
+        if name in _LEFT_OUT:
+            reason = _LEFT_OUT[name] or "compare sets it for all runs"
+            raise ArgumentsError(f"{option} {name}: {reason}; leave it out")
 
 
 def candidates(

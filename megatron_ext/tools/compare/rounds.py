@@ -32,7 +32,13 @@ from megatron_ext.tools.compare import outcome, run, run_records, tolerances
 from megatron_ext.tools.compare.locate import compare as compare_digests
 from megatron_ext.tools.compare.operators import first_operator, place_of
 from megatron_ext.tools.compare.page import page
-from megatron_ext.tools.compare.recipe import REFERENCE, Candidate, Recipe, candidates
+from megatron_ext.tools.compare.recipe import (
+    REFERENCE,
+    Candidate,
+    Recipe,
+    candidates,
+    refuse_shared,
+)
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
@@ -201,6 +207,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
     """Return a candidate's flags; a word that is not a flag names a schedule."""
     words = split_words(text, flag)
+    refuse_shared(words, flag)
     if words and not words[0].startswith("--"):
         return ("--pipeline-schedule", *words)
     return words
@@ -440,7 +447,10 @@ class Comparison:
                 record = run_records.read(record_folder)
                 differences = run_records.deviations(reference.records[0], record)
                 if not tolerances.are_rounding(differences):
-                    reason = "that run skipped a step or lost finite numbers"
+                    reason = (
+                        "that run skipped a step, lost finite numbers, or differs by more than "
+                        "rounding explains"
+                    )
             except DataError as error:
                 reason = str(error)
         if not self.locates:

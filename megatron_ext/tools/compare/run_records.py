@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,11 +107,10 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
     """Combine the records from all ranks for one step."""
     iteration = lines[0]["iteration"]
     durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
-    losses: dict[str, float] = {}
+    values_of_loss: dict[str, list[float]] = defaultdict(list)
     for line in lines:
-        # Some loss functions do not average over replicas, so use the last rank's value, as in
-        # Megatron's log.
-        losses |= line["losses"]
+        for name, value in line["losses"].items():
+            values_of_loss[name].append(value)
     norms = [
         line["gradient_norm"] for line in lines if line["gradient_norm"] is not None
     ]
@@ -123,11 +123,20 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
             )
     return Step(
         iteration=iteration,
-        losses=losses,
+        losses={name: _mean(values) for name, values in values_of_loss.items()},
         gradient_norm=norms[0] if norms else None,
         skipped=lines[0]["skipped"],
         duration_s=statistics.fmean(durations) if durations else None,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean over ranks; if all ranks have the same value, exactly that value."""
+    if all(is_same(value, values[0]) for value in values):
+        return values[0]
+    # Some loss functions do not average over replicas. A single rank's value would hide what the
+    # other replicas compute.
+    return statistics.fmean(values)
 
 
 def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | None:
@@ -161,6 +170,12 @@ class Deviation:
     candidate: float | None
 
     @property
+    def is_finite(self) -> bool:
+        """Whether neither number is an infinity or NaN."""
+        numbers = self.reference, self.candidate
+        return all(number is None or math.isfinite(number) for number in numbers)
+
+    @property
     def relative(self) -> float:
         """The difference relative to the reference; infinite if either is not a number."""
         reference, candidate = self.reference, self.candidate
@@ -168,7 +183,7 @@ class Deviation:
             return 0.0
         if reference is None or candidate is None:
             return math.inf
-        if not (math.isfinite(reference) and math.isfinite(candidate)):
+        if not self.is_finite:
             return math.inf
         return abs(candidate - reference) / max(abs(reference), 1e-30)
 
@@ -183,8 +198,15 @@ class Deviations:
     """The largest deviation in a gradient norm; None: all norms are bit-identical."""
     first_iteration: int | None
     """The first iteration in which any number differs."""
-    num_steps: int
-    """Number of steps that both runs have."""
+    num_losses: int = 0
+    """Number of losses that both runs have."""
+    num_norms: int = 0
+    """Number of gradient norms that both runs have. Zeros do not count: with `--clip-grad 0`, some
+    of Megatron's optimizers report 0.0 instead of a norm."""
+    num_updates: int = 0
+    """Number of steps in which both runs updated the weights."""
+    not_finite: Deviation | None = None
+    """The first number that is an infinity or NaN in both runs; None: there is none."""
     skipped: int | None = None
     """The first iteration that only one of the two runs skipped."""
 
@@ -193,26 +215,47 @@ class Deviations:
         """Whether all numbers are equal down to the last bit."""
         return self.loss is None and self.norm is None and self.skipped is None
 
+    @property
+    def gap(self) -> str:
+        """Why equal numbers in these two runs prove nothing; empty: they prove something."""
+        if self.not_finite is not None:
+            name, iteration = self.not_finite.name, self.not_finite.iteration
+            return f"{name} is {self.not_finite.reference} in both runs at iteration {iteration}"
+        if not self.num_losses:
+            return "the runs recorded no losses"
+        if not self.num_updates:
+            return (
+                "the optimizer skipped every step, so no gradient was compared; lower "
+                "--initial-loss-scale, or train more --steps"
+            )
+        return ""
+
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     """Compare the numbers in two runs, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
-    num_steps = 0
+    num_losses = num_norms = num_updates = 0
     losses: list[Deviation] = []
     norms: list[Deviation] = []
-    first_iteration = skipped = None
+    first_iteration = skipped = not_finite = None
     for step in reference.steps:
         other = candidate_steps.get(step.iteration)
         if other is None:
             continue
-        num_steps += 1
+        num_updates += not (step.skipped or other.skipped)
         if skipped is None and step.skipped != other.skipped:
             skipped = step.iteration
         for name in sorted({*step.numbers, *other.numbers}):
             numbers = step.numbers.get(name), other.numbers.get(name)
-            if is_same(*numbers):
-                continue
             deviation = Deviation(name, step.iteration, *numbers)
+            if name == _NORM:
+                num_norms += None not in numbers and any(numbers)
+            else:
+                num_losses += None not in numbers
+            if is_same(*numbers):
+                if not_finite is None and not deviation.is_finite:
+                    not_finite = deviation
+                continue
             if name == _NORM:
                 norms.append(deviation)
             else:
@@ -223,9 +266,35 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         loss=_largest(losses),
         norm=_largest(norms),
         first_iteration=skipped if first_iteration is None else first_iteration,
-        num_steps=num_steps,
+        num_losses=num_losses,
+        num_norms=num_norms,
+        num_updates=num_updates,
+        not_finite=not_finite,
         skipped=skipped,
     )
+
+
+def largest(rounds: Sequence[Deviations]) -> Deviations:
+    """Return the largest deviations over several runs of one candidate.
+
+    The numbers of what was compared are those of the run that compared least.
+    """
+    return Deviations(
+        loss=_largest(filter(None, (one_round.loss for one_round in rounds))),
+        norm=_largest(filter(None, (one_round.norm for one_round in rounds))),
+        first_iteration=_earliest(one_round.first_iteration for one_round in rounds),
+        num_losses=min(one_round.num_losses for one_round in rounds),
+        num_norms=min(one_round.num_norms for one_round in rounds),
+        num_updates=min(one_round.num_updates for one_round in rounds),
+        not_finite=next(
+            filter(None, (one_round.not_finite for one_round in rounds)), None
+        ),
+        skipped=_earliest(one_round.skipped for one_round in rounds),
+    )
+
+
+def _earliest(iterations: Iterable[int | None]) -> int | None:
+    return min((number for number in iterations if number is not None), default=None)
 
 
 def _largest(differing: Iterable[Deviation]) -> Deviation | None:

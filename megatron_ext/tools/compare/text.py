@@ -24,7 +24,7 @@ def answer_text(answer: Answer) -> str:
     lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:
         if (
-            row.judgement in ("close", "different", "failed", "not judged")
+            row.judgement in ("close", "different", "unproven", "failed", "not judged")
             and row.reason
         ):
             lines.append(f"{row.label}: {row.reason}")
@@ -86,6 +86,9 @@ def _difference_text(row: Row, kind: str) -> str:
     if difference is None:
         return ""
     deviation: Deviation | None = getattr(difference, kind)
+    if deviation is None and row.judgement == "unproven":
+        return "unproven"
     if deviation is None:
-        return "bit-equal"
+        num_compared = {"loss": difference.num_losses, "norm": difference.num_norms}
+        return "bit-equal" if num_compared[kind] else "none"
     return f"{deviation.relative:.1e} at {deviation.iteration}"

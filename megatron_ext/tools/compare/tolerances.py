@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -66,13 +65,6 @@ class Promise:
         return self.loss == 0 and self.norm == 0
 
 
-def are_rounding(rounded: Deviations) -> bool:
-    """Return whether all differences come from rounding, so that tolerances can be learned."""
-    deviations = [item for item in (rounded.loss, rounded.norm) if item is not None]
-    are_finite = all(math.isfinite(item.relative) for item in deviations)
-    return are_finite and rounded.skipped is None
-
-
 REASONS = {
     "dropout": "dropout draws other masks; add --hidden-dropout 0 --attention-dropout 0 to judge",
     "flags": "Megatron's flags differ, so sums may be accumulated in a different order",
@@ -94,6 +86,21 @@ TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
 NORM_ROUNDING = 1e-5
 """Largest relative difference in a gradient norm that is summed in a different order over
 bit-identical gradients."""
+
+
+def are_rounding(differences: Deviations) -> bool:
+    """Return whether rounding may explain all differences between two runs of one recipe.
+
+    Beyond the tolerances for half precision, any two runs would count as equal.
+    """
+    if differences.skipped is not None:
+        return False
+    deviations = differences.loss, differences.norm
+    for deviation, limit in zip(deviations, TOLERANCES["half"], strict=True):
+        # Written like this, the condition is also true for an infinity.
+        if deviation is not None and not deviation.relative <= limit:
+            return False
+    return True
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:

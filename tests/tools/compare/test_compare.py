@@ -189,6 +189,34 @@ def test_a_dry_run_refuses_what_a_run_would(
     assert launches.words == []
 
 
+@pytest.mark.parametrize(
+    ("option", "flags", "message"),
+    [
+        ("--with", "zb-h1 --load other", "--with --load: all runs start from the same"),
+        ("--with", "zb-h1 --ckpt-step=2", "put --ckpt-step among the script's flags"),
+        (
+            "--reference",
+            "gpipe --exit-interval 2",
+            "--steps sets the length of each run",
+        ),
+        ("--with", "zb-h1 --save mine", "no run writes to your checkpoints"),
+    ],
+)
+def test_a_candidate_cannot_change_what_all_runs_share(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    flags: str,
+    message: str,
+) -> None:
+    """Other weights would be compared, or the flag would be overridden without a word."""
+    words = [option, flags, "--", *RECIPE.split(), "--pipeline-schedule", "zb-v"]
+    assert compare(monkeypatch, *words) == 2
+    assert message in capsys.readouterr().err
+    assert launches.words == []
+
+
 def test_a_dry_run_does_without_torch() -> None:
     """Its import would take most of the time."""
     words = [
@@ -541,6 +569,20 @@ def test_a_rounded_run_that_fails_leaves_what_was_measured(
         "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
     )
     assert "0.0001 of a loss and 0.001 of a norm, stated for all models" in shown
+
+
+def test_no_tolerance_is_learned_if_rounding_changes_everything(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Four times the difference would allow any loss."""
+    launches.rounded_losses = _slightly_other(0.5)
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
+    assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
+    shown = capsys.readouterr().out
+    assert "no tolerance was learned, so the stated one holds: that run" in shown
+    assert "differs by more than rounding explains" in shown
 
 
 @pytest.mark.parametrize("locates", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +114,95 @@ def test_a_recipe_that_does_not_repeat_itself_is_no_difference_and_is_said(
     assert answer.rows[1].judgement == "close"
     assert "the recipe is not deterministic" in answer.rows[1].reason
     assert "Megatron's own: two runs with the same flags differ" in answer_text(answer)
+
+
+@pytest.mark.parametrize("changed_round", [0, 1])
+def test_a_candidate_that_does_not_repeat_itself_is_different(
+    tmp_path: Path, changed_round: int
+) -> None:
+    """A race changes the numbers in some of the rounds, while those of the reference are equal."""
+    other = contender(tmp_path)
+    changed_losses = (*LOSSES[:-1], LOSSES[-1] + 1e-9)
+    other.records[changed_round] = read(write(tmp_path / "changed", changed_losses))
+    answer = judge([own(tmp_path), other])
+    assert answer.code == DIFFERENT
+    assert answer.rows[1].judgement == "different"
+    assert "zb-v: two runs with the same flags differ" in answer_text(answer)
+
+
+@pytest.mark.parametrize("last_loss", [float("nan"), 2 * LOSSES[-1]])
+def test_a_reference_that_does_not_repeat_itself_at_all_proves_nothing(
+    tmp_path: Path, last_loss: float
+) -> None:
+    reference = own(tmp_path)
+    reference.records[1] = read(write(tmp_path / "again", (*LOSSES[:-1], last_loss)))
+    other = contender(tmp_path, losses=(*LOSSES[:-1], 1.5 * LOSSES[-1]))
+    answer = judge([reference, other])
+    assert (answer.rows[1].judgement, answer.code) == ("unproven", FAILED)
+    assert "two runs of the reference differ as much" in answer.verdict
+
+
+def _with_steps(owner: Contender, **changes: Any) -> Contender:
+    """Return the contender with fields of all steps changed."""
+    records = []
+    for record in owner.records:
+        steps = [replace(step, **changes) for step in record.steps]
+        records.append(replace(record, steps=steps))
+    return replace(owner, records=records)
+
+
+@pytest.mark.parametrize("promise", [BITS, CLOSE], ids=["exact", "tolerant"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"losses": {"lm loss": float("nan")}}, "lm loss is nan in both runs at iter"),
+        ({"gradient_norm": float("inf")}, "gradient norm is inf in both runs at iter"),
+        ({"losses": {}}, "the runs recorded no losses"),
+        ({"skipped": True}, "the optimizer skipped every step"),
+    ],
+    ids=["nan", "inf", "no losses", "skipped"],
+)
+def test_equal_numbers_that_prove_nothing_are_not_equal(
+    tmp_path: Path, changes: dict[str, Any], reason: str, promise: Promise
+) -> None:
+    other = contender(tmp_path, promise=promise)
+    contenders = [_with_steps(owner, **changes) for owner in (own(tmp_path), other)]
+    answer = judge(contenders)
+    assert answer.code == FAILED
+    assert answer.rows[1].judgement == "unproven"
+    assert answer.rows[1].reason.startswith(reason)
+    assert reason in answer.verdict
+    shown = answer_text(answer)
+    assert reason in shown
+    assert "bit-equal" not in shown
+    itself = judge(contenders, against_itself=True)
+    assert itself.verdict.startswith("unknown whether the recipe is deterministic: ")
+
+
+@pytest.mark.parametrize("norm", [None, 0.0])
+def test_a_norm_that_was_not_computed_is_not_called_equal(
+    tmp_path: Path, norm: float | None
+) -> None:
+    contenders = []
+    for owner in (own(tmp_path), contender(tmp_path)):
+        contenders.append(_with_steps(owner, gradient_norm=norm))
+    answer = judge(contenders)
+    assert answer.code == EQUAL
+    assert answer.verdict.endswith("with the same losses to the last bit over 5 steps.")
+    assert answer_text(answer).count("bit-equal") == 1
+
+
+def test_other_iterations_are_different(tmp_path: Path) -> None:
+    """For example, only the candidate resumes from a later checkpoint."""
+    other = contender(tmp_path)
+    for record in other.records:
+        for index, step in enumerate(record.steps):
+            record.steps[index] = replace(step, iteration=100 + step.iteration)
+    answer = judge([own(tmp_path), other])
+    assert answer.code == DIFFERENT
+    assert answer.rows[1].reason == (
+        "it trained iterations 101 to 105, but the reference trained 1 to 5"
+    )
 
 
 def test_json_has_no_number_that_json_does_not_know(tmp_path: Path) -> None:

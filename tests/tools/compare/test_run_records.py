@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.compare.run_records import RunRecord, Step, deviations, read
+from megatron_ext.tools.compare.run_records import (
+    RunRecord,
+    Step,
+    _mean,
+    deviations,
+    read,
+)
 from tests.tools.compare.records import LOSSES, write
 
 
@@ -44,9 +50,15 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_loss_that_replicas_do_not_average_is_the_last_ranks(tmp_path: Path) -> None:
+def test_a_loss_that_replicas_do_not_average_is_averaged(tmp_path: Path) -> None:
+    """Otherwise, a wrong loss on all replicas but the last one would not be seen."""
     record = read(write(tmp_path, changes={0: {"losses": {"lm loss": 9.0}}}))
-    assert record.steps[-1].losses == {"lm loss": LOSSES[-1]}
+    assert record.steps[-1].losses == {"lm loss": (LOSSES[-1] + 9.0) / 2}
+
+
+@given(st.floats(allow_nan=False), st.integers(1, 7))
+def test_a_loss_that_ranks_share_keeps_its_bits(loss: float, num_ranks: int) -> None:
+    assert _mean([loss] * num_ranks) == loss
 
 
 def test_a_script_without_megatrons_loop_says_so(tmp_path: Path) -> None:
