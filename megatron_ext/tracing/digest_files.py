@@ -57,6 +57,8 @@ class Header:
 
     rank: int
     host: str = ""
+    num_ranks: int = 0
+    """Number of ranks in the run, each of which writes a file; 0: unknown."""
     tensor: int = 0
     """Rank in its tensor-parallel group."""
     tensor_size: int = 1

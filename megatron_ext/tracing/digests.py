@@ -101,25 +101,36 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         fields["balance"] = config.balance
         if pipeline.placement.twin_hops:
             fields["routing"] = "twin"
+    rank = torch.distributed.get_rank()
+    tensor_size = groups.get_tensor_model_parallel_world_size()
+    data_size = groups.get_data_parallel_world_size()
+    context_size = groups.get_context_parallel_world_size()
+    # Other processes of the program, such as those that only generate text, record nothing.
+    num_ranks = tensor_size * data_size * context_size
+    num_ranks *= groups.get_pipeline_model_parallel_world_size()
     if job is not None:
         fields["schedule"] = "forward and backward apart"
+        rank = job.rank
         # A merged forward rank does the work of a whole tensor-parallel group, so its own group has
         # size 1.
-        fields["tensor_size"] = job.ranks.tp
+        tensor_size = job.ranks.tp
+        num_ranks = job.ranks.num_ranks
     return Header(
-        rank=torch.distributed.get_rank() if job is None else job.rank,
+        rank=rank,
         host=socket.gethostname(),
+        num_ranks=num_ranks,
         tensor=groups.get_tensor_model_parallel_rank(),
+        tensor_size=tensor_size,
         # Context-parallel ranks hold parts of the same samples, so they share a replica's number.
         data=groups.get_data_parallel_rank(),
-        data_size=groups.get_data_parallel_world_size(),
+        data_size=data_size,
         context=groups.get_context_parallel_rank(),
-        context_size=groups.get_context_parallel_world_size(),
+        context_size=context_size,
         expert_size=groups.get_expert_model_parallel_world_size(),
         loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
         precision=_precision(get_model_config(chunks[0])),
         rounded=rounds_differently(),
-        **{"tensor_size": groups.get_tensor_model_parallel_world_size(), **fields},
+        **fields,
     )
 
 

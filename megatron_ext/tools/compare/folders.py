@@ -45,7 +45,8 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
         launch_options: The words for `launch`, which must be empty.
 
     Raises:
-        ArgumentsError: There are not two or three folders, or a flag applies only to training.
+        ArgumentsError: There are not two or three folders, or two are the same, or a flag applies
+            only to training.
         DataError: A folder has no digests, damaged digests, or digests from another kind of run.
     """
     for name, flag in _TRAINING_FLAGS.items():
@@ -64,6 +65,10 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
             f"--folders got {len(folders)}; give the folders of the reference and the candidate, "
             "and optionally the folder of a run to learn tolerances from"
         )
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ArgumentsError(
+            "--folders got the same folder twice; record each run into its own folder"
+        )
     # For a folder with digests but no operators, `read_folder` returns nothing.
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
@@ -73,7 +78,11 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
             )
         return _compare_operators(folders[0], folders[1], as_json=args.json)
     comparison = compare(*folders)
-    code = outcome.EQUAL if comparison.difference is None else outcome.DIFFERENT
+    code = outcome.EQUAL
+    if comparison.difference is not None:
+        code = outcome.DIFFERENT
+    elif comparison.not_finite:
+        code = outcome.FAILED
     if args.json:
         print(json.dumps(_as_json(comparison, code), indent=1, allow_nan=False))
     else:
@@ -99,6 +108,8 @@ def _text(comparison: Comparison) -> str:
         f"no difference in {comparison.num_tensors:,} tensors of {comparison.num_steps} steps, "
         "counting the initial weights as one"
     )
+    if comparison.not_finite:
+        verdict += f"; this proves nothing, because {comparison.not_finite}"
     if difference is not None:
         verdict = difference.sentence()
     lines = [verdict, f"tolerance: {comparison.tolerance}", *comparison.notes]

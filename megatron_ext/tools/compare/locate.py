@@ -175,6 +175,8 @@ class Comparison:
     """How much tensors may differ, and why."""
     notes: tuple[str, ...]
     """Notes on what could not be compared."""
+    not_finite: str = ""
+    """The first output or weight with an infinity or NaN in both runs; empty: there is none."""
 
 
 def compare(
@@ -191,7 +193,7 @@ def compare(
 
     Raises:
         DataError: A folder has no digests, damaged digests, or digests from another kind of run, or
-            the micro-batches in the two runs cannot be matched.
+            some ranks' digests are missing, or the micro-batches in the two runs cannot be matched.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
@@ -239,6 +241,11 @@ class _Tensor:
         return _Tensor(parts, self.ranks)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether no element is an infinity or NaN."""
+        return all(math.isfinite(record.norm) for record in self.parts.values())
+
+    @property
     def any_part(self) -> str:
         """The name of the first part, in alphabetical order."""
         return min(self.parts)
@@ -271,9 +278,16 @@ class _Run:
         """Read the records in a folder, as `read_folder` does.
 
         Raises:
-            DataError: The folder has no digests, or damaged digests.
+            DataError: The folder has no digests, damaged digests, or not those of all ranks.
         """
         files = read_folder(folder, settings=settings)
+        # The tensors of a missing rank would count as tensors that its run never computed.
+        num_ranks = files[0].header.num_ranks
+        if len(files) < num_ranks:
+            raise DataError(
+                f"{folder} has digests of {len(files)} of {num_ranks} ranks; copy the files of the "
+                "other ranks into it, or record again into a folder that all hosts share"
+            )
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
         notes = []
@@ -507,7 +521,7 @@ class _Comparing:
         """Compare the steps that both runs have, stopping after the first difference.
 
         Raises:
-            DataError: The runs have no step or no tensor in common.
+            DataError: The runs have no training step or no tensor in common.
         """
         common = sorted(set(self.reference.steps) & set(self.candidate.steps))
         if not common:
@@ -543,9 +557,14 @@ class _Comparing:
                 f"the stated tolerance is for float32, but the runs compute in {precision}; learn "
                 f"one with compare --calibrate, or from a third folder recorded with {ROUNDING}=1"
             )
+        is_trained = any(
+            _is_trained(self.reference, step) and _is_trained(self.candidate, step)
+            for step in common
+        )
         # A difference spreads to all later steps, so stop at the first step that has one.
         num_steps = num_tensors = 0
         difference = None
+        not_finite = ""
         for step in common:
             num_steps += 1
             num_tensors += len(
@@ -555,15 +574,42 @@ class _Comparing:
             if mismatches:
                 difference = self._chosen(step, mismatches)
                 break
+            not_finite = not_finite or self._not_finite(step)
         # Without common tensors, finding no difference would mean nothing.
         if difference is None and not num_tensors:
             raise DataError(
                 "the two runs have no tensor in common, so nothing was compared; record both with "
                 f"{VARIABLE} alone, or set {OPERATORS} to a module that both run"
             )
+        # A run that ended in its first step, for example, has only its initial weights.
+        if difference is None and not is_trained:
+            raise DataError(
+                "the two runs have no complete training step in common, only weights; record both "
+                "again, from the same iteration on, until both have completed a step"
+            )
         return Comparison(
-            difference, num_steps, num_tensors, self._tolerance_text, tuple(notes)
+            difference,
+            num_steps,
+            num_tensors,
+            self._tolerance_text,
+            tuple(notes),
+            not_finite,
         )
+
+    def _not_finite(self, step: int) -> str:
+        """Describe the first output or weight that is not finite in both runs; empty: none."""
+        candidates = self.candidate.steps[step]
+        places = []
+        for key, tensor in self.reference.steps[step].items():
+            # Gradients overflow in half precision too, which the optimizer skips.
+            if key[0] not in ("forward", "weights") or key not in candidates:
+                continue
+            if not (tensor.is_finite or candidates[key].is_finite):
+                places.append(_Mismatch(key, tensor.order, tensor, candidates[key]))
+        if not places:
+            return ""
+        first = self._chosen(step, places)
+        return f"{first.tensor} is not finite in both runs ({first.moment})"
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
         references, candidates = self.reference.steps[step], self.candidate.steps[step]
@@ -747,6 +793,11 @@ class _Comparing:
     def _num_microbatches(self, step: int) -> int:
         keys = (*self.reference.steps[step], *self.candidate.steps[step])
         return 1 + max(microbatch for _, microbatch, _ in keys)
+
+
+def _is_trained(run: _Run, step: int) -> bool:
+    """Return whether a run trained in a step, instead of only recording its initial weights."""
+    return any(kind != "weights" for kind, _, _ in run.steps[step])
 
 
 def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:

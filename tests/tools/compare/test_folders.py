@@ -30,6 +30,52 @@ def test_equal_folders_end_with_exit_code_0(
     ]
 
 
+def test_a_folder_is_not_compared_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "one", step_records())
+    (tmp_path / "link").symlink_to(folder)
+    words = str(folder), str(tmp_path / "link")
+    assert compare(monkeypatch, "--folders", *words) != 0
+    assert "--folders got the same folder twice" in capsys.readouterr().err
+
+
+def test_a_folder_without_the_digests_of_all_ranks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For example, each host wrote its ranks' digests to its own disk."""
+    folders = []
+    for name in ("one", "two"):
+        header = Header(0, num_ranks=2)
+        folders.append(str(write(tmp_path / name, step_records(), header=header)))
+    assert compare(monkeypatch, "--folders", *folders) != 0
+    assert "has digests of 1 of 2 ranks" in capsys.readouterr().err
+
+
+def test_runs_that_share_only_their_initial_weights_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = [item for item in step_records() if item.kind == "weights"]
+    complete = str(write(tmp_path / "one", weights, step_records()))
+    died_early = str(write(tmp_path / "two", weights))
+    assert compare(monkeypatch, "--folders", complete, died_early) != 0
+    assert "no complete training step in common" in capsys.readouterr().err
+
+
+def test_nan_in_both_runs_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = []
+    for item in step_records():
+        if (item.kind, item.stage) == ("forward", 2):
+            item = item._replace(norm=float("nan"))
+        records.append(item)
+    folders = [str(write(tmp_path / name, records)) for name in ("one", "two")]
+    assert compare(monkeypatch, "--folders", *folders) == 1
+    assert "the output of layer 2 is not finite in both runs" in capsys.readouterr().out
+    assert compare(monkeypatch, "--json", "--folders", *folders) == 1
+
+
 def test_a_difference_is_named_and_ends_with_exit_code_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -236,10 +236,14 @@ def test_losses_of_other_kinds_are_refused(tmp_path: Path) -> None:
 def test_parts_that_are_cut_differently_are_held_against_each_other_by_norm(
     tmp_path: Path,
 ) -> None:
-    whole = [record("weights", NO_MICROBATCH, 0, num_elements=50, norm=5.0)]
+    whole = [record("reduced gradient", NO_MICROBATCH, 0, num_elements=50, norm=5.0)]
     parts = [
-        record("weights", NO_MICROBATCH, 0, part="d0", num_elements=25, norm=3.0),
-        record("weights", NO_MICROBATCH, 0, part="d1", num_elements=25, norm=4.0),
+        record(
+            "reduced gradient", NO_MICROBATCH, 0, part="d0", num_elements=25, norm=3.0
+        ),
+        record(
+            "reduced gradient", NO_MICROBATCH, 0, part="d1", num_elements=25, norm=4.0
+        ),
     ]
     first = write(tmp_path / "reference", whole)
     assert locate(first, write(tmp_path / "candidate", parts)) is None
