@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,27 +144,103 @@ def _load_shards(chunks: list[Any]) -> None:
             weight.copy_(whole)
 
 
+def _with_cross_attention() -> AbstractContextManager[Any]:
+    """Add an attention to its own input to each layer, by Megatron's class for cross-attention."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer.attention import (
+        CrossAttention,
+        CrossAttentionSubmodules,
+    )
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class AttentionToItself(CrossAttention):
+        def forward(
+            self, hidden_states: Any, attention_mask: Any, **keywords: Any
+        ) -> Any:
+            keywords["key_value_states"] = hidden_states
+            return super().forward(hidden_states, attention_mask, **keywords)
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    spec.submodules.cross_attention = ModuleSpec(
+        AttentionToItself,
+        submodules=CrossAttentionSubmodules(
+            linear_q=ColumnParallelLinear,
+            linear_kv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+        ),
+    )
+    spec.submodules.cross_attn_bda = get_bias_dropout_add
+    return mock.patch.object(
+        gpt_layer_specs, "get_gpt_layer_local_spec", return_value=spec
+    )
+
+
+def _another_group_of_cross_attention(chunks: list[Any]) -> AbstractContextManager[Any]:
+    """Sum the gradients of cross-attention's input over another group (Megatron-LM#7452, 6).
+
+    Megatron builds the projections of queries, keys and values without the model's group. They use
+    the default group, here that of a rank without a tensor-parallel peer.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        group, _ = torch.distributed.new_subgroups(1)
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                if name.endswith(
+                    ("cross_attention.linear_q", "cross_attention.linear_kv")
+                ):
+                    module.tp_group = group
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class _TensorParallelFault:
+    plant: Callable[[list[Any]], AbstractContextManager[Any]]
+    first_tensor: str
+    """The first tensor that differs; empty: none differs."""
+    building: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Changes the model that is built."""
+
+
 _TENSOR_PARALLEL_FAULTS = {
-    "none": (unchanged, ""),
+    "none": _TensorParallelFault(unchanged, ""),
     # The means of shards are near the mean of the whole, so the gradient shows it first.
-    "label smoothing": (_label_smoothing, "the gradient of the input of output_layer"),
-    "gathered logits": (_gathered_logits, "the output of model"),
+    "label smoothing": _TensorParallelFault(
+        _label_smoothing, "the gradient of the input of output_layer"
+    ),
+    "gathered logits": _TensorParallelFault(_gathered_logits, "the output of model"),
+    "no fault of cross-attention": _TensorParallelFault(
+        unchanged, "", _with_cross_attention
+    ),
+    "another group": _TensorParallelFault(
+        _another_group_of_cross_attention,
+        "the gradient of the input of layer 3, cross_attention",
+        _with_cross_attention,
+    ),
 }
-"""By name: the fault, and the first tensor that differs."""
 
 
 def _train_with_whole_weights(trainings: dict[str, list[Training]]) -> None:
     for name, runs in trainings.items():
+        fault = _TENSOR_PARALLEL_FAULTS[name]
 
         @contextmanager
-        def change(chunks: list[Any], name: str = name) -> Any:
+        def change(
+            chunks: list[Any], fault: _TensorParallelFault = fault
+        ) -> Iterator[None]:
             _load_shards(chunks)
-            plant, _ = _TENSOR_PARALLEL_FAULTS[name]
-            with plant(chunks):
+            with fault.plant(chunks):
                 yield
 
         for run in runs:
-            train(run, change)
+            with fault.building():
+                train(run, change)
 
 
 @pytest.mark.short_s(10)
@@ -183,7 +259,7 @@ def test_faults_that_both_runs_share_are_located_with_another_size(
     run_ranks(4, _train_with_whole_weights, trainings, timeout_s=280)
     for name, (whole, sharded) in trainings.items():
         difference = locate(Path(whole.folder), Path(sharded.folder))
-        _, first_tensor = _TENSOR_PARALLEL_FAULTS[name]
+        first_tensor = _TENSOR_PARALLEL_FAULTS[name].first_tensor
         if not first_tensor:
             assert difference is None, difference.sentence()
             continue
