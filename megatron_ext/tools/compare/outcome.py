@@ -225,8 +225,8 @@ def _judged(
             return "unproven", difference.gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
     # If two rounds of the reference differ as much, the difference means nothing. Two rounds show
-    # only a part of what a recipe that is not deterministic can do, so allow twice their difference.
-    # A contender that differs between its own rounds has no such excuse: it may have a race.
+    # only a part of what a recipe that is not deterministic can do, so allow twice as much. A
+    # contender that differs between its own rounds has no such excuse: it may have a race.
     repeats = _repeats(reference)
     if repeats is not None and _size(difference) <= 2 * _size(repeats):
         if are_rounding(repeats):
