@@ -88,11 +88,18 @@ store_connection = StoreConnection()
 class BeginAttempt(Initialize):
     """Runs before each call of the training function, also on reserve ranks."""
 
+    def __init__(self) -> None:
+        self._excepthook = sys.excepthook
+        """The hook for uncaught exceptions before the first attempt."""
+
     def __call__(self, state: Any) -> Any:
         """Number the attempt, so that all ranks give their transports the same names."""
         # NVRx calls this only after it has received every rank's state.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
+        # torch wraps the hook in each attempt, and each wrapper puts the rank before every line of
+        # a traceback.
+        sys.excepthook = self._excepthook
         devices.current().follow_collectives()
         if state.iteration > 0 and state.rank == 0:
             # The launcher reads this line (`tools/launch/keeper.py`), so write it to stderr, where

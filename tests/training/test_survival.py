@@ -79,6 +79,18 @@ def test_the_launcher_knows_the_line_with_which_a_restart_begins(
     assert line.groups() == (b"2", b"5")
 
 
+def test_torchs_hooks_for_uncaught_exceptions_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each puts the rank before every line of a traceback."""
+    hook = sys.excepthook
+    begin = survival.BeginAttempt()
+    begin(state(iteration=0))
+    monkeypatch.setattr(sys, "excepthook", lambda *error: hook(*error))
+    begin(state(iteration=1))
+    assert sys.excepthook is hook
+
+
 def test_an_error_that_would_come_again_ends_the_rank() -> None:
     end = survival.EndConfiguration()
     assert end(state()) is not None  # ended by NVRx, for another rank
